@@ -1,0 +1,23 @@
+"""Train models that do not fit the device, with Lightning: importing this package registers `strategy="protrain"`."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.module import CausalLMModule
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.precision import ProTrainPrecision
+from lightning_protrain.strategy import ProTrainStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockPolicy",
+    "CausalLMModule",
+    "ChatDataModule",
+    "Plan",
+    "ProTrainPrecision",
+    "ProTrainStrategy",
+    "__version__",
+]
+
+ProTrainStrategy.register_strategies(StrategyRegistry)

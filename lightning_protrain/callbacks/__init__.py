@@ -1,0 +1,1 @@
+"""Callbacks: what the plan is, what it moves, and what the model has learned."""

@@ -1,0 +1,139 @@
+"""The tokenizer: loaded from where the user says, or a small byte-level BPE trained on the data and kept in a cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_protrain.data.conversations import Conversation, fingerprint
+
+START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
+SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
+# 256 bytes and the special tokens.
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
+# The generation block holds the stop token, so that the model learns to stop.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '<|im_sep|>' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant<|im_sep|>' }}
+{%- endif %}"""
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer whose chat template marks what the assistant says.
+
+    Args:
+        name: A local folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        ValueError: No such tokenizer, a slow one, none or no suitable chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"No tokenizer could be loaded from {str(name)!r}: {error}. Give a folder or a name on the Hugging Face "
+            "Hub, or leave `tokenizer` out and one is trained on the data."
+        ) from error
+    check_chat_template(tokenizer)
+    return tokenizer
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that cannot tell which tokens are the assistant's.
+
+    Raises:
+        ValueError: A slow tokenizer, no chat template, or one without `{% generation %}`.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not tokenizer.is_fast:
+        raise ValueError(f"The tokenizer {name!r} has no fast version, which the loss mask needs. Use another one.")
+    if not tokenizer.chat_template:
+        raise ValueError(f"The tokenizer {name!r} has no chat template. Set its `chat_template` and save it again.")
+    if not _GENERATION_TAG.search(tokenizer.get_chat_template()):
+        raise ValueError(
+            f"The chat template of the tokenizer {name!r} has no {{% generation %}} block, so nothing says which "
+            "tokens to learn. Put {% generation %} and {% endgeneration %} around the assistant's text and its stop "
+            "token in `tokenizer.chat_template`, save the tokenizer to a folder and give that folder."
+        )
+
+
+def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE on the conversations; equal input gives an equal tokenizer.
+
+    Args:
+        rows: Conversations, all turns of which count.
+        vocab_size: Number of tokens; fewer come out when the text has no more pairs to merge.
+    """
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(_texts(rows), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START, SEPARATOR],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache_dir: Path) -> Path:
+    """Folder of the tokenizer trained on these rows, trained now unless the cache holds it.
+
+    The folder is named by the fingerprint of rows, size and template. It appears in one rename: what is there is whole.
+
+    Raises:
+        ValueError: `vocab_size` below the 256 bytes and the special tokens.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size} leaves no room for the bytes. Give at least {MIN_VOCAB_SIZE}.")
+    key = fingerprint(rows, vocab_size=vocab_size, chat_template=CHAT_TEMPLATE, special_tokens=SPECIAL_TOKENS)
+    folder = cache_dir / "tokenizers" / key
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder.parent))
+    try:
+        train_tokenizer(rows, vocab_size).save_pretrained(staging)
+        staging.chmod(0o755)  # mkdtemp keeps others out, a shared cache must not
+        os.rename(staging, folder)
+    except OSError:
+        # Another process came first and put an equal tokenizer there.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _texts(rows: Sequence[Conversation]) -> Iterator[str]:
+    for row in rows:
+        for message in row["messages"]:
+            yield message["role"]
+            yield message["content"]

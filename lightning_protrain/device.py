@@ -1,0 +1,267 @@
+"""Where bytes live and how they move: the only file that names `torch.cuda`.
+
+[Note: Streams]
+All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
+they share one heap with the activations and freed memory is reused without fragmentation. Two more streams copy: one
+up (host to device), one down. An upload first waits for everything the compute stream has been given so far, because
+the memory it fills may still be read by an earlier kernel under another name; the compute stream waits for an upload
+where its bytes are first used. A download waits for the compute stream; its source is held until it has ended, which
+costs nothing and replaces `record_stream`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+
+
+@dataclass
+class TransferCounters:
+    """What has been moved since the run began; all in bytes unless said otherwise.
+
+    Attributes:
+        uploaded_bytes: Host to device, parameters.
+        downloaded_bytes: Device to host, gradients and weights changed in a forward.
+        uploads: Number of chunk uploads.
+        prefetch_hits: Number of uploads that had been issued before the chunk was asked for.
+        prefetch_misses: Number of uploads issued only when the chunk was needed at once.
+        live_bytes: Offloaded chunks now on the device.
+        peak_live_bytes: The most there ever were.
+    """
+
+    uploaded_bytes: int = 0
+    downloaded_bytes: int = 0
+    uploads: int = 0
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    live_bytes: int = 0
+    peak_live_bytes: int = 0
+
+    def add_live(self, nbytes: int) -> None:
+        """Counts `nbytes` more (or fewer, if negative) on the device."""
+        self.live_bytes += nbytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+
+class HostMemory:
+    """Exact-size, page-aligned host memory whose blocks return by themselves.
+
+    PyTorch's pinned allocator rounds up to powers of two, which can double what is locked; these blocks are anonymous
+    maps of whole pages. A block goes back to the free list when the last tensor over it dies, so a gradient that
+    somebody still holds is never overwritten.
+
+    Args:
+        lock: Called with (address, bytes) of a new block; returns whether it is page-locked now.
+        unlock: Called with the address of a locked block when the memory is closed.
+    """
+
+    def __init__(
+        self, lock: Callable[[int, int], bool] | None = None, unlock: Callable[[int], None] | None = None
+    ) -> None:
+        self._lock = lock
+        self._unlock = unlock
+        self._free: dict[int, deque[mmap.mmap]] = {}
+        self._locked: dict[int, mmap.mmap] = {}
+        self._open = True
+        self.allocated_bytes = 0
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are page-locked now."""
+        return sum(len(block) for block in self._locked.values())
+
+    def empty(self, nbytes: int) -> memoryview:
+        """A block of at least `nbytes` uninitialised bytes; returned to the free list when no tensor uses it."""
+        assert self._open, "host memory asked for after it was closed"
+        size = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        free = self._free.get(size)
+        block = free.popleft() if free else self._new_block(size)
+        view = memoryview(block)
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return view
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """An uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
+        empty = torch.empty(0, dtype=tensor.dtype)
+        if tensor.numel() == 0:
+            return empty.new_empty(tensor.shape)
+        flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
+        return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+    def close(self) -> None:
+        """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
+        while self._locked:
+            address, _ = next(iter(self._locked.items()))
+            assert self._unlock is not None
+            self._unlock(address)
+            del self._locked[address]
+        self._free.clear()
+        self._open = False
+
+    def _new_block(self, size: int) -> mmap.mmap:
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.allocated_bytes += size
+        if self._lock is not None:
+            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+            if self._lock(address, size):
+                self._locked[address] = block
+        return block
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        if self._open:
+            self._free.setdefault(len(block), deque()).append(block)
+
+
+@dataclass
+class Device(ABC):
+    """A place to train on: moves bytes between it and the host, and counts them.
+
+    Attributes:
+        torch_device: What PyTorch calls it.
+        counters: What has been moved.
+        host: Host memory that this device can copy to and from at full speed.
+    """
+
+    torch_device: torch.device
+    counters: TransferCounters = field(default_factory=TransferCounters)
+    host: HostMemory = field(default_factory=HostMemory)
+
+    @abstractmethod
+    def upload(self, source: Tensor, target: Tensor) -> Any:
+        """Copies `source` (host) to `target` (device); returns a fence that `wait` takes."""
+
+    @abstractmethod
+    def wait(self, fence: Any) -> None:
+        """Makes the compute stream wait until the upload behind `fence` has ended."""
+
+    @abstractmethod
+    def download(self, source: Tensor, target: Tensor) -> Any:
+        """Copies `source` (device) to `target` (host) and holds `source` meanwhile; returns a fence for `land`."""
+
+    @abstractmethod
+    def land(self, fence: Any) -> None:
+        """Blocks the host until the download behind `fence` has ended."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Bytes a plan may use, or None where no budget is known (the CPU has only the one it is given)."""
+
+    def close(self) -> None:
+        """Releases page-locked memory; the device is of no use afterwards."""
+        self.host.close()
+
+
+class CPUDevice(Device):
+    """The CPU as a device: copies are synchronous, the budget is the one the user names."""
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        self.counters.uploaded_bytes += source.nbytes
+
+    def wait(self, fence: None) -> None:
+        return
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        self.counters.downloaded_bytes += source.nbytes
+
+    def land(self, fence: None) -> None:
+        return
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class CUDADevice(Device):
+    """A CUDA device, see [Note: Streams].
+
+    Args:
+        torch_device: Which one.
+        say: Called once with a sentence if host memory cannot be page-locked.
+    """
+
+    def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
+        super().__init__(torch_device, host=HostMemory(self._lock, self._unlock))
+        self._say = say
+        self._pageable = False
+        self._up = torch.cuda.Stream(torch_device)
+        self._down = torch.cuda.Stream(torch_device)
+        self._held: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def upload(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        self._up.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._up):
+            target.copy_(source, non_blocking=True)
+            self.counters.uploaded_bytes += source.nbytes
+            return self._up.record_event()
+
+    def wait(self, fence: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.torch_device).wait_event(fence)
+
+    def download(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        self._down.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+            self.counters.downloaded_bytes += source.nbytes
+            fence = self._down.record_event()
+        self._held.append((fence, source))
+        return fence
+
+    def land(self, fence: torch.cuda.Event) -> None:
+        fence.synchronize()
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + reserved
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        self._held.clear()
+        super().close()
+
+    def _lock(self, address: int, size: int) -> bool:
+        if self._pageable:
+            return False
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if code != 0:
+            self._pageable = True
+            self._say(
+                f"Host memory cannot be page-locked (cudaHostRegister returned {code} for {size} bytes): transfers run "
+                "slower and do not overlap. Raise the limit on locked memory (`ulimit -l`)."
+            )
+        return code == 0
+
+    def _unlock(self, address: int) -> None:
+        code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if code != 0:
+            raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
+
+
+def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:
+    """The device behind `torch_device`.
+
+    Args:
+        torch_device: A CPU or CUDA device.
+        say: Called with a sentence that the user should read once.
+
+    Raises:
+        ValueError: Any other type of device.
+    """
+    if torch_device.type == "cuda":
+        return CUDADevice(torch_device, say)
+    if torch_device.type == "cpu":
+        return CPUDevice(torch_device)
+    raise ValueError(f"No streaming on {torch_device.type!r}: train on a CUDA device or on the CPU.")

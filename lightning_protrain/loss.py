@@ -1,0 +1,110 @@
+"""Next-token cross entropy that never holds the logits of all tokens at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+IGNORE_INDEX = -100
+
+# Architectures of transformers whose logits are `head(base_model(...)[0])` as long as RESCALED_LOGITS are neutral.
+# An allow-list, so that an unknown architecture takes the big right way and not the small wrong one.
+PLAIN_HEAD_MODEL_TYPES = frozenset({
+    "arcee", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon",
+    "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "lfm2", "llama", "mamba", "mamba2", "ministral",
+    "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3",
+    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
+})  # fmt: skip
+
+# Settings by which an architecture caps or scales the logits behind its head, with the value that changes nothing.
+RESCALED_LOGITS: dict[str, float | None] = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "output_multiplier": 1.0,
+    "output_multiplier_scale": 1.0,
+}
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    chunk_tokens: int = 1024,
+    ignore_index: int = IGNORE_INDEX,
+) -> tuple[Tensor, int]:
+    """Sum the next-token losses of the labelled tokens, a slice of tokens at a time.
+
+    The labels are shifted here: position `t` of `hidden` is scored against `labels[:, t + 1]`, and the last position
+    of a sequence predicts nothing. Positions without a label never reach the head. Each slice is checkpointed, so that
+    no logits, in the forward or in the backward, have more than `chunk_tokens * vocab` elements; the price is a second
+    forward of the head. Slices are taken in order and summed in float32, so the result is deterministic.
+
+    Args:
+        hidden: Last hidden states, [batch, seq, hidden].
+        head: Maps [tokens, hidden] to logits, [tokens, vocab]. Called once per slice through `__call__`, so that its
+            hooks run, and once more per slice in the backward.
+        labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
+        chunk_tokens: Most tokens whose logits exist at the same time.
+        ignore_index: The label of a token that is not scored.
+
+    Returns:
+        The sum of the losses in nats, a float32 scalar, and the number of tokens in it. Without labelled tokens the sum
+        is a zero that is connected to `hidden` and `head`.
+
+    Raises:
+        ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1.")
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"hidden of shape {tuple(hidden.shape)} needs labels of shape {tuple(hidden.shape[:-1])}; "
+            f"their shape is {tuple(labels.shape)}."
+        )
+    # Shift the labels, not the hidden states: their flat view needs no copy.
+    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index).flatten()
+    positions = (targets != ignore_index).nonzero().squeeze(1)
+    selected = hidden.flatten(0, 1).index_select(0, positions)
+    targets = targets.index_select(0, positions)
+
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    # Zero tokens split into one empty slice, which runs the head too: its gradients are zeros, not missing.
+    for slice_hidden, slice_targets in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        if torch.is_grad_enabled():
+            part = checkpoint(_slice_loss, slice_hidden, head, slice_targets, use_reentrant=False)
+        else:
+            part = _slice_loss(slice_hidden, head, slice_targets)
+        total = total + part
+    return total, positions.numel()
+
+
+def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    logits = head(hidden)  # [tokens, vocab]
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Return whether a causal language model of transformers computes its logits as `head(base_model(...)[0])`.
+
+    Args:
+        model: Any module; only its config and its submodules are looked at.
+
+    Returns:
+        False for anything but a `PreTrainedModel`, for an architecture that is not known to do so, for one that scales
+        or caps its logits, whose router adds a loss of its own, or whose head is no module apart from its base model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return False
+    config = model.config
+    if config.model_type not in PLAIN_HEAD_MODEL_TYPES or getattr(config, "output_router_logits", False):
+        return False
+    if any(getattr(config, name, None) not in (None, neutral) for name, neutral in RESCALED_LOGITS.items()):
+        return False
+    return model.base_model is not model and isinstance(model.get_output_embeddings(), nn.Module)

@@ -1,0 +1,70 @@
+"""Packs parameters into chunks. Pure: names and numbers in, names and numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
+
+
+def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
+    """Names of the units that need each parameter, in execution order, by its first name."""
+    users: dict[str, list[str]] = {info.fqn: [] for info in layout.parameters}
+    for unit in layout.units:
+        for fqn in unit.parameters:
+            users[fqn].append(unit.name)
+    return {fqn: tuple(names) for fqn, names in users.items()}
+
+
+def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
+    """Puts every parameter into one chunk, all of them offloaded.
+
+    A chunk holds parameters of one dtype, all trainable or all frozen, that the same units need: so it never straddles
+    units, and a tied parameter lies apart from what only its first unit needs.
+
+    Args:
+        layout: The model.
+        chunk_bytes: The most bytes of a chunk, alignment included (S_chunk in the paper); a parameter that is larger
+            than that gets a chunk of its own. `None`: no limit.
+
+    Returns:
+        Chunks in execution order of the units that own them.
+
+    Raises:
+        ValueError: `chunk_bytes` is below 1.
+    """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}; give a positive number of bytes, or None for no limit.")
+    users = users_of(layout)
+    chunks: list[ChunkPlan] = []
+    for unit in layout.units:
+        groups: dict[tuple[str, bool, tuple[str, ...]], list[ParameterInfo]] = {}
+        for fqn in unit.parameters:
+            if users[fqn][0] == unit.name:
+                info = layout.parameter(fqn)
+                groups.setdefault((info.dtype, info.trainable, users[fqn]), []).append(info)
+        for (dtype, trainable, _), infos in groups.items():
+            for members, nbytes in _split(infos, chunk_bytes):
+                chunks.append(ChunkPlan(members, unit.name, dtype, trainable, nbytes, resident=False))
+    return tuple(chunks)
+
+
+def _split(infos: Sequence[ParameterInfo], chunk_bytes: int | None) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Names and bytes of the chunks that `infos` fill, in order."""
+    members: list[str] = []
+    filled = 0
+    for info in infos:
+        _, size = chunk_offsets([info.nbytes])
+        if members and chunk_bytes is not None and filled + size > chunk_bytes:
+            yield tuple(members), filled
+            members, filled = [], 0
+        members.append(info.fqn)
+        filled += size
+    yield tuple(members), filled
+
+
+def chunks_of(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
+    """Indices of all chunks that each unit needs, those of tied parameters it does not own included."""
+    index_of = {fqn: index for index, chunk in enumerate(chunks) for fqn in chunk.parameters}
+    return {unit.name: tuple(sorted({index_of[fqn] for fqn in unit.parameters})) for unit in layout.units}

@@ -1,0 +1,137 @@
+"""What a placement of chunks costs in bytes, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import ceil
+
+from lightning_protrain.planner.chunks import chunks_of, users_of
+from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.profiler.records import ModelLayout
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
+    return f"{nbytes} bytes"
+
+
+def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
+    """The fewest offloaded chunks that must be on the device at one time: the longest of `_nests`."""
+    return max((len(nest) for nest in _nests(layout, chunks)), default=0)
+
+
+def minimum_buffer_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
+    """The fewest bytes of offloaded chunks that must be on the device at one time: the heaviest of `_nests`."""
+    return max((sum(chunks[index].nbytes for index in nest) for nest in _nests(layout, chunks)), default=0)
+
+
+def _nests(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Iterator[set[int]]:
+    """For every unit, the offloaded chunks that are needed while it runs: its own and those of all units around it.
+
+    A unit around it that needs all its parameters anyway (a block around a module that is also used elsewhere) adds
+    nothing: its own entry covers that case.
+    """
+    offloaded = {
+        name: {index for index in indices if not chunks[index].resident}
+        for name, indices in chunks_of(layout, chunks).items()
+    }
+    around: dict[str, list[str]] = {unit.name: [] for unit in layout.units}
+    needs = {unit.name: set(unit.parameters) for unit in layout.units}
+    for unit in layout.units:
+        for inner in unit.encloses:
+            if not needs[inner] <= needs[unit.name]:
+                around[inner].append(unit.name)
+    for name, outer in around.items():
+        yield offloaded[name].union(*(offloaded[unit] for unit in outer))
+
+
+def memory_terms(
+    layout: ModelLayout, chunks: Sequence[ChunkPlan], num_chunk_buffers: int, state_bytes: float
+) -> MemoryTerms:
+    """What model states take on the device.
+
+    - Resident chunks: parameters, gradients of the same size if trainable, and optimizer states.
+    - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
+      than that many and evicts before it exceeds these bytes, which never are fewer than one unit and all units around
+      it need.
+    - Gradients in flight: those of offloaded parameters land one at a time, so the largest counts; but a parameter that
+      several modules share accumulates until its last use, so all of these count on top.
+
+    Args:
+        layout: The model.
+        chunks: All its chunks, in execution order, residency decided.
+        num_chunk_buffers: How many offloaded chunks may be on the device at one time.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+    """
+    resident = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if chunk.resident)
+    sizes = [chunk.nbytes for chunk in chunks if not chunk.resident]
+    sums = [0, *accumulate(sizes)]
+    width = min(num_chunk_buffers, len(sizes))
+    window = max(end - start for start, end in zip(sums, sums[width:], strict=False))
+    return MemoryTerms(
+        resident_states=resident,
+        chunk_buffers=max(minimum_buffer_bytes(layout, chunks), window),
+        gradients_in_flight=_gradients_in_flight(layout, chunks),
+        module_buffers=layout.buffer_bytes,
+    )
+
+
+def host_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float) -> int:
+    """Bytes of pinned and plain host memory: parameters, gradients and optimizer states of all offloaded chunks."""
+    return sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if not chunk.resident)
+
+
+def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
+    if not chunk.trainable:
+        return chunk.nbytes
+    numel = sum(layout.parameter(fqn).numel for fqn in chunk.parameters)
+    return 2 * chunk.nbytes + ceil(state_bytes * numel)
+
+
+def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
+    users = users_of(layout)
+    shared = largest = 0
+    for chunk in chunks:
+        if chunk.resident or not chunk.trainable:
+            continue
+        for fqn in chunk.parameters:
+            info = layout.parameter(fqn)
+            if len(info.sites) > 1 or len(users[fqn]) > 1:
+                shared += info.nbytes
+            else:
+                largest = max(largest, info.nbytes)
+    return shared + largest
+
+
+def check_fits(plan: Plan, layout: ModelLayout, device_budget: int | None) -> None:
+    """Refuses a plan that cannot run in its own bounds or does not fit the device; `check_plan` comes first.
+
+    Raises:
+        ValueError: Fewer chunk buffers, or fewer bytes of them, than one unit and the units around it need; resident
+            states of fewer bytes than the resident parameters and gradients have; or a total above `device_budget`.
+    """
+    buffers = minimum_chunk_buffers(layout, plan.chunks)
+    if plan.num_chunk_buffers < buffers:
+        raise ValueError(
+            f"The plan has num_chunk_buffers={plan.num_chunk_buffers}, this model needs at least {buffers}."
+        )
+    least = memory_terms(layout, plan.chunks, buffers, state_bytes=0.0)
+    needed = minimum_buffer_bytes(layout, plan.chunks)
+    for term, given, required in (
+        ("chunk_buffers", plan.memory.chunk_buffers, needed),
+        ("resident_states", plan.memory.resident_states, least.resident_states),
+    ):
+        if given < required:
+            raise ValueError(
+                f"The plan's memory.{term} is {format_bytes(given)}, its chunks need at least "
+                f"{format_bytes(required)}. Make the plan again."
+            )
+    if device_budget is not None and plan.memory.total > device_budget:
+        raise ValueError(
+            f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
+            f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
+        )

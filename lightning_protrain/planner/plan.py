@@ -1,0 +1,285 @@
+"""The Plan: where every chunk lives, what every block does with its activations, and what that costs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
+
+FORMAT = 1
+# Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
+ALIGNMENT = 256
+
+
+class BlockPolicy(StrEnum):
+    """What happens to the activations of a block between its forward and its backward (paper, section 3.2)."""
+
+    KEEP = "keep"
+    CHECKPOINT = "checkpoint"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A group of parameters that share one storage (S_chunk in the paper).
+
+    Attributes:
+        parameters: First names of its parameters, in storage order.
+        unit: Name of the unit that owns it; a tied parameter belongs to the first unit that needs it.
+        dtype: The one dtype of all its elements, without the `torch.` prefix.
+        trainable: Whether its parameters took gradients when the plan was made.
+        nbytes: Bytes of the storage, alignment included.
+        resident: On the device for good (persistent in the paper), or streamed from host memory.
+    """
+
+    parameters: tuple[str, ...]
+    unit: str
+    dtype: str
+    trainable: bool
+    nbytes: int
+    resident: bool
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block and its activation policy."""
+
+    name: str
+    policy: BlockPolicy
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """What the plan puts on the device, in bytes; activations are not model states and come on top.
+
+    Attributes:
+        resident_states: Parameters, gradients and optimizer states of resident chunks.
+        chunk_buffers: The most that offloaded chunks occupy at one time.
+        gradients_in_flight: Gradients of offloaded chunks between their computation and their landing on the host.
+        module_buffers: Registered buffers.
+    """
+
+    resident_states: int
+    chunk_buffers: int
+    gradients_in_flight: int
+    module_buffers: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all terms."""
+        return self.resident_states + self.chunk_buffers + self.gradients_in_flight + self.module_buffers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole decision, or none: every parameter in one chunk, every block with one policy.
+
+    Attributes:
+        chunks: All chunks in execution order.
+        blocks: All blocks in execution order.
+        num_chunk_buffers: How many offloaded chunks may be on the device at one time (n_buffer).
+        memory: What it costs on the device.
+        shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
+    """
+
+    chunks: tuple[ChunkPlan, ...]
+    blocks: tuple[BlockPlan, ...]
+    num_chunk_buffers: int
+    memory: MemoryTerms
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_offloaded_chunks(self) -> int:
+        """How many chunks are streamed."""
+        return sum(not chunk.resident for chunk in self.chunks)
+
+    def policy(self, block: str) -> BlockPolicy:
+        """Policy of the block called `block`.
+
+        Raises:
+            KeyError: The plan has no such block.
+        """
+        for entry in self.blocks:
+            if entry.name == block:
+                return entry.policy
+        raise KeyError(block)
+
+    def to_json(self) -> str:
+        """The plan as JSON text that `from_json` reads back to an equal plan."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            ValueError: Not a plan, or one of another format.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"The plan is not valid JSON: {error}. Write one with `Plan.save(path)`.") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            found = content.get("format") if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"The plan has format {found!r}, this version reads format {FORMAT}. Make the plan again.")
+        del content["format"]
+        content = _typed("plan", content, _PLAN_FIELDS)
+        chunks = [_typed(f"chunks[{index}]", entry, _CHUNK_FIELDS) for index, entry in enumerate(content["chunks"])]
+        blocks = [_typed(f"blocks[{index}]", entry, _BLOCK_FIELDS) for index, entry in enumerate(content["blocks"])]
+        return cls(
+            chunks=tuple(ChunkPlan(**entry) for entry in chunks),
+            blocks=tuple(BlockPlan(**entry) for entry in blocks),
+            num_chunk_buffers=content["num_chunk_buffers"],
+            memory=MemoryTerms(**_typed("memory", content["memory"], _MEMORY_FIELDS)),
+            shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON to `path`."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads the plan at `path`.
+
+        Raises:
+            ValueError: No such file, or not a plan.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f'No plan at {path}. Give plan="auto", "resident", "offload", a Plan, or the path of one.')
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where tensors of `sizes` bytes lie in a chunk: offsets aligned to `ALIGNMENT`, and the bytes of the whole."""
+    offsets = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(offsets), end
+
+
+def check_plan(plan: Plan, layout: ModelLayout) -> None:
+    """Refuses a plan that was made for another model, or that this version cannot run.
+
+    Raises:
+        ValueError: Unknown, missing or doubled parameters; another shape, dtype or `requires_grad`; unknown or missing
+            blocks; a unit that is not in the model or does not use its chunk; a chunk of the wrong size;
+            `num_chunk_buffers` out of range; or a swapped block.
+    """
+    infos = {info.fqn: info for info in layout.parameters}
+    placed = [fqn for chunk in plan.chunks for fqn in chunk.parameters]
+    _check_names("parameters", placed, list(infos))
+    _check_names("shapes of parameters", list(plan.shapes), list(infos))
+    _check_names("blocks", [block.name for block in plan.blocks], [unit.name for unit in layout.blocks])
+    owners = {unit.name: frozenset(unit.parameters) for unit in layout.units}
+    for chunk in plan.chunks:
+        if chunk.unit not in owners:
+            raise ValueError(f"The plan has a chunk for {chunk.unit!r}, which is no unit of this model. {_REMEDY}")
+        for fqn in chunk.parameters:
+            planned, present = _state(plan.shapes[fqn], chunk), _state(infos[fqn].shape, infos[fqn])
+            if planned != present:
+                raise ValueError(f"The plan has {fqn!r} as {planned}, the model as {present}. {_REMEDY}")
+            if fqn not in owners[chunk.unit]:
+                raise ValueError(
+                    f"The plan puts {fqn!r} into a chunk of {chunk.unit!r}, which does not use it. {_REMEDY}"
+                )
+        _, nbytes = chunk_offsets([infos[fqn].nbytes for fqn in chunk.parameters])
+        if chunk.nbytes != nbytes:
+            raise ValueError(
+                f"The plan gives the chunk of {chunk.parameters[0]!r} {chunk.nbytes} bytes, it has {nbytes}. {_REMEDY}"
+            )
+    if plan.num_chunk_buffers < 0 or (plan.num_offloaded_chunks and not plan.num_chunk_buffers):
+        raise ValueError(
+            f"The plan has {plan.num_offloaded_chunks} offloaded chunks and {plan.num_chunk_buffers} chunk buffers. "
+            "Give at least one."
+        )
+    for block in plan.blocks:
+        if block.policy is BlockPolicy.SWAP:
+            raise ValueError(f"The plan swaps block {block.name!r}: {SWAP_UNAVAILABLE}")
+
+
+SWAP_UNAVAILABLE = "activation swap is not available in this version, use checkpoint."
+_REMEDY = "It was made for another model: make the plan again, or load that model."
+
+
+def _state(shape: tuple[int, ...], source: ChunkPlan | ParameterInfo) -> str:
+    return f"{'trainable' if source.trainable else 'frozen'} {source.dtype}{list(shape)}"
+
+
+def _check_names(kind: str, planned: Sequence[str], present: Sequence[str]) -> None:
+    """Both lists must hold the same names, each once."""
+    doubled = sorted(name for name, count in Counter(planned).items() if count > 1)
+    unknown = sorted(set(planned) - set(present))
+    missing = sorted(set(present) - set(planned))
+    for problem, names in (("names twice", doubled), ("names unknown", unknown), ("lacks", missing)):
+        if names:
+            shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ValueError(f"The plan {problem} {kind}: {shown}. {_REMEDY}")
+
+
+def _tuple_of(kind: type, where: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise ValueError(f"The plan's {where} is {value!r}, not a list of {kind.__name__}. Make the plan again.")
+    return tuple(value)
+
+
+def _names(where: str, value: object) -> tuple[str, ...]:
+    names = _tuple_of(str, where, value)
+    if not names:
+        raise ValueError(f"The plan's {where} is empty. Make the plan again.")
+    return names
+
+
+def _policy(where: str, value: object) -> BlockPolicy:
+    for policy in BlockPolicy:
+        if value == policy.value:
+            return policy
+    raise ValueError(f"The plan's {where} is {value!r}, not one of {', '.join(BlockPolicy)}. Make the plan again.")
+
+
+def _is(kind: type) -> Callable[[str, object], Any]:
+    """A reader that lets through values of exactly that type: JSON's `true` is no integer here."""
+
+    def read(where: str, value: object) -> object:
+        if type(value) is not kind:
+            raise ValueError(f"The plan's {where} is {value!r}, not of type {kind.__name__}. Make the plan again.")
+        return value
+
+    return read
+
+
+_Readers = Mapping[str, Callable[[str, object], Any]]
+_PLAN_FIELDS: _Readers = {
+    "chunks": _is(list),
+    "blocks": _is(list),
+    "num_chunk_buffers": _is(int),
+    "memory": _is(dict),
+    "shapes": _is(dict),
+}
+_CHUNK_FIELDS: _Readers = {
+    "parameters": _names,
+    "unit": _is(str),
+    "dtype": _is(str),
+    "trainable": _is(bool),
+    "nbytes": _is(int),
+    "resident": _is(bool),
+}
+_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _policy}
+_MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms)}
+
+
+def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
+    """The fields of one JSON object, each read; none missing, none beside them."""
+    if not isinstance(entry, dict) or set(entry) != set(readers):
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(readers)}. Make the plan again.")
+    return {name: read(f"{where}.{name}", entry[name]) for name, read in readers.items()}

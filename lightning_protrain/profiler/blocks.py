@@ -1,0 +1,247 @@
+"""Finds the blocks of a model and describes its parameters, without running it and without touching them."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
+
+# What a caller may give as `blocks`: None (find repeated layers), "size", or exactly these names and classes.
+BlockChoice = str | Sequence[str | type[nn.Module]] | None
+
+MIN_NUM_PARAMS = 100_000_000
+# Libraries with layers that read their children's weights without calling them, as MultiheadAttention and DoRA do.
+_OPAQUE = ("torch.nn.modules.", "peft.tuners.")
+
+
+def discover_blocks(
+    model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS
+) -> tuple[str, ...]:
+    """Names of the modules that carry an activation policy (paper, section 3.2: transformer blocks).
+
+    A module registered at two places counts once, under its first name, and no block lies inside another.
+
+    Args:
+        model: The model; it is read, never run, and may live on the meta device.
+        blocks: `None`: the elements of the outermost repeated lists. A repeated list is an `nn.ModuleList` with at
+            least two elements of one class; an element without parameters is left out, one without a `forward` of its
+            own (a `ModuleDict`, a nested list) is replaced by its children. An `nn.Sequential` counts only with its
+            elements that have children. There may be any number of such lists (encoder and decoder); lists inside a
+            chosen element (experts) are part of it. `"size"`: the deepest modules with a `forward` of their own and
+            at least `min_num_params` parameters. A list of names and classes: exactly these.
+        min_num_params: Parameters of a block, for `"size"`.
+
+    Returns:
+        Fully qualified names in `named_modules()` order; empty if nothing was found.
+
+    Raises:
+        ValueError: An unknown name, a class without instances, a block inside another, without parameters or without a
+            `forward` of its own, an uninitialized parameter, or `min_num_params` below 1.
+    """
+    chosen: Iterable[nn.Module]
+    if blocks is None:
+        found: list[nn.Module] = []
+        _collect_repeated(model, set(), found)
+        inside = {id(module) for block in found for module in _descendants(block)}
+        chosen = [block for block in found if id(block) not in inside]
+    elif blocks == "size":
+        if isinstance(min_num_params, bool) or min_num_params < 1:
+            raise ValueError(f"min_num_params is {min_num_params}; give a positive number of parameters.")
+        _refuse_uninitialized(model)
+        chosen = _smallest_large(model, min_num_params, {})
+    elif isinstance(blocks, str) or not blocks:
+        raise ValueError(f'blocks={blocks!r}: give None, "size", or a list of module names and classes.')
+    else:
+        chosen = _explicit(model, blocks)
+    wanted = {id(module) for module in chosen}
+    return tuple(name for name, module in model.named_modules() if id(module) in wanted)
+
+
+def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS) -> ModelLayout:
+    """Describes every parameter and the units they come and go in; see [Note: Unit].
+
+    Args:
+        model: The model; it is read, never run, and may live on the meta device.
+        blocks: As in `discover_blocks`. Where that finds none, the root is the one block, with all parameters.
+        min_num_params: As in `discover_blocks`.
+
+    Raises:
+        ValueError: As in `discover_blocks`.
+    """
+    _refuse_uninitialized(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = set(discover_blocks(model, blocks, min_num_params)) or {""}
+    chosen = {key for key, name in names.items() if name in found}
+
+    sites: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        sites.setdefault(id(parameter), []).append(fqn)
+        tensors[id(parameter)] = parameter
+    parameters = tuple(_describe_parameter(tensors[key], fqns) for key, fqns in sites.items())
+
+    order = {key: index for index, key in enumerate(sites)}
+    needs: dict[int, set[int]] = {}
+    _assign(model, model, chosen, needs, set())
+    assert set().union(*needs.values()) == sites.keys(), "a parameter in no unit"
+    modules = {id(module): module for module in model.modules() if needs.get(id(module))}
+    units = tuple(
+        UnitInfo(
+            name=names[key],
+            is_block=key in chosen,
+            parameters=tuple(sites[parameter][0] for parameter in sorted(needs[key], key=order.__getitem__)),
+            encloses=tuple(names[id(inner)] for inner in _descendants(module) if id(inner) in modules),
+        )
+        for key, module in modules.items()
+    )
+    return ModelLayout(parameters, units, sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module can do anything: `ModuleList`, `ParameterList` and the like are never called."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """All children, each as often as it is registered (`children()` leaves repetitions out)."""
+    return (child for child in module._modules.values() if child is not None)
+
+
+def _descendants(module: nn.Module) -> Iterator[nn.Module]:
+    return (inner for inner in module.modules() if inner is not module)
+
+
+def _collect_repeated(module: nn.Module, visited: set[int], found: list[nn.Module]) -> None:
+    """Appends the elements of the outermost repeated lists to `found`."""
+    if id(module) in visited:
+        return
+    visited.add(id(module))
+    elements = _repeated_elements(module)
+    found.extend(elements)
+    if not elements:
+        for child in _children(module):
+            _collect_repeated(child, visited, found)
+
+
+def _repeated_elements(module: nn.Module) -> list[nn.Module]:
+    """The elements of a repeated list that can be blocks, or nothing if `module` is no such list."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        return []
+    elements = [element for element in _callable_elements(module) if _has_parameters(element)]
+    if isinstance(module, nn.Sequential):
+        elements = [element for element in elements if any(_children(element))]
+    repetitions = Counter(type(element) for element in elements)
+    return elements if max(repetitions.values(), default=0) >= 2 else []
+
+
+def _callable_elements(module: nn.Module) -> Iterator[nn.Module]:
+    for child in _children(module):
+        if _has_own_forward(child):
+            yield child
+        else:
+            yield from _callable_elements(child)
+
+
+def _smallest_large(module: nn.Module, min_num_params: int, memo: dict[int, list[nn.Module]]) -> list[nn.Module]:
+    """The deepest callable modules with at least `min_num_params` parameters in their subtree."""
+    if id(module) not in memo:
+        memo[id(module)] = []  # ends the recursion where a module is registered inside itself
+        inner = [large for child in _children(module) for large in _smallest_large(child, min_num_params, memo)]
+        qualifies = _has_own_forward(module) and sum(p.numel() for p in module.parameters()) >= min_num_params
+        memo[id(module)] = inner or ([module] if qualifies else [])
+    return memo[id(module)]
+
+
+def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
+    """The modules that `blocks` names, checked."""
+    aliases = dict(model.named_modules(remove_duplicate=False))
+    chosen: dict[int, str] = {}
+    for entry in blocks:
+        if isinstance(entry, str):
+            if entry not in aliases:
+                raise ValueError(f"blocks: no module is called {entry!r}.{_near(entry, aliases)}")
+            chosen.setdefault(id(aliases[entry]), entry)
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            instances = {id(module): name for name, module in model.named_modules() if isinstance(module, entry)}
+            if not instances:
+                classes = {type(module).__name__ for module in model.modules()}
+                raise ValueError(f"blocks: no module is a {entry.__name__}.{_near(entry.__name__, classes)}")
+            chosen = instances | chosen
+        else:
+            raise ValueError(f"blocks: {entry!r} is neither a module name nor a module class.")
+    modules = [aliases[name] for name in chosen.values()]
+    for module in modules:
+        name = chosen[id(module)]
+        inner = next((chosen[id(below)] for below in _descendants(module) if id(below) in chosen), None)
+        if inner is not None:
+            raise ValueError(f"blocks: {inner!r} lies inside {name!r}. Give one of the two.")
+        if not _has_parameters(module):
+            raise ValueError(f"blocks: {name!r} ({type(module).__name__}) has no parameters. Leave it out.")
+        if not _has_own_forward(module):
+            raise ValueError(
+                f"blocks: {name!r} ({type(module).__name__}) has no forward of its own, so it is never called. "
+                "Give the modules inside it."
+            )
+    return modules
+
+
+def _near(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=5, cutoff=0.4)
+    return f" Near: {', '.join(map(repr, close))}." if close else ""
+
+
+def _refuse_uninitialized(model: nn.Module) -> None:
+    for named in (model.named_parameters(), model.named_buffers()):
+        for fqn, tensor in named:
+            if is_lazy(tensor):
+                raise ValueError(f"{fqn!r} has no shape yet. Run one batch through the model before training starts.")
+
+
+def _describe_parameter(parameter: nn.Parameter, fqns: Sequence[str]) -> ParameterInfo:
+    return ParameterInfo(
+        fqn=fqns[0],
+        sites=tuple(fqns),
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        nbytes=parameter.numel() * parameter.element_size(),
+        trainable=parameter.requires_grad,
+    )
+
+
+def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
+    """Whether `module` runs a library's `forward` that may read its children's weights without calling them."""
+    if isinstance(module, nn.Sequential) or not any(_children(module)):
+        return False
+    defining = (base for base in type(module).__mro__ if base is not nn.Module and "forward" in vars(base))
+    opaque = any(base.__module__.startswith(_OPAQUE) for base in defining)
+    return opaque and not any(id(inner) in chosen for inner in _descendants(module))
+
+
+def _assign(
+    module: nn.Module, receiver: nn.Module, chosen: set[int], needs: dict[int, set[int]], visited: set[tuple[int, int]]
+) -> None:
+    """Fills `needs`: by module identity, the identities of the parameters the unit at that module needs.
+
+    `receiver` is the nearest callable module around `module`, or the root.
+    """
+    if (id(module), id(receiver)) in visited:
+        return
+    visited.add((id(module), id(receiver)))
+    if id(module) in chosen or _is_composite(module, chosen):
+        needs[id(module)] = {id(parameter) for parameter in module.parameters()}
+        return
+    if _has_own_forward(module):
+        receiver = module
+    for parameter in module.parameters(recurse=False):
+        needs.setdefault(id(receiver), set()).add(id(parameter))
+    for child in _children(module):
+        _assign(child, receiver, chosen, needs, visited)

@@ -1,0 +1,212 @@
+"""From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_protrain.device import Device, TransferCounters
+from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.runtime.chunk import Chunk, Site, Slot
+from lightning_protrain.runtime.executor import Executor, Unit
+from lightning_protrain.runtime.hooks import Interception, ViewWatch, hook_outputs
+from lightning_protrain.runtime.schedule import Capacity
+
+T = TypeVar("T")
+
+
+def apply_plan(
+    model: nn.Module, plan: Plan, layout: ModelLayout, device: Device, say: Callable[[str], None]
+) -> Runtime:
+    """Places the model as the plan says; no name, module or parameter object changes.
+
+    Args:
+        model: The model that `layout` describes; parameters in host memory.
+        plan: Checked against `layout`.
+        layout: What the model is made of.
+        device: Where it trains.
+        say: Takes sentences that the user should read once.
+
+    Returns:
+        The handle that runs steps and takes everything off again.
+
+    Raises:
+        ValueError: A parameter has no data yet (meta device).
+    """
+    _refuse_meta(model)
+    parameters = {fqn: parameter for fqn, parameter in model.named_parameters()}
+    offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
+    _move_resident(model, plan, parameters, device)
+    chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
+    units = _make_units(model, plan, layout, offloaded, chunks)
+    executor = Executor(chunks, units, Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers), device, say)
+    watch = ViewWatch()
+    interceptions = [Interception(unit, executor, watch) for unit in units if _has_forward(unit.module)]
+    return Runtime(plan, device, chunks, executor, interceptions, watch)
+
+
+class Runtime:
+    """The handle of an applied plan.
+
+    Attributes:
+        plan: What was applied.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        chunks: list[Chunk],
+        executor: Executor,
+        interceptions: list[Interception],
+        watch: ViewWatch,
+    ) -> None:
+        self.plan = plan
+        self._device = device
+        self._chunks = chunks
+        self._executor = executor
+        self._interceptions = interceptions
+        self._watch = watch
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What has been moved."""
+        return self._device.counters
+
+    @property
+    def num_hooks(self) -> int:
+        """Units whose forward is replaced plus parameters with gradient hooks; 0 for a wholly resident plan."""
+        return len(self._interceptions) + sum(len(chunk.slots) for chunk in self._chunks)
+
+    def run_step(
+        self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> T:
+        """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout."""
+        if not self._interceptions and not self._chunks:
+            return function(*args, **kwargs)
+        executor, root = self._executor, self._executor.root
+        with executor.scope(training):
+            outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
+        if training:
+            self._watch.check()
+        return outputs
+
+    def end_backward(self) -> None:
+        """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
+        self._executor.end_backward()
+
+    def refresh(self) -> None:
+        """After an optimizer step: nothing on the device holds old values."""
+        self._executor.refresh()
+
+    def reset(self) -> None:
+        """After an exception in mid-step."""
+        self._executor.reset()
+
+    def remove(self) -> None:
+        """Takes everything off the model; safe to call again, also after it has failed."""
+        self._executor.reset()
+        while self._interceptions:
+            self._interceptions[-1].remove()
+            self._interceptions.pop()
+        for chunk in self._chunks:
+            chunk.detach()
+        self._device.close()
+        self._chunks.clear()
+
+    def _with_root(
+        self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> T:
+        executor = self._executor
+        number = executor.begin_call(root) if torch.is_grad_enabled() else None
+        executor.enter(root)
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            executor.exit(root)
+        if number is not None:
+            executor.end_call(number)
+            hook_outputs(outputs, (args, kwargs), root, number, executor, self._watch)
+        return outputs
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for fqn, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{fqn!r} is on the meta device: it has no values to train. Load or initialise the weights in "
+                "`configure_model` before fit."
+            )
+
+
+def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:
+    """Brings resident parameters and all buffers to the device; objects keep their identity."""
+    target = device.torch_device
+    for chunk in plan.chunks:
+        for fqn in chunk.parameters if chunk.resident else ():
+            parameter = parameters[fqn]
+            if parameter.device != target:
+                parameter.data = parameter.data.to(target)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(target)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            # Metrics and the like keep tensors that are no buffers and move them in a `to` of their own.
+            module.to(target)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != target:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(target))
+
+
+def _make_units(
+    model: nn.Module, plan: Plan, layout: ModelLayout, offloaded: tuple[ChunkPlan, ...], chunks: list[Chunk]
+) -> list[Unit]:
+    """The units that the runtime must know: those with offloaded chunks, and blocks that are not simply kept."""
+    slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
+    sites = _sites_of(model, layout, slots)
+    units = []
+    for info in layout.units:
+        needed = tuple(
+            index for index, chunk in enumerate(offloaded) if not set(info.parameters).isdisjoint(chunk.parameters)
+        )
+        policy = plan.policy(info.name) if info.is_block else BlockPolicy.KEEP
+        module = model.get_submodule(info.name)
+        if needed or policy is not BlockPolicy.KEEP:
+            reads = type(module).forward is not nn.Embedding.forward
+            units.append(Unit(info.name, module, needed, tuple(sites.get(info.name, ())), policy, reads))
+    return units
+
+
+def _sites_of(
+    model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]
+) -> dict[str, list[tuple[Site, Slot]]]:
+    """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
+    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
+    found: dict[str, list[tuple[Site, Slot]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            slot = slots.get(id(parameter))
+            if slot is None:
+                continue
+            owner = _innermost(path, slot.fqn, by_name)
+            assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
+            found.setdefault(owner, []).append((Site(module, name), slot))
+    return found
+
+
+def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
+    while True:
+        if path in units and fqn in units[path].parameters:
+            return path
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

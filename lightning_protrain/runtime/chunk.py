@@ -1,0 +1,247 @@
+"""Chunks: parameters that share one device storage and are fetched and released together.
+
+[Note: Two parameters]
+Every offloaded parameter is two `nn.Parameter` objects. The *host* one is the user's own object, registered whenever
+nobody computes: its data lies in host memory, it takes the gradient, optimizers and callbacks hold it. The *twin* is of
+the same tensor subclass, lies in the chunk's device storage and is registered only while its unit computes, so that
+autograd and every kernel see a device tensor. Both keep their identity from `apply_plan` to `Runtime.remove`.
+
+[Note: One storage]
+Autograd may keep views of a twin after its unit has ended (a transposed weight, a tensor on a custom function's `ctx`).
+A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again is `resize_(n)` and
+one copy, after which every saved view is right again. The copy goes through a tensor with a version counter of its own:
+the twins' counters do not move, or autograd would report an in-place change.
+
+[Note: Versions]
+A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the twin's
+version moves as well, so that a graph made with the old values raises in backward exactly as it does without offloading.
+A fetch in backward must give the values of the forward: anything else raises here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device import Device
+from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+
+
+class ChunkState(Enum):
+    """Where the bytes of an offloaded chunk are."""
+
+    HOST = auto()
+    IN_FLIGHT = auto()
+    LIVE = auto()
+
+
+@dataclass(eq=False)
+class Site:
+    """A place where a parameter is registered: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Puts `parameter` at this place."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = parameter
+        else:
+            # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
+            setattr(self.module, self.name, parameter)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One offloaded parameter, see [Note: Two parameters].
+
+    Attributes:
+        fqn: First fully qualified name.
+        host: The user's parameter.
+        twin: Its device counterpart.
+        offset: Its first byte in the chunk.
+        pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
+        seen_version: Version of `host` at the latest fetch.
+        twin_version: Version of `twin` that is not yet known to differ from the host.
+        hooks: Handles to take off when the plan is removed.
+        own_hook: Key of the one hook on `host` that is not the user's.
+        mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
+    """
+
+    fqn: str
+    host: nn.Parameter
+    twin: nn.Parameter
+    offset: int
+    pointer: int = 0
+    seen_version: int = 0
+    twin_version: int = 0
+    hooks: list[Any] = field(default_factory=list)
+    own_hook: int = -1
+    mirrored: dict[int, Any] = field(default_factory=dict)
+
+    def follow(self) -> None:
+        """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
+        if self.host.requires_grad is not self.twin.requires_grad:
+            self.twin.requires_grad_(self.host.requires_grad)
+        hooks = self.host._backward_hooks or {}
+        if len(hooks) - (self.own_hook in hooks) == len(self.mirrored) and self.mirrored.keys() <= hooks.keys():
+            return
+        for key in self.mirrored.keys() - hooks.keys():
+            self.mirrored.pop(key).remove()
+        for key in hooks.keys() - self.mirrored.keys() - {self.own_hook}:
+            if self.twin.requires_grad:
+                self.mirrored[key] = self.twin.register_hook(hooks[key])
+
+
+class Chunk:
+    """An offloaded chunk.
+
+    The chunk's owner (the rank that keeps the host copy and steps it) is a property of the chunk, not of its
+    parameters, so that sharding moves whole chunks.
+
+    Args:
+        plan: What it holds.
+        parameters: The user's parameters, in the order of `plan.parameters`.
+        device: Where it is fetched to.
+        owner: Rank that owns its host copy.
+    """
+
+    def __init__(self, plan: ChunkPlan, parameters: Sequence[nn.Parameter], device: Device, owner: int = 0) -> None:
+        self.plan = plan
+        self.owner = owner
+        self.state = ChunkState.HOST
+        self.prefetched = False
+        self._device = device
+        self._fence: Any = None
+        offsets, self.nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
+        assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
+        self._buffer = device.host.empty(self.nbytes)
+        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
+        self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
+        self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self.slots = [
+            self._make_slot(fqn, parameter, offset)
+            for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
+        ]
+        self._storage.resize_(0)
+
+    def fetch(self) -> None:
+        """Issues the upload; `wait` must be called before its bytes are used.
+
+        Raises:
+            RuntimeError: A host parameter has been given another dtype or shape.
+        """
+        assert self.state is ChunkState.HOST
+        for slot in self.slots:
+            self._rebind(slot)
+        self._storage.resize_(self.nbytes)
+        self._target.set_(self._storage, 0, (self.nbytes,))
+        self._fence = self._device.upload(self._source, self._target)
+        self.state = ChunkState.IN_FLIGHT
+        self._device.counters.uploads += 1
+        self._device.counters.add_live(self.nbytes)
+
+    def wait(self, in_backward: bool) -> None:
+        """Makes the compute stream wait for the bytes; fetches again what has changed on the host since.
+
+        Raises:
+            RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
+        """
+        changed = [slot for slot in self.slots if slot.host._version != slot.seen_version]
+        if changed and in_backward:
+            slot = changed[0]
+            raise RuntimeError(
+                f"{slot.fqn!r} was changed in place between a forward and its backward (version "
+                f"{slot.host._version}, the forward used {slot.seen_version}): the gradient would be wrong. "
+                "Step optimizers and change weights after backward."
+            )
+        if changed and self.state is ChunkState.LIVE:
+            self.release()
+            self.fetch()
+        for slot in changed:
+            torch.autograd.graph.increment_version(slot.twin)
+            slot.seen_version = slot.host._version
+            slot.twin_version = slot.twin._version
+        if self.state is ChunkState.IN_FLIGHT:
+            self._device.wait(self._fence)
+            self._fence = None
+            self.state = ChunkState.LIVE
+
+    def release(self) -> None:
+        """Frees the device storage; the views of it that autograd holds come back to life with the next fetch."""
+        if self.state is ChunkState.HOST:
+            return
+        if self._fence is not None:
+            # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
+            self._device.wait(self._fence)
+            self._fence = None
+        self._target.set_(self._storage, 0, (0,))
+        self._storage.resize_(0)
+        self.state = ChunkState.HOST
+        self._device.counters.add_live(-self.nbytes)
+
+    def write_back(self) -> None:
+        """Copies twins that the forward changed in place (an embedding with `max_norm`) to the host."""
+        for slot in self.slots:
+            if slot.twin._version != slot.twin_version:
+                self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
+                slot.twin_version = slot.twin._version
+
+    def detach(self) -> None:
+        """Releases the storage for good and takes every hook off; the host parameters stay as they are."""
+        self.release()
+        for slot in self.slots:
+            for hook in (*slot.hooks, *slot.mirrored.values()):
+                hook.remove()
+            slot.hooks.clear()
+            slot.mirrored.clear()
+            slot.twin.grad = None
+
+    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
+        stride = host.stride() if _is_dense(host) else torch.empty(host.shape, device="meta").stride()
+        data = torch.empty(0, dtype=host.dtype, device=self._device.torch_device)
+        data.set_(self._storage, offset // host.element_size(), host.shape, stride)
+        twin = torch.Tensor._make_subclass(type(host), data, host.requires_grad)
+        twin.__dict__.update(host.__dict__)
+        slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
+        self._adopt(slot)
+        return slot
+
+    def _adopt(self, slot: Slot) -> None:
+        """Copies the data of the host parameter into the chunk and points it there, at a storage of its own."""
+        host = slot.host
+        if host.numel():
+            flat = torch.frombuffer(self._buffer, dtype=host.dtype, count=host.numel(), offset=slot.offset)
+            data = torch.empty(0, dtype=host.dtype)
+            data.set_(flat.untyped_storage(), 0, slot.twin.shape, slot.twin.stride())
+            data.copy_(host.detach())
+            host.data = data
+        slot.pointer = host.data_ptr()
+
+    def _rebind(self, slot: Slot) -> None:
+        """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
+        host, twin = slot.host, slot.twin
+        if host.data_ptr() == slot.pointer:
+            return
+        if host.dtype != twin.dtype or host.shape != twin.shape or host.device.type != "cpu":
+            raise RuntimeError(
+                f"{slot.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
+                f"{twin.dtype}{list(twin.shape)} in host memory. Change weights in place, or before fit."
+            )
+        self._adopt(slot)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

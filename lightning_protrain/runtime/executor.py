@@ -1,0 +1,359 @@
+"""The executor: brings each unit's chunks when it computes, and decides nothing that the plan has decided.
+
+[Note: Calls]
+Every call of a unit that autograd may go back through gets the next number. Autograd runs nodes in the reverse order of
+their creation, so when the gradient of the output of call k is there, no node of a later call is left to run: that is
+the pre-backward of k, and whatever later calls pinned may go. No counting of gradients, no pairing of hooks: frozen
+parameters, unused branches and recomputation need no rule of their own.
+
+[Note: Scopes]
+A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end of
+backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_protrain.device import Device
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site, Slot
+from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.schedule import Capacity, Timeline, choose_evictions, choose_prefetch
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose chunks come and go together, see [Note: Unit].
+
+    Attributes:
+        name: Fully qualified name.
+        module: The module.
+        chunks: Indices of the offloaded chunks it needs.
+        sites: Where its offloaded parameters are registered inside it.
+        policy: What happens to its activations.
+        backward_reads: Whether its backward reads weights (that of an embedding does not).
+        depth: How many of its forwards are running.
+        first_call: Number of its first call in this scope.
+        pinned_at: Number of the call whose backward holds it.
+    """
+
+    name: str
+    module: torch.nn.Module
+    chunks: tuple[int, ...]
+    sites: tuple[tuple[Site, Slot], ...]
+    policy: BlockPolicy
+    backward_reads: bool = True
+    depth: int = 0
+    first_call: int | None = None
+    pinned_at: int | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its chunks must stay."""
+        return self.depth > 0 or self.pinned_at is not None
+
+
+@dataclass
+class _Scope:
+    """What one scope has recorded, see [Note: Scopes]."""
+
+    training: bool
+    first_call: int
+    open: bool = True
+    calls: list[Unit] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+
+
+class Executor:
+    """Streams chunks through the device.
+
+    Args:
+        chunks: The offloaded chunks in execution order.
+        units: All units that need chunks, in execution order; `""` among them is entered with every scope.
+        capacity: What may be live at one time.
+        device: Where to.
+        say: Takes a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        units: Sequence[Unit],
+        capacity: Capacity,
+        device: Device,
+        say: Callable[[str], None],
+    ) -> None:
+        self.units = tuple(units)
+        self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
+        self._chunks = tuple(chunks)
+        self._sizes = {index: chunk.nbytes for index, chunk in enumerate(chunks)}
+        self._capacity = capacity
+        self._device = device
+        self._say = say
+        self._landing = Landing(chunks, device, self.begin_backward)
+        self._position_of = {id(unit): position for position, unit in enumerate(self.units)}
+        self._orders = {kind: [index for index, unit in enumerate(self.units)] for kind in (True, False)}
+        self._recorded = {True: False, False: False}
+        self._timeline = Timeline([])
+        self._backward_positions: dict[int, int] = {}
+        self._cursor = 0
+        self._count = 0
+        self._scope: _Scope | None = None
+        self._backward: Unit | None = None
+        self._backward_number = -1
+        self._backward_runs = False
+        self._said: set[str] = set()
+
+    # --- scopes -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, training: bool) -> Iterator[None]:
+        """One step of the training loop, or of evaluation (forward only)."""
+        if self._scope is not None and self._scope.open:
+            # A step called from inside a step belongs to it.
+            yield
+            return
+        self.release_all()
+        self._scope = _Scope(training, self._count)
+        self._landing.uses.clear()
+        for unit in self.units:
+            unit.first_call = None
+        self._cursor = 0
+        self._timeline = Timeline(self._needs(self._orders[training], training))
+        try:
+            yield
+        finally:
+            self._scope.open = False
+        self._compare_order(self._scope)
+        if not training:
+            self.release_all()
+
+    def begin_call(self, unit: Unit) -> int:
+        """Numbers a call that autograd may go back through, see [Note: Calls]."""
+        number = self._count
+        self._count += 1
+        if unit.first_call is None:
+            unit.first_call = number
+        if self._scope is not None and self._scope.open:
+            self._scope.calls.append(unit)
+            for _, slot in unit.sites:
+                self._landing.uses[slot] = self._landing.uses.get(slot, 0) + 1
+        return number
+
+    def end_call(self, number: int) -> None:
+        """Notes that the call `number` has ended; backward begins with the call that ended last."""
+        if self._scope is not None and self._scope.open:
+            self._scope.exits.append(number)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        """Brings the unit's chunks and registers the twins."""
+        recomputing = in_backward()
+        if unit.depth == 0:
+            if recomputing:
+                number = self._backward_number if self._backward is unit else unit.first_call
+                self._pin(unit, number if number is not None else -1)
+            else:
+                self._advance(unit)
+            self._require(unit, recomputing)
+            for site, slot in unit.sites:
+                slot.follow()
+                site.register(slot.twin)
+        unit.depth += 1
+        if not recomputing:
+            self._prefetch(self._cursor)
+
+    def exit(self, unit: Unit) -> None:
+        """Registers the host parameters again; the chunks may go now."""
+        unit.depth -= 1
+        if unit.depth:
+            return
+        for site, slot in unit.sites:
+            site.register(slot.host)
+        for index in unit.chunks:
+            self._chunks[index].write_back()
+        if not in_backward() and (self._scope is None or not self._scope.open):
+            self._release(index for index in unit.chunks if index not in self._pinned())
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called before anything else of a backward; its end calls `end_backward`."""
+        if self._backward_runs:
+            return
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._backward_runs = True
+        numbers: list[int] = []
+        needs: list[tuple[int, ...]] = []
+        if self._scope is not None and self._scope.training:
+            numbers = self._scope.exits[::-1]
+            needs = [_backward_needs(self._scope.calls[number - self._scope.first_call]) for number in numbers]
+        self._backward_positions = {number: position for position, number in enumerate(numbers)}
+        self._timeline = Timeline(needs)
+        self._cursor = 0
+
+    def before_backward(self, unit: Unit, number: int) -> None:
+        """The gradient of the output of call `number` is there, see [Note: Calls]."""
+        self.begin_backward()
+        for other in self.units:
+            if other.pinned_at is not None and other.pinned_at > number:
+                other.pinned_at = None
+        self._backward, self._backward_number = unit, number
+        self._pin(unit, number)
+        self._require(unit, backward=True)
+        position = self._backward_positions.get(number)
+        if position is not None:
+            self._cursor = position + 1
+            self._prefetch(self._cursor)
+
+    def end_backward(self) -> None:
+        """Ends what backward began: every gradient is on the host, nothing is live that no forward is using."""
+        self._backward_runs = False
+        self._backward = None
+        for unit in self.units:
+            unit.pinned_at = None
+        self._landing.finish()
+        self._release(self._live() - self._pinned())
+
+    # --- at any time ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """After an optimizer step: what is live holds old values; what is in use is fetched again."""
+        pinned = self._pinned()
+        self._release(self._live() - pinned)
+        for index in pinned:
+            self._chunks[index].wait(in_backward=False)
+
+    def release_all(self) -> None:
+        """Frees everything; only between scopes."""
+        for unit in self.units:
+            unit.pinned_at = None
+        self._release(self._live())
+
+    def reset(self) -> None:
+        """After an exception in mid-step: host parameters registered, nothing live, nothing under way."""
+        for unit in self.units:
+            if unit.depth:
+                unit.depth = 0
+                for site, slot in unit.sites:
+                    site.register(slot.host)
+        self._backward_runs = False
+        self._backward = None
+        self._landing.forget()
+        for chunk in self._chunks:
+            for slot in chunk.slots:
+                slot.twin.grad = None
+        self.release_all()
+        self._scope = None
+
+    # --- chunks -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, unit: Unit) -> None:
+        """Moves the cursor behind this call in the expected order."""
+        if self._scope is None or not self._scope.open:
+            return
+        position = self._position_of[id(unit)]
+        self._scope.entered.append(position)
+        order = self._orders[self._scope.training]
+        try:
+            self._cursor = order.index(position, self._cursor) + 1
+        except ValueError:
+            return
+
+    def _require(self, unit: Unit, backward: bool) -> None:
+        """Makes the unit's chunks live."""
+        if not unit.chunks:
+            return
+        wanted = set(unit.chunks)
+        live = self._live()
+        if not wanted <= live:
+            pinned = self._pinned()
+            evictions = choose_evictions(
+                live, wanted, pinned, self._timeline, self._cursor, self._capacity, self._sizes
+            )
+            if evictions is None:
+                self._say_once(
+                    "capacity",
+                    f"{unit.name!r} runs inside units that do not enclose it by name: more chunks are on the device at "
+                    "one time than planned.",
+                )
+                evictions = list(live - wanted - pinned)
+            self._release(evictions)
+        for index in unit.chunks:
+            chunk = self._chunks[index]
+            if chunk.state is ChunkState.HOST:
+                chunk.fetch()
+                self._device.counters.prefetch_misses += 1
+            elif chunk.prefetched:
+                self._device.counters.prefetch_hits += 1
+            chunk.prefetched = False
+            chunk.wait(backward)
+
+    def _prefetch(self, position: int) -> None:
+        if not in_backward() and (self._scope is None or not self._scope.open):
+            return
+        releases, fetches = choose_prefetch(
+            self._live(), self._pinned(), self._timeline, position, self._capacity, self._sizes
+        )
+        self._release(releases)
+        for index in fetches:
+            self._chunks[index].fetch()
+            self._chunks[index].prefetched = True
+
+    def _live(self) -> set[int]:
+        return {index for index, chunk in enumerate(self._chunks) if chunk.state is not ChunkState.HOST}
+
+    def _pinned(self) -> set[int]:
+        return {index for unit in self.units if unit.in_use for index in unit.chunks}
+
+    def _release(self, indices: Sequence[int] | set[int] | Iterator[int]) -> None:
+        for index in list(indices):
+            self._chunks[index].prefetched = False
+            self._chunks[index].release()
+
+    def _pin(self, unit: Unit, number: int) -> None:
+        unit.pinned_at = number if unit.pinned_at is None else min(unit.pinned_at, number)
+
+    def _needs(self, order: Sequence[int], training: bool) -> list[tuple[int, ...]]:
+        """Chunks at each position of a step that runs the units in `order`, backward included if it trains."""
+        forward = [self.units[index].chunks for index in order]
+        if not training:
+            return forward
+        return forward + [_backward_needs(self.units[index]) for index in reversed(order)]
+
+    def _compare_order(self, scope: _Scope) -> None:
+        """Takes the order of this step as the one to expect."""
+        expected = self._orders[scope.training]
+        if not scope.entered or scope.entered == expected:
+            self._recorded[scope.training] = bool(scope.entered) or self._recorded[scope.training]
+            return
+        if self._recorded[scope.training]:
+            self._say_once(
+                "order",
+                "The blocks ran in another order than in the step before: the results are right, but weights were "
+                "fetched late. Steps of changing order run slower when offloaded.",
+            )
+        self._orders[scope.training] = list(scope.entered)
+        self._recorded[scope.training] = True
+
+    def _say_once(self, key: str, sentence: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self._say(sentence)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _backward_needs(unit: Unit) -> tuple[int, ...]:
+    """Chunks that the backward of `unit` reads."""
+    return unit.chunks if unit.backward_reads else ()

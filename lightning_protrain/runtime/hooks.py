@@ -1,0 +1,143 @@
+"""Where the runtime meets the model: the one file that attaches to modules, with one handle that takes it all off.
+
+[Note: Interception]
+A unit's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user in
+place. Compared with a pair of forward hooks it closes over exceptions and early stops: whatever happens inside, the host
+parameters are registered again.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.runtime.executor import Executor, Unit, in_backward
+from lightning_protrain.runtime.recompute import checkpoint
+
+
+class Interception:
+    """Stands as `module.forward` while a plan is applied, see [Note: Interception].
+
+    Args:
+        unit: The unit whose forward it is.
+        executor: Brings the unit's chunks.
+        watch: Takes outputs that are views, with the unit's name.
+    """
+
+    def __init__(self, unit: Unit, executor: Executor, watch: ViewWatch) -> None:
+        self._unit = unit
+        self._executor = executor
+        self._watch = watch
+        self._had_own = unit.module.__dict__.get("forward")
+        self._forward: Callable[..., Any] = unit.module.forward
+        functools.update_wrapper(self, self._forward)
+        unit.module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if in_backward() or not torch.is_grad_enabled():
+            return self._compute(*args, **kwargs)
+        unit, executor = self._unit, self._executor
+        number = executor.begin_call(unit)
+        if unit.policy is BlockPolicy.CHECKPOINT:
+            outputs = checkpoint(self._compute, args, kwargs)
+        else:
+            outputs = self._compute(*args, **kwargs)
+        executor.end_call(number)
+        if unit.chunks and unit.backward_reads:
+            hook_outputs(outputs, (args, kwargs), unit, number, executor, self._watch)
+        return outputs
+
+    def remove(self) -> None:
+        """Gives the module its forward back."""
+        if self._had_own is None:
+            self._unit.module.__dict__.pop("forward", None)
+        else:
+            self._unit.module.__dict__["forward"] = self._had_own
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        self._executor.enter(self._unit)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._executor.exit(self._unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ValueError(
+            f"The model cannot be copied while its plan is applied ({self._unit.name!r} is streamed): the copy would "
+            "share host memory and hooks with the original. Copy it before fit or after it, or copy `state_dict()`."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            f"The model cannot be pickled while its plan is applied ({self._unit.name!r} is streamed). Save its "
+            "`state_dict()`, or use `trainer.save_checkpoint`."
+        )
+
+
+def hook_outputs(
+    outputs: Any, inputs: Any, unit: Unit, number: int, executor: Executor, watch: ViewWatch
+) -> None:
+    """Asks autograd to announce the gradient of any output of a call, see [Note: Calls]."""
+    received = {id(tensor) for tensor in find_tensors(inputs)}
+    for tensor in find_tensors(outputs):
+        if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in received:
+            tensor.register_hook(functools.partial(_announce, executor, unit, number))
+            if tensor._is_view():
+                watch.add(tensor, unit.name)
+
+
+def _announce(executor: Executor, unit: Unit, number: int, gradient: Tensor) -> None:
+    executor.before_backward(unit, number)
+
+
+class ViewWatch:
+    """Finds outputs that are views and were changed in place.
+
+    Such a change takes the hook on the output off without a word (autograd rebuilds the history of a view), and the block
+    would run its backward without weights.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[Tensor], int, str]] = []
+
+    def add(self, tensor: Tensor, name: str) -> None:
+        """Watches an output of the unit called `name`."""
+        self._seen.append((weakref.ref(tensor), tensor._version, name))
+
+    def check(self) -> None:
+        """Refuses what has been changed since.
+
+        Raises:
+            ValueError: An output was changed in place.
+        """
+        seen, self._seen = self._seen, []
+        for reference, version, name in seen:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise ValueError(
+                    f"An output of {name!r} is a view and was changed in place afterwards, which removes the hook that "
+                    "brings its weights back for backward. Change it out of place (`x = x + y` for `x += y`), or return "
+                    "`output.clone()` from the block."
+                )
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dictionaries (Hugging Face's model outputs are such) and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (tuple, list, set)):
+        for item in value:
+            yield from find_tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from find_tensors(getattr(value, field.name, None))

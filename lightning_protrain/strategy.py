@@ -1,0 +1,403 @@
+"""ProTrainStrategy: the glue between Lightning and the stages profile, plan, place and run. No tensor arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import psutil
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_protrain.device import Device, TransferCounters, open_device
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
+from lightning_protrain.planner.presets import make_plan, parse_bytes
+from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.profiler.blocks import BlockChoice, describe_model
+from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.optimizer import (
+    check_one_device,
+    fused_host_step,
+    move_state_beside_parameters,
+    state_bytes_per_element,
+)
+
+PRESETS = ("auto", "resident", "offload")
+# Of the memory that a GPU reports as free, the part that "auto" gives to model states; the rest is for activations.
+AUTO_SHARE = 0.7
+
+
+class ProTrainStrategy(ParallelStrategy):
+    """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
+
+    Args:
+        plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
+            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else offload. Or a `Plan`, or the path of
+            one saved with `Plan.save`.
+        device_memory: Bytes of model states that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU
+            has free; no limit on the CPU.
+        host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
+        num_persistent_chunks: How many chunks, from the first, stay on the device.
+        num_chunk_buffers: How many offloaded chunks may be on the device at one time.
+        num_swap_blocks: How many blocks swap their activations.
+        num_checkpoint_blocks: How many blocks, from the first, recompute their activations.
+        num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
+        chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
+        blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the repeated
+            `nn.ModuleList`s of the model.
+        min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on the
+            device under `"auto"` if it fits.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's strategies.
+        process_group_backend, timeout, start_method: As in `DDPStrategy`.
+
+    Raises:
+        ValueError: A value out of range; more under `setup`, before anything is placed.
+    """
+
+    strategy_name = "protrain"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        plan: Plan | str | os.PathLike[str] = "auto",
+        device_memory: str | int = "auto",
+        host_memory: str | int = "auto",
+        num_persistent_chunks: int | None = None,
+        num_chunk_buffers: int | None = None,
+        num_swap_blocks: int | None = None,
+        num_checkpoint_blocks: int | None = None,
+        num_keep_offloaded_blocks: int | None = None,
+        chunk_bytes: int | None = None,
+        blocks: Sequence[str | type[nn.Module]] | Literal["size"] | None = None,
+        min_num_params: int = 100_000_000,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(plan)
+        self._device_memory = None if device_memory == "auto" else parse_bytes(device_memory)
+        self._host_memory = None if host_memory == "auto" else parse_bytes(host_memory)
+        self._knobs = Knobs(
+            num_persistent_chunks=num_persistent_chunks,
+            num_chunk_buffers=num_chunk_buffers,
+            num_swap_blocks=num_swap_blocks,
+            num_checkpoint_blocks=num_checkpoint_blocks,
+            num_keep_offloaded_blocks=num_keep_offloaded_blocks,
+            chunk_bytes=chunk_bytes,
+        )
+        if isinstance(self._choice, Plan):
+            self._knobs.refuse("a Plan")
+        self._blocks: BlockChoice = blocks
+        self._min_num_params = min_num_params
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._has_trainer = False
+        self._runtime: Runtime | None = None
+        self._device: Device | None = None
+        self._budget: int | None = None
+        self._caching: list[Any] = []
+
+    # --- what others may read -----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The applied plan; None before `setup` and after `teardown`."""
+        return self._runtime.plan if self._runtime is not None else None
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What has been moved since the latest `setup`; all zero before it."""
+        return self._device.counters if self._device is not None else TransferCounters()
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of model states that the device may hold; None without a limit."""
+        return self._budget
+
+    @property
+    def num_hooks(self) -> int:
+        """Places where the model is attached to; 0 for a resident plan."""
+        return self._runtime.num_hooks if self._runtime is not None else 0
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        if isinstance(accelerator, MPSAccelerator):
+            raise ValueError(
+                'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so nothing '
+                'can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
+            )
+        self._accelerator = accelerator
+
+    @property
+    def precision_plugin(self) -> ProTrainPrecision:
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = as_protrain_precision(plugin)
+
+    def _configure_launcher(self) -> None:
+        if self._has_trainer:
+            raise ValueError(
+                "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
+                'strategy="protrain".'
+            )
+        self._has_trainer = True
+        if self.is_distributed:
+            raise ValueError(
+                f'strategy="protrain" runs on one device in this version, {self.num_nodes * self.num_processes} were asked '
+                "for. Set Trainer(devices=1, num_nodes=1)."
+            )
+        if self._start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment which process of how many this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * max(self.num_processes, 1))
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    # --- set-up and teardown ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Weights are made in host memory: the plan says later which of them the device ever sees.
+        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Plans and places the model.
+
+        Raises:
+            ValueError: The plan does not fit, is not one for this model, or the model does what the plan has to do.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        model = self.lightning_module
+        assert model is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            _refuse_own_checkpointing(model)
+        self.model = self.precision_plugin.convert_module(model)
+        self._device = open_device(self.root_device, rank_zero_info)
+        if fitting:
+            self.setup_optimizers(trainer)
+        layout = describe_model(model, self._blocks, self._min_num_params)
+        plan = self._make_plan(layout, fitting)
+        if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
+            rank_zero_info(
+                "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
+                "during a step. Name blocks with `blocks` to stream them one by one."
+            )
+        self._place(model, plan, layout)
+        self.setup_precision_plugin()
+        if fitting:
+            check_one_device(self.optimizers)
+            move_state_beside_parameters(self.optimizers)
+
+    def model_to_device(self) -> None:
+        """Does nothing: `setup` places the model as the plan says."""
+
+    def teardown(self) -> None:
+        """Takes the plan off the model; may be called again if it raises."""
+        for config in self._caching:
+            config.use_cache = True
+        self._caching = []
+        if self._runtime is not None:
+            self._runtime.remove()
+            self._runtime = None
+        super().teardown()
+
+    def _make_plan(self, layout: ModelLayout, fitting: bool) -> Plan:
+        assert self._device is not None
+        free = self._device.free_bytes()
+        self._budget = self._device_memory
+        if self._device_memory is None and free is not None:
+            self._budget = int(free * AUTO_SHARE)
+        if isinstance(self._choice, Plan):
+            check_plan(self._choice, layout)
+            check_fits(self._choice, layout, self._budget)
+            return self._choice
+        if not fitting:
+            layout = replace(layout, parameters=tuple(replace(info, trainable=False) for info in layout.parameters))
+        host_budget = self._host_memory
+        if host_budget is None:
+            # The weights are in host memory already.
+            host_budget = psutil.virtual_memory().available + sum(info.nbytes for info in layout.parameters)
+        return make_plan(
+            layout,
+            self._choice,
+            self._knobs,
+            self._budget,
+            host_budget,
+            state_bytes_per_element(self.optimizers) if fitting else 0.0,
+            self._min_num_params,
+        )
+
+    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
+        assert self._device is not None
+        if any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks):
+            self._stop_caching(model)
+        if not plan.num_offloaded_chunks:
+            model.to(self.root_device)
+        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info)
+        _update_properties(model, device=self.root_device)
+
+    def _stop_caching(self, model: LightningModule) -> None:
+        """A key-value cache would be filled twice by a block that runs twice."""
+        configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules())}
+        self._caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+        for config in self._caching:
+            config.use_cache = False
+        if self._caching:
+            rank_zero_info("`config.use_cache` is off while blocks are checkpointed; it is set back after the run.")
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step(super().training_step, args, kwargs, training=True)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step(super().validation_step, args, kwargs, training=False)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step(super().test_step, args, kwargs, training=False)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step(super().predict_step, args, kwargs, training=False)
+
+    def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+        assert self._runtime is not None
+        return self._runtime.run_step(step, args, kwargs, training)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Runs backward; all gradients are on the host, or with their resident parameters, when it returns.
+
+        Raises:
+            RuntimeError: A weight was needed that the runtime could not know of.
+        """
+        assert self._runtime is not None
+        try:
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "data is not allocated yet" not in str(error):
+                raise
+            raise RuntimeError(
+                "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take part "
+                "in the loss (values handed out some other way), or backward runs through a backward. Return the values "
+                "from the block, or make it resident (`num_persistent_chunks`)."
+            ) from error
+        self._runtime.end_backward()
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One step of one optimizer, whole, over resident and offloaded parameters, see [Note: Host step]."""
+        assert self._runtime is not None
+        with fused_host_step(optimizer, self.root_device.type):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._runtime.refresh()
+        return result
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+        move_state_beside_parameters(self.optimizers)
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._runtime is not None:
+            self._runtime.reset()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers `"protrain"` and `"protrain_spawn"`; a second call changes nothing."""
+        names = {"protrain": {}, "protrain_spawn": {"start_method": "spawn"}}
+        for name, arguments in names.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description="Chunks streamed from host memory", **arguments)
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
+    """The plan decides which blocks are checkpointed; twice would recompute twice.
+
+    Raises:
+        ValueError: The user has switched gradient checkpointing on.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are checkpointed. "
+                "Remove the call (`model.gradient_checkpointing_disable()`), and set num_checkpoint_blocks to choose."
+            )

@@ -1,0 +1,293 @@
+"""The rules that `test_architecture.py` holds the package to: functions from a parsed source file to findings."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGE = "lightning_protrain"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+# What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
+MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
+    "device": (),
+    "loss": (),
+    "metrics": ("loss",),
+    "profiler.records": (),
+    "profiler": ("profiler", "device"),
+    "planner": ("planner", "profiler.records"),
+    "runtime": ("runtime", "planner.plan", "profiler.records", "device"),
+    "checkpoint": ("checkpoint",),
+    "data": ("data",),
+    "module": ("data", "loss", "metrics"),
+    "precision": ("device",),
+    "callbacks": ("callbacks", "checkpoint", "data", "device", "metrics", "planner", "profiler.records", "strategy"),
+    "strategy": None,
+    "cli": None,
+    "": None,  # lightning_protrain/__init__.py
+}
+# Who may import Lightning, and who must not import torch.
+MAY_IMPORT_LIGHTNING = ("strategy", "precision", "cli", "module", "data", "callbacks", "")
+MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records")
+# The only imports inside functions: dependencies that may be absent, with the reason.
+OPTIONAL_IMPORTS = {
+    "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
+    "tensorboard": "extra `tensorboard`",
+}
+AVOIDED_WORDS = {"helper", "helpers", "manager", "managers", "util", "utils", "wrapper", "wrappers"}
+
+Finding = tuple[int, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source file: its path inside the repository and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def module(self) -> str:
+        """Dotted name inside the package; empty for the package itself."""
+        parts = list(Path(self.path).with_suffix("").parts[1:])
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def imports(self) -> tuple[tuple[int, str], ...]:
+        """Line and dotted name of everything imported; `from a import b` is `a.b`, which may be a module or not."""
+        found = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                start = f"{node.module}." if node.module else ""
+                if node.level:
+                    package = (PACKAGE, *Path(self.path).parts[1:-1])
+                    start = ".".join(package[: len(package) - node.level + 1]) + "." + start
+                found += [(node.lineno, start + alias.name) for alias in node.names]
+        return tuple(found)
+
+
+def _within(name: str, prefixes: Iterable[str]) -> bool:
+    return any(name == prefix or (prefix and name.startswith(prefix + ".")) for prefix in prefixes)
+
+
+def _external(source: Source, *packages: str) -> Iterator[Finding]:
+    for line, name in source.imports:
+        if _within(name, packages):
+            yield line, f"imports {name}"
+
+
+def imports_run_one_way(source: Source) -> Iterator[Finding]:
+    matching = [prefix for prefix in MAY_IMPORT if prefix == "" or _within(source.module, [prefix])]
+    prefix = max(matching, key=len)
+    if prefix == "" and source.module:
+        yield 1, "is not in the table MAY_IMPORT"
+        return
+    allowed = MAY_IMPORT[prefix]
+    for line, name in source.imports:
+        if _within(name, [PACKAGE]) and allowed is not None:
+            inner = name.removeprefix(PACKAGE).removeprefix(".")
+            if not _within(inner, allowed):
+                yield line, f"imports {name}"
+
+
+def lightning_is_at_the_edge(source: Source) -> Iterator[Finding]:
+    yield from _external(source, "pytorch_lightning", "lightning_fabric")
+    if not _within(source.module, MAY_IMPORT_LIGHTNING):
+        yield from _external(source, "lightning")
+
+
+def planner_imports_no_torch(source: Source) -> Iterator[Finding]:
+    if _within(source.module, MUST_NOT_IMPORT_TORCH):
+        yield from _external(source, "torch", "torchmetrics", "transformers", "peft")
+
+
+def cuda_is_in_one_file(source: Source) -> Iterator[Finding]:
+    if source.module == "device":
+        return
+    yield from _external(source, "torch.cuda")
+    names = {"torch"}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname for alias in node.names if alias.name == "torch" and alias.asname}
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr="cuda") if name in names:
+                yield node.lineno, f"names {name}.cuda"
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=name), ast.Constant(value="cuda"), *_]) if (
+                name in names
+            ):
+                yield node.lineno, f"names {name}.cuda"
+
+
+def _handles(handler: ast.ExceptHandler) -> set[str]:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return {"bare" if kind is None else ast.unparse(kind).removeprefix("builtins.") for kind in kinds}
+
+
+def exceptions_are_named(source: Source) -> Iterator[Finding]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler):
+            last = node.body[-1]
+            cleans_up = isinstance(last, ast.Raise) and last.exc is None
+            broad = _handles(node) & {"bare", "Exception", "BaseException"}
+            # `except BaseException: clean up; raise` swallows nothing.
+            if broad and not (broad == {"BaseException"} and cleans_up):
+                yield node.lineno, f"except {', '.join(sorted(broad))}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            broad = {ast.unparse(argument) for argument in node.args} & {"Exception", "BaseException"}
+            if broad:
+                yield node.lineno, f"suppress({', '.join(sorted(broad))})"
+
+
+def _functions(tree: ast.AST) -> Iterator[Function]:
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            yield node
+
+
+def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
+    for function in _functions(source.tree):
+        for node in ast.walk(function):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "."]
+            for name in names:
+                if not _within(name, OPTIONAL_IMPORTS):
+                    yield node.lineno, f"imports {name} inside {function.name}"
+
+
+def files_are_short(source: Source) -> Iterator[Finding]:
+    lines = len(source.text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield lines, f"has {lines} lines, more than {MAX_FILE_LINES}"
+
+
+def functions_are_short(source: Source) -> Iterator[Finding]:
+    for function in _functions(source.tree):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        first = function.body[0]
+        if ast.get_docstring(function) is not None:
+            lines -= (first.end_lineno or 0) - first.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield function.lineno, f"{function.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+
+
+def _defined_names(tree: ast.AST) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def names_say_what_things_are(source: Source) -> Iterator[Finding]:
+    for line, name in [(1, source.module), *_defined_names(source.tree)]:
+        avoided = _words(name) & AVOIDED_WORDS
+        if avoided:
+            yield line, f"{name} uses the word {', '.join(sorted(avoided))}"
+
+
+def text_is_ascii(source: Source) -> Iterator[Finding]:
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if not line.isascii():
+            yield number, f"has {next(character for character in line if not character.isascii())!a}"
+
+
+def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
+    if ast.get_docstring(source.tree) is None and source.text.strip():
+        yield 1, "has no docstring"
+    for node in source.tree.body:
+        if not isinstance(node, ast.ClassDef | Function) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node) is None:
+            yield node.lineno, f"{node.name} has no docstring"
+        # The methods of a class with a base mostly fill in hooks that the base documents.
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            for method in node.body:
+                public = isinstance(method, Function) and not method.name.startswith("_")
+                if public and ast.get_docstring(method) is None:
+                    yield method.lineno, f"{node.name}.{method.name} has no docstring"
+
+
+def environment_is_not_read(source: Source) -> Iterator[Finding]:
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr=("environ" | "getenv" | "putenv") as name):
+                yield node.lineno, f"names os.{name}"
+            case ast.ImportFrom(module="os", names=names):
+                for alias in names:
+                    if alias.name in {"environ", "getenv", "putenv"}:
+                        yield node.lineno, f"imports os.{alias.name}"
+
+
+RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
+    imports_run_one_way,
+    lightning_is_at_the_edge,
+    planner_imports_no_torch,
+    cuda_is_in_one_file,
+    exceptions_are_named,
+    imports_are_at_the_top,
+    files_are_short,
+    functions_are_short,
+    names_say_what_things_are,
+    text_is_ascii,
+    public_things_have_docstrings,
+    environment_is_not_read,
+)
+
+
+def import_cycle(sources: Sequence[Source]) -> list[str]:
+    """Modules of one import cycle, or an empty list. Imports for type checking count too."""
+    modules = {source.module for source in sources}
+    graph: dict[str, set[str]] = {}
+    for source in sources:
+        edges = graph.setdefault(source.module, set())
+        for _, name in source.imports:
+            if not _within(name, [PACKAGE]):
+                continue
+            inner = name.removeprefix(PACKAGE).removeprefix(".")
+            # `from a import b` means the module a.b where there is one, else something defined in a.
+            target = inner if inner in modules else inner.rpartition(".")[0]
+            if target != source.module and target in modules:
+                edges.add(target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def undeclared_imports(source: Source, declared: Iterable[str]) -> Iterator[Finding]:
+    """Imports of packages that are neither ours, nor the standard library's, nor in `declared`."""
+    for line, name in source.imports:
+        package = name.partition(".")[0]
+        if package not in {PACKAGE, *declared}:
+            yield line, f"imports {package}, which pyproject.toml does not declare"
+
+
+def mirrored_test(source: Source) -> str:
+    """Path of the test file that belongs to a source file."""
+    path = Path(source.path)
+    return str(Path("tests", *path.parts[1:-1], f"test_{path.name}"))

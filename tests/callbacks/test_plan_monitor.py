@@ -1,0 +1,148 @@
+"""The plan as tables, the logged bytes, the summary."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+
+from lightning_protrain.callbacks.plan_monitor import PlanMonitor, render_plan, short_bytes, summary
+from lightning_protrain.device import TransferCounters
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
+
+MIB = 2**20
+KEEP, CHECKPOINT = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT
+
+
+def _chunk(unit: str, nbytes: int = MIB, resident: bool = False) -> ChunkPlan:
+    return ChunkPlan((f"{unit}.weight",), unit, "float32", True, nbytes, resident)
+
+
+def _plan(*chunks: ChunkPlan, blocks: tuple[BlockPlan, ...] = ()) -> Plan:
+    return Plan(chunks, blocks, 2, MemoryTerms(4 * MIB, 2 * MIB, MIB, 512), {})
+
+
+def _text(plan: Plan, budget: int | None = None) -> list[str]:
+    console = Console(width=200, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render_plan(plan, budget))
+    return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
+
+
+LLAMA = _plan(
+    _chunk("model.embed_tokens", 8 * MIB, resident=True),
+    *[_chunk(f"model.layers.{i}", resident=i < 2) for i in range(12) for _ in range(3)],
+    _chunk("model.norm", 512, resident=True),
+    _chunk("lm_head", 8 * MIB),
+    blocks=tuple(BlockPlan(f"model.layers.{i}", CHECKPOINT if i > 3 else KEEP) for i in range(12)),
+)
+
+
+def test_equal_blocks_are_one_row() -> None:
+    lines = _text(LLAMA, 16 * MIB)
+    rows = [line for line in lines if line.startswith(("| model", "| lm_head"))]
+    assert rows == [
+        "| model.embed_tokens | 1 | 8.0 MiB | device | |",
+        "| model.layers.0-1 | 2 x 3 | 2 x 3.0 MiB | device | keep |",
+        "| model.layers.2-3 | 2 x 3 | 2 x 3.0 MiB | streamed | keep |",
+        "| model.layers.4-11 | 8 x 3 | 8 x 3.0 MiB | streamed | checkpoint |",
+        "| model.norm | 1 | 512 B | device | |",
+        "| lm_head | 1 | 8.0 MiB | streamed | |",
+    ]
+    assert "Parameters: 14.0 MiB on the device, 38.0 MiB streamed through 2 chunk buffers." in lines
+
+
+def test_memory_is_shown_against_the_budget() -> None:
+    lines = _text(LLAMA, 16 * MIB)
+    assert "| resident states | 4.0 MiB | 25 % of 16.0 MiB |" in lines
+    assert "| chunk buffers | 2.0 MiB | 12 % of 16.0 MiB |" in lines
+    assert "| gradients in flight | 1.0 MiB | 6 % of 16.0 MiB |" in lines
+    assert "| module buffers | 512 B | 0 % of 16.0 MiB |" in lines
+    assert "| total | 7.0 MiB | 44 % of 16.0 MiB |" in lines
+    assert "| total | 7.0 MiB | no limit |" in _text(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "blocks", "names"),
+    [
+        ((_chunk("a.0"), _chunk("b.1")), (), ["a.0", "b.1"]),
+        ((_chunk("a.0"), _chunk("a.1", 5)), (), ["a.0", "a.1"]),
+        ((_chunk("a.0"), _chunk("x"), _chunk("a.1")), (), ["a.0", "x", "a.1"]),
+        ((_chunk("a.9"), _chunk("a.10")), (), ["a.9-10"]),
+        ((_chunk("a"), _chunk("b")), (), ["a", "b"]),
+        ((_chunk(""), _chunk("0"), _chunk("1")), (), ["(root)", "0-1"]),
+        ((_chunk("x"),), (BlockPlan("tied", KEEP),), ["x", "tied"]),
+    ],
+)
+def test_only_equal_neighbours_are_joined(
+    chunks: tuple[ChunkPlan, ...], blocks: tuple[BlockPlan, ...], names: list[str]
+) -> None:
+    lines = _text(_plan(*chunks, blocks=blocks))
+    table = lines[: next(i for i, line in enumerate(lines) if "Model states" in line)]
+    assert [line.split("|")[1].strip() for line in table if line.startswith("|")] == names
+
+
+def test_a_unit_in_two_places_says_so() -> None:
+    lines = _text(_plan(_chunk("a", resident=True), _chunk("a"), _chunk("a")))
+    assert "| a | 3 | 3.0 MiB | 1 on the device, 2 streamed | |" in lines
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (64 * MIB, "64.0 MiB"), (int(12.3 * 2**30), "12.3 GiB")],
+)
+def test_bytes_have_a_unit(count: int, text: str) -> None:
+    assert short_bytes(count) == text
+
+
+@given(st.integers(0, 2**50))
+def test_bytes_are_right_to_a_tenth_of_the_unit(count: int) -> None:
+    number, unit = short_bytes(count).split()
+    size = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    assert abs(float(number) * size - count) <= 0.051 * size
+
+
+@pytest.mark.parametrize(
+    ("counters", "budget", "expected"),
+    [
+        (TransferCounters(), 5, "ProTrain streamed nothing: all model states stayed on the device."),
+        (
+            TransferCounters(uploaded_bytes=2 * MIB, downloaded_bytes=MIB, prefetch_hits=49, prefetch_misses=1),
+            64 * MIB,
+            "ProTrain streamed 3.0 MiB through a budget of 64.0 MiB, 98 % of 50 fetches were prefetched.",
+        ),
+        (TransferCounters(uploaded_bytes=MIB), None, "ProTrain streamed 1.0 MiB."),
+    ],
+)
+def test_the_summary(counters: TransferCounters, budget: int | None, expected: str) -> None:
+    assert summary(counters, budget) == expected
+
+
+def test_plan_summary_and_bytes_appear_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = PlannedStrategy(LLAMA, 16 * MIB)
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    fit(Speaker(), chat_data(tmp_path), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
+    output = capsys.readouterr().out
+    assert output.index("model.layers.4-11") < output.index("ProTrain streamed")
+    assert "ProTrain streamed 11.7 KiB through a budget of 16.0 MiB, 100 % of 3 fetches were prefetched." in output
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:
+        logged = [row for row in csv.DictReader(lines) if row["streamed_bytes"]]
+    assert [float(row["streamed_bytes"]) for row in logged] == [4000, 8000, 12000]
+    assert {float(row["device_bytes"]) for row in logged} == {4 * MIB + 512 + 500}
+    assert {float(row["peak_device_bytes"]) for row in logged} == {4 * MIB + 512 + 700}
+
+
+@pytest.mark.parametrize("strategy", ["auto", PlannedStrategy(None, None)], ids=["plain", "without a plan"])
+def test_without_a_plan_it_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str | PlannedStrategy
+) -> None:
+    trainer = fit(Speaker(), chat_data(tmp_path), PlanMonitor(), strategy=strategy)
+    assert trainer.global_step == 2
+    assert capsys.readouterr().out == ""
+    assert not {"device_bytes", "streamed_bytes"} & set(trainer.callback_metrics)

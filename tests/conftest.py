@@ -1,0 +1,67 @@
+"""Around every test: an empty folder to work in, a fixed seed, and the police that looks for what was left behind."""
+
+from __future__ import annotations
+
+import os
+
+# Read at import by the libraries below. One thread: reductions in another order are not bitwise equal, and Lightning's
+# launchers set the number of threads where the variable is unset.
+os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
+from tests import police
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Parity is bitwise only with one order of summation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _police(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test for what it leaves behind, and puts it back for the next one."""
+    declared = {name for mark in request.node.iter_markers("leaves") for name in mark.args}
+    state = police.read_all()
+    environment = dict(os.environ)
+    threads = threading.enumerate()
+    processes = police.child_processes()
+    files = police.files_below(ROOT)
+    yield
+    findings = [
+        *police.restore_changed(state, declared),
+        *police.restore_environment(environment, declared),
+        *police.leaked_threads(threads),
+        *police.leaked_processes(processes),
+        *police.new_files(ROOT, files),
+    ]
+    if findings:
+        pytest.fail("The test left behind:\n  " + "\n  ".join(findings), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(_police: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the test in its own folder, with the same seed whatever ran before it."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests that need a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

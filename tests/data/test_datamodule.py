@@ -1,0 +1,206 @@
+"""The datamodule alone and inside a Trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_protrain.data import datamodule as module
+from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.datamodule import ChatDataModule
+from tests.data.conftest import conversation
+
+
+@pytest.fixture
+def chats(rows: list[Conversation], tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _data(chats: str, **options: Any) -> ChatDataModule:
+    options = {"vocab_size": 300, "max_length": 64, "batch_size": 4, "val_fraction": 0.2, **options}
+    return ChatDataModule(chats, cache_dir="cache", **options)
+
+
+def _batches(loader: DataLoader) -> list[dict[str, Tensor]]:
+    return list(loader)
+
+
+def _equal(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
+    return len(left) == len(right) and all(
+        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(left, right, strict=True)
+    )
+
+
+class Recorder(LightningModule):
+    """Keeps the batches of every epoch, and the size of the tokenizer that `configure_model` finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[dict[str, Tensor]]] = []
+        self.tested = 0
+
+    def configure_model(self) -> None:
+        self.vocab_size = len(self.trainer.datamodule.tokenizer)
+        self.layer = nn.Linear(1, 1)
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen[-1].append(batch)
+        return self.layer(torch.ones(1))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.tested += len(batch["input_ids"])
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return batch["input_ids"].sum(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trainer(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def test_all_rows_are_in_training_or_validation(chats: str, rows: list[Conversation]) -> None:
+    data = _data(chats)
+    data.prepare_data()
+    data.setup("fit")
+    assert {name: len(part) for name, part in data.encoded.items()} == {"train": 32, "validation": 8}
+    decoded = [
+        data.tokenizer.decode(ids, skip_special_tokens=False) for part in data.encoded.values() for ids, _ in part
+    ]
+    assert sorted(decoded) == sorted(data.tokenizer.apply_chat_template(r["messages"], tokenize=False) for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "encoded"), [("validate", {"validation"}), ("test", {"test"}), ("predict", {"test"})]
+)
+def test_a_stage_tokenizes_what_it_reads(chats: str, stage: str, encoded: set[str]) -> None:
+    data = _data(chats)
+    data.setup(stage)
+    assert set(data.encoded) == encoded
+
+
+def test_equal_arguments_give_bitwise_equal_batches_in_every_epoch(chats: str) -> None:
+    runs = []
+    for _ in range(2):
+        recorder = Recorder()
+        torch.rand(len(runs) + 1)  # the global generator must not matter
+        _trainer(max_epochs=2).fit(recorder, datamodule=_data(chats))
+        runs.append(recorder.seen)
+    assert len(runs[0]) == 2
+    assert all(_equal(left, right) for left, right in zip(*runs, strict=True))
+    assert not _equal(runs[0][0], runs[0][1]), "the second epoch must have another order"
+
+
+def test_another_seed_gives_another_order(chats: str) -> None:
+    orders = []
+    for seed in (0, 1):
+        data = _data(chats, seed=seed, val_fraction=0.01)
+        data.setup("fit")
+        orders.append(_batches(data.train_dataloader()))
+    assert not _equal(*orders)
+
+
+def test_loading_draws_nothing_from_the_global_generator(chats: str) -> None:
+    data = _data(chats)
+    data.setup("fit")
+    before = torch.get_rng_state()
+    assert _batches(data.train_dataloader())
+    assert _batches(data.val_dataloader())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_tokenizer_is_there_before_the_model_is_made(chats: str) -> None:
+    recorder = Recorder()
+    _trainer(max_steps=1).fit(recorder, datamodule=_data(chats))
+    assert recorder.vocab_size == 300
+
+
+def test_test_and_predict_read_the_validation_rows_where_there_is_no_split(chats: str) -> None:
+    recorder = Recorder()
+    trainer = _trainer()
+    trainer.test(recorder, datamodule=_data(chats), verbose=False)
+    assert recorder.tested == 8
+    assert sum(len(sums) for sums in trainer.predict(recorder, datamodule=_data(chats))) == 8
+
+
+def test_ranks_see_disjoint_rows(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _data(chats)
+    data.setup("fit")
+    data.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(Trainer, "world_size", 2)
+    indices = []
+    for rank in range(2):
+        monkeypatch.setattr(Trainer, "global_rank", rank)
+        indices.append(list(data.train_dataloader().sampler))
+    assert sorted(indices[0] + indices[1]) == list(range(32))
+
+
+def test_a_second_run_reads_the_tokenizer_from_the_cache(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _data(chats).prepare_data()
+    # Neither the seed nor the share of validation rows changes what the tokenizer is trained on.
+    monkeypatch.setattr("lightning_protrain.data.tokenizer.train_tokenizer", None)
+    data = _data(chats, seed=3, val_fraction=0.5)
+    data.prepare_data()
+    data.setup("fit")
+    assert len(list((Path("cache") / "tokenizers").iterdir())) == 1
+
+
+def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "mine")
+    data = _data(chats, tokenizer=str(tmp_path / "mine"))
+    data.prepare_data()
+    data.setup("fit")
+    assert data.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert not Path("cache").exists()
+
+
+def test_dropped_conversations_are_counted_once(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = conversation("".join(map(chr, range(33, 127))), "y")
+    Path(chats).write_text(Path(chats).read_text() + json.dumps(long) + "\n")
+    told: list[str] = []
+    monkeypatch.setattr(module, "rank_zero_info", told.append)
+    data = _data(chats, val_fraction=0.03)
+    data.setup("fit")
+    data.setup("fit")
+    assert told == [
+        "Dropped 1 of 40 conversations of 'train': no token of the assistant lies within the first 64 tokens."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length=0: give at least 1"),
+        ({"batch_size": 0}, "batch_size=0: give at least 1"),
+        ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatDataModule(**options)

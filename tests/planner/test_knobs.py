@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from lightning_protrain.planner.knobs import Knobs
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Knobs)])
+@pytest.mark.parametrize("value", [True, False, -1, 1.0, "2", [1]])
+def test_knobs_refuse_values(name: str, value: object) -> None:
+    least = 1 if name == "chunk_bytes" else 0
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: give an integer of at least {least}")):
+        Knobs(**{name: value})  # type: ignore[arg-type]
+
+
+def test_knobs_that_are_given() -> None:
+    assert Knobs().given == ()
+    assert Knobs(num_chunk_buffers=0, chunk_bytes=1).given == ("num_chunk_buffers", "chunk_bytes")
+    with pytest.raises(ValueError, match="chunk_bytes=0: give an integer of at least 1"):
+        Knobs(chunk_bytes=0)
+    with pytest.raises(
+        ValueError, match="num_swap_blocks=2: activation swap is not available in this version, use che"
+    ):
+        Knobs(num_swap_blocks=2)
+
+
+def test_a_plan_beside_knobs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plan=a Plan .* ignore num_chunk_buffers=3, chunk_bytes=9"):
+        Knobs(num_chunk_buffers=3, chunk_bytes=9).refuse("a Plan")

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.planner.chunks import chunks_of, pack_chunks
+from lightning_protrain.planner.memory import (
+    check_fits,
+    format_bytes,
+    host_bytes,
+    memory_terms,
+    minimum_buffer_bytes,
+    minimum_chunk_buffers,
+)
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from tests.planner.layouts import is_inside, layout_of, layouts, parameter, transformer
+
+
+def place(layout: ModelLayout, mask: int, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
+    """Chunks whose residency is bit by bit that of `mask`."""
+    chunks = pack_chunks(layout, chunk_bytes)
+    return tuple(replace(chunk, resident=bool(mask >> index & 1)) for index, chunk in enumerate(chunks))
+
+
+def live_sets(layout: ModelLayout, chunks: tuple[ChunkPlan, ...]) -> list[set[int]]:
+    """What is on the device in every state of a walk through the module tree, by names alone."""
+    needed = chunks_of(layout, chunks)
+    return [
+        {
+            index
+            for outer in layout.units
+            if outer.name == unit.name or is_inside(unit.name, outer.name)
+            for index in needed[outer.name]
+            if not chunks[index].resident
+        }
+        for unit in layout.units
+    ]
+
+
+MASKS = st.integers(0, 2**40)
+CHUNK_BYTES = st.none() | st.integers(1, 4096)
+
+
+@given(layouts(), MASKS, CHUNK_BYTES)
+def test_minimum_is_the_deepest_state_of_a_walk(layout: ModelLayout, mask: int, chunk_bytes: int | None) -> None:
+    chunks = place(layout, mask, chunk_bytes)
+    states = live_sets(layout, chunks)
+    assert minimum_chunk_buffers(layout, chunks) == max(len(state) for state in states)
+    heaviest = max(sum(chunks[index].nbytes for index in state) for state in states)
+    assert minimum_buffer_bytes(layout, chunks) == heaviest
+
+
+@given(layouts(), MASKS, CHUNK_BYTES, st.integers(0, 12))
+def test_chunk_buffers_are_the_heaviest_neighbours(
+    layout: ModelLayout, mask: int, chunk_bytes: int | None, num: int
+) -> None:
+    chunks = place(layout, mask, chunk_bytes)
+    sizes = [chunk.nbytes for chunk in chunks if not chunk.resident]
+    heaviest = max((sum(sizes[i : i + num]) for i in range(len(sizes))), default=0)
+    terms = memory_terms(layout, chunks, num, 0.0)
+    assert terms.chunk_buffers == max(heaviest, minimum_buffer_bytes(layout, chunks))
+    assert terms.chunk_buffers <= sum(sizes)
+    assert terms.module_buffers == layout.buffer_bytes
+
+
+@given(layouts(), MASKS)
+def test_more_buffers_never_cost_less(layout: ModelLayout, mask: int) -> None:
+    chunks = place(layout, mask)
+    totals = [memory_terms(layout, chunks, num, 4.0).total for num in range(len(chunks) + 2)]
+    assert all(left <= right for left, right in pairwise(totals))
+
+
+@given(layouts(), MASKS, MASKS, st.sampled_from([0.0, 4.0, 8.0, 12.0]))
+def test_states_are_conserved_between_device_and_host(
+    layout: ModelLayout, one: int, other: int, state_bytes: float
+) -> None:
+    sums = {
+        memory_terms(layout, chunks, 0, state_bytes).resident_states + host_bytes(layout, chunks, state_bytes)
+        for chunks in (place(layout, one), place(layout, other))
+    }
+    trainable = [info for info in layout.parameters if info.trainable]
+    states = sum(state_bytes * info.numel for info in trainable)
+    parameters = sum(chunk.nbytes * (2 if chunk.trainable else 1) for chunk in pack_chunks(layout))
+    assert sums == {parameters + int(states)}
+
+
+@given(layouts())
+def test_resident_chunks_need_no_buffers(layout: ModelLayout) -> None:
+    chunks = place(layout, -1)
+    terms = memory_terms(layout, chunks, 0, 8.0)
+    assert (terms.chunk_buffers, terms.gradients_in_flight) == (0, 0)
+    assert (minimum_chunk_buffers(layout, chunks), minimum_buffer_bytes(layout, chunks)) == (0, 0)
+    assert host_bytes(layout, chunks, 8.0) == 0
+
+
+@given(layouts(), MASKS)
+def test_gradients_in_flight_lie_between_the_largest_and_all(layout: ModelLayout, mask: int) -> None:
+    chunks = place(layout, mask)
+    streamed = [
+        layout.parameter(fqn) for chunk in chunks if not chunk.resident and chunk.trainable for fqn in chunk.parameters
+    ]
+    gradients = memory_terms(layout, chunks, 1, 0.0).gradients_in_flight
+    tied = sum(info.nbytes for info in streamed if len(info.sites) > 1)
+    assert max(tied, max((info.nbytes for info in streamed), default=0)) <= gradients
+    assert gradients <= sum(info.nbytes for info in streamed)
+
+
+@pytest.mark.parametrize(
+    ("tied", "resident_embedding", "expected"),
+    [
+        (True, False, 4096 * 4 + 1024 * 4),  # the tied embedding accumulates while one matrix of a block lands
+        (True, True, 1024 * 4),
+        (False, False, 4096 * 4),
+        (False, True, 4096 * 4),  # the head is as large
+    ],
+)
+def test_gradients_in_flight_of_a_transformer(tied: bool, resident_embedding: bool, expected: int) -> None:
+    layout = transformer(tied=tied)
+    chunks = place(layout, int(resident_embedding))
+    assert memory_terms(layout, chunks, 2, 8.0).gradients_in_flight == expected
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
+    layout = layout_of([parameter("a.w", 64, trainable=False), parameter("b.w", 64)], {"a": ["a.w"], "b": ["b.w"]})
+    assert memory_terms(layout, place(layout, 0b11), 0, 8.0).resident_states == 256 + 2 * 256 + 8 * 64
+    assert memory_terms(layout, place(layout, 0b01), 1, 8.0).resident_states == 256
+    assert host_bytes(layout, place(layout, 0b01), 8.0) == 2 * 256 + 8 * 64
+    assert memory_terms(layout, place(layout, 0b10), 1, 8.0).gradients_in_flight == 0
+
+
+@pytest.mark.parametrize(("state_bytes", "expected"), [(0.0, 512), (8.0, 512 + 512), (2.03, 512 + 130)])
+def test_state_bytes_may_be_fractions(state_bytes: float, expected: int) -> None:
+    layout = layout_of([parameter("a.w", 64)], {"a": ["a.w"]})
+    assert memory_terms(layout, place(layout, 1), 0, state_bytes).resident_states == expected
+
+
+def test_containers_around_a_block_count_with_it() -> None:
+    layout = layout_of(
+        [parameter("scale"), parameter("tower.position", 128), parameter("tower.0.w", 64), parameter("head.w", 512)],
+        {"": ["scale"], "tower": ["tower.position"], "tower.0": ["tower.0.w"], "head": ["head.w"]},
+        blocks=["tower.0"],
+    )
+    chunks = pack_chunks(layout)
+    assert minimum_chunk_buffers(layout, chunks) == 3
+    assert minimum_buffer_bytes(layout, chunks) == 256 + 2048  # the root and the head, in two chunks
+
+
+def test_a_module_shared_by_two_blocks_does_not_add_them_up() -> None:
+    parameters = [parameter("a.w"), parameter("a.mlp.w", sites=("b.mlp.w",)), parameter("b.w")]
+    layout = ModelLayout(
+        parameters=tuple(parameters),
+        units=(
+            UnitInfo("a", True, ("a.w", "a.mlp.w"), encloses=("a.mlp",)),
+            UnitInfo("a.mlp", False, ("a.mlp.w",)),
+            UnitInfo("b", True, ("a.mlp.w", "b.w"), encloses=("a.mlp",)),
+        ),
+        buffer_bytes=0,
+    )
+    assert minimum_chunk_buffers(layout, pack_chunks(layout)) == 2
+
+
+def make(layout: ModelLayout, num_chunk_buffers: int, mask: int = 0) -> Plan:
+    chunks = place(layout, mask)
+    return Plan(
+        chunks,
+        tuple(BlockPlan(block.name, BlockPolicy.KEEP) for block in layout.blocks),
+        num_chunk_buffers,
+        memory_terms(layout, chunks, num_chunk_buffers, 8.0),
+        {info.fqn: info.shape for info in layout.parameters},
+    )
+
+
+@pytest.mark.parametrize("mask", [0, 1, 0b101, -1])
+@pytest.mark.parametrize("slack", [0, 1, inf])
+def test_check_fits_accepts_what_fits(mask: int, slack: float) -> None:
+    layout = transformer()
+    plan = make(layout, 1, mask)
+    check_fits(plan, layout, None if slack == inf else plan.memory.total + int(slack))
+    assert minimum_chunk_buffers(layout, plan.chunks) <= 1
+
+
+def test_check_fits_refuses_too_few_buffers() -> None:
+    layout = layout_of([parameter("w"), parameter("a.w")], {"": ["w"], "a": ["a.w"]}, blocks=["a"])
+    with pytest.raises(ValueError, match="num_chunk_buffers=1, this model needs at least 2"):
+        check_fits(make(layout, 1), layout, None)
+
+
+@pytest.mark.parametrize(("term", "mask"), [("chunk_buffers", 0), ("resident_states", -1)])
+def test_check_fits_refuses_understated_terms(term: str, mask: int) -> None:
+    layout = transformer()
+    plan = make(layout, 2, mask)
+    with pytest.raises(ValueError, match=rf"memory\.{term} is 1 bytes, its chunks need at least \d+\.\d+ KiB"):
+        check_fits(replace(plan, memory=replace(plan.memory, **{term: 1})), layout, None)
+
+
+def test_check_fits_refuses_a_budget_that_is_one_byte_short() -> None:
+    layout = transformer()
+    plan = make(layout, 2)
+    total = plan.memory.total
+    with pytest.raises(ValueError, match=rf"needs .*\({total} bytes\).* \({total - 1} bytes\) are allowed"):
+        check_fits(plan, layout, total - 1)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB (1024 bytes)"),
+        (3 * 2**20, "3.00 MiB (3145728 bytes)"),
+        (3 * 2**29, "1.50 GiB (1610612736 bytes)"),
+    ],
+)
+def test_format_bytes(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.planner.chunks import pack_chunks
+from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.plan import (
+    ALIGNMENT,
+    FORMAT,
+    BlockPlan,
+    BlockPolicy,
+    MemoryTerms,
+    Plan,
+    check_plan,
+    chunk_offsets,
+)
+from lightning_protrain.profiler.records import ModelLayout
+from tests.planner.layouts import layout_of, layouts, parameter, transformer
+
+
+def make(layout: ModelLayout, policy: BlockPolicy = BlockPolicy.CHECKPOINT, mask: int = 0) -> Plan:
+    chunks = tuple(replace(chunk, resident=bool(mask >> index & 1)) for index, chunk in enumerate(pack_chunks(layout)))
+    return Plan(
+        chunks,
+        tuple(BlockPlan(block.name, policy) for block in layout.blocks),
+        max(1, len(chunks)),
+        memory_terms(layout, chunks, 1, 8.0),
+        {info.fqn: info.shape for info in layout.parameters},
+    )
+
+
+@given(layouts(), st.sampled_from(BlockPolicy), st.integers(0, 2**20))
+def test_json_round_trip(layout: ModelLayout, policy: BlockPolicy, mask: int) -> None:
+    plan = make(layout, policy, mask)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert all(type(block.policy) is BlockPolicy for block in again.blocks)
+
+
+@given(layouts(), st.sampled_from([BlockPolicy.KEEP, BlockPolicy.CHECKPOINT]), st.integers(0, 2**20))
+def test_a_plan_suits_the_model_it_was_made_for(layout: ModelLayout, policy: BlockPolicy, mask: int) -> None:
+    plan = make(layout, policy, mask)
+    check_plan(plan, layout)
+    assert plan.num_offloaded_chunks + sum(chunk.resident for chunk in plan.chunks) == len(plan.chunks)
+    assert all(plan.policy(block.name) is policy for block in layout.blocks)
+
+
+def test_files(tmp_path: Path) -> None:
+    plan = make(transformer())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
+
+
+def test_a_missing_file_names_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'No plan at .*ofload\. Give plan="auto", "resident", "offload", a Plan'):
+        Plan.load(tmp_path / "ofload")
+
+
+def test_policy_of_an_unknown_block() -> None:
+    with pytest.raises(KeyError, match=r"layers\.9"):
+        make(transformer()).policy("layers.9")
+
+
+def test_total() -> None:
+    assert MemoryTerms(1, 20, 300, 4000).total == 4321
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=20))
+def test_chunk_offsets(sizes: list[int]) -> None:
+    offsets, total = chunk_offsets(sizes)
+    assert len(offsets) == len(sizes)
+    assert total % ALIGNMENT == 0
+    ends = (*offsets[1:], total)
+    assert all(start % ALIGNMENT == 0 for start in offsets)
+    assert all(0 <= end - start - size < ALIGNMENT for start, end, size in zip(offsets, ends, sizes, strict=False))
+
+
+def _drop(*path: str | int) -> Callable[[Any], None]:
+    def edit(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        del content[path[-1]]
+
+    return edit
+
+
+def _put(value: object, *path: str | int) -> Callable[[Any], None]:
+    def edit(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_put(99, "format"), f"format 99, this version reads format {FORMAT}"),
+        (_drop("format"), "format None"),
+        (_drop("chunks"), "plan has the fields"),
+        (_put(1, "surplus"), "plan has the fields .*'surplus'"),
+        (_put({}, "chunks"), r"plan\.chunks is {}, not of type list"),
+        (_put("three", "chunks", 0), r"chunks\[0\] has the fields str"),
+        (_drop("chunks", 1, "dtype"), r"chunks\[1\] has the fields"),
+        (_put(0, "chunks", 1, "extra"), r"chunks\[1\] has the fields .*'extra'"),
+        (
+            _put("embed.weight", "chunks", 0, "parameters"),
+            r"chunks\[0\]\.parameters is 'embed.weight', not a list of str",
+        ),
+        (_put([1], "chunks", 0, "parameters"), r"chunks\[0\]\.parameters is \[1\], not a list of str"),
+        (_put([], "chunks", 2, "parameters"), r"chunks\[2\]\.parameters is empty"),
+        (_put(None, "chunks", 0, "unit"), r"chunks\[0\]\.unit is None, not of type str"),
+        (_put(32, "chunks", 0, "dtype"), r"chunks\[0\]\.dtype is 32, not of type str"),
+        (_put(1, "chunks", 0, "trainable"), r"chunks\[0\]\.trainable is 1, not of type bool"),
+        (_put("no", "chunks", 0, "resident"), r"chunks\[0\]\.resident is 'no', not of type bool"),
+        (_put(1.5, "chunks", 0, "nbytes"), r"chunks\[0\]\.nbytes is 1\.5, not of type int"),
+        (_put(True, "chunks", 0, "nbytes"), r"chunks\[0\]\.nbytes is True, not of type int"),
+        (_put("drop", "blocks", 0, "policy"), r"blocks\[0\]\.policy is 'drop', not one of keep, checkpoint, swap"),
+        (_put([], "blocks", 0, "policy"), r"blocks\[0\]\.policy is \[\], not one of"),
+        (_drop("blocks", 3, "name"), r"blocks\[3\] has the fields"),
+        (_put("2", "num_chunk_buffers"), r"num_chunk_buffers is '2', not of type int"),
+        (_put(2.5, "num_chunk_buffers"), r"num_chunk_buffers is 2\.5, not of type int"),
+        (_put(True, "num_chunk_buffers"), r"num_chunk_buffers is True, not of type int"),
+        (_drop("memory", "chunk_buffers"), "memory has the fields"),
+        (_put(0.5, "memory", "chunk_buffers"), r"memory\.chunk_buffers is 0\.5"),
+        (_put([], "memory"), r"plan\.memory is \[\], not of type dict"),
+        (_put([], "shapes"), r"plan\.shapes is \[\], not of type dict"),
+        (_put(4096, "shapes", "embed.weight"), r"shapes\['embed\.weight'\] is 4096, not a list of int"),
+        (_put(["a"], "shapes", "embed.weight"), r"shapes\['embed\.weight'\] is \['a'\], not a list of int"),
+    ],
+)
+def test_from_json_refuses(edit: Callable[[Any], None], message: str) -> None:
+    content = json.loads(make(transformer()).to_json())
+    edit(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan.from_json(json.dumps(content))
+    assert "again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"not valid JSON: .*Write one with `Plan\.save\(path\)`"),
+        ("{", "not valid JSON"),
+        ("[]", "format 'list'"),
+        ("null", "format 'NoneType'"),
+        ("{}", "format None"),
+    ],
+)
+def test_from_json_refuses_what_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
+
+
+def _chunks(plan: Plan, index: int, **changes: Any) -> Plan:
+    chunks = list(plan.chunks)
+    chunks[index] = replace(chunks[index], **changes)
+    return replace(plan, chunks=tuple(chunks))
+
+
+LAYOUT = transformer()
+PLAN = make(LAYOUT)
+UP, DOWN = "layers.0.up", "layers.0.down"
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(PLAN, chunks=PLAN.chunks[1:]), "lacks parameters: 'embed.weight'"),
+        (replace(PLAN, chunks=PLAN.chunks[:1]), r"lacks parameters: ('\S+', ){4}'layers\.2\.down' and 4 more"),
+        (replace(PLAN, chunks=(*PLAN.chunks, PLAN.chunks[0])), "names twice parameters: 'embed.weight'"),
+        (_chunks(PLAN, 1, parameters=(UP, DOWN, "layers.0.gate")), "names unknown parameters: 'layers.0.gate'"),
+        (replace(PLAN, shapes={**PLAN.shapes, "x": (1,)}), "names unknown shapes of parameters: 'x'"),
+        (replace(PLAN, shapes={}), "lacks shapes of parameters: 'embed.weight'"),
+        (replace(PLAN, shapes={**PLAN.shapes, UP: (512,)}), r"'layers\.0\.up' as trainable float32\[512\], .*\[1024\]"),
+        (_chunks(PLAN, 1, dtype="bfloat16"), r"as trainable bfloat16\[1024\], the model as trainable float32\[1024\]"),
+        (_chunks(PLAN, 1, trainable=False), r"as frozen float32\[1024\], the model as trainable float32"),
+        (_chunks(PLAN, 1, unit="layers.7"), "a chunk for 'layers.7', which is no unit"),
+        (_chunks(PLAN, 1, unit="layers.2"), "'layers.0.up' into a chunk of 'layers.2', which does not use it"),
+        (_chunks(PLAN, 1, nbytes=256), "gives the chunk of 'layers.0.up' 256 bytes, it has 8192"),
+        (replace(PLAN, blocks=PLAN.blocks[1:]), "lacks blocks: 'layers.0'"),
+        (replace(PLAN, blocks=(*PLAN.blocks, PLAN.blocks[0])), "names twice blocks: 'layers.0'"),
+        (
+            replace(PLAN, blocks=(*PLAN.blocks, BlockPlan("layers.4", BlockPolicy.KEEP))),
+            "names unknown blocks: 'layers.4'",
+        ),
+        (replace(PLAN, num_chunk_buffers=-1), "6 offloaded chunks and -1 chunk buffers"),
+        (replace(PLAN, num_chunk_buffers=0), "6 offloaded chunks and 0 chunk buffers"),
+        (make(LAYOUT, BlockPolicy.SWAP), "swaps block 'layers.0': activation swap is not available in this version"),
+    ],
+)
+def test_check_plan_refuses(plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_plan(plan, LAYOUT)
+
+
+def test_check_plan_refuses_the_plan_of_a_longer_model() -> None:
+    with pytest.raises(ValueError, match="made for another model: make the plan again, or load that model"):
+        check_plan(make(transformer(num_blocks=5)), LAYOUT)
+
+
+def test_a_chunk_of_two_dtypes_is_refused() -> None:
+    layout = layout_of([parameter("a.w"), parameter("a.b", dtype="bfloat16")], {"a": ["a.w", "a.b"]}, blocks=["a"])
+    first, second = make(layout).chunks
+    mixed = replace(first, parameters=("a.w", "a.b"), nbytes=first.nbytes + second.nbytes)
+    with pytest.raises(ValueError, match=r"'a\.b' as trainable float32\[64\], the model as trainable bfloat16"):
+        check_plan(replace(make(layout), chunks=(mixed,)), layout)
+
+
+def test_no_offloaded_chunks_need_no_buffers() -> None:
+    plan = replace(make(LAYOUT, mask=-1), num_chunk_buffers=0)
+    check_plan(plan, LAYOUT)
+    assert plan.num_offloaded_chunks == 0

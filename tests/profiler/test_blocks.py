@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_protrain.planner.chunks import pack_chunks
+from lightning_protrain.planner.memory import minimum_chunk_buffers
+from lightning_protrain.profiler.blocks import describe_model, discover_blocks
+from tests.profiler.models import CASES, numbered
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Container(nn.Module):
+    """Holds whatever it is given under names; calls nothing."""
+
+    def __init__(self, **modules: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self) -> None: ...
+
+
+def layers(count: int, **kwargs: int) -> nn.ModuleList:
+    return nn.ModuleList(Layer(**kwargs) for _ in range(count))
+
+
+def pair() -> nn.ModuleDict:
+    return nn.ModuleDict({"attention": Layer(), "mlp": nn.Linear(4, 4)})
+
+
+BARE = nn.ParameterList([nn.Parameter(torch.ones(2))])
+SHARED = Layer()
+OUTER = layers(2)
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        (Container(layers=layers(3, experts=4)), numbered("layers", 3)),
+        (Container(layers=layers(1, experts=4)), numbered("layers.0.experts", 4)),
+        (Container(layers=nn.ModuleList([Layer(), nn.Dropout(), Layer()])), ["layers.0", "layers.2"]),
+        (Container(layers=nn.ModuleList([Layer(), Layer(), nn.Linear(4, 4)])), numbered("layers", 3)),
+        (Container(layers=nn.ModuleList([nn.Dropout(), nn.Dropout()])), []),
+        (Container(layers=nn.ModuleList([Layer(), nn.Linear(4, 4)])), []),
+        (Container(l=nn.ModuleList([pair(), pair()])), ["l.0.attention", "l.0.mlp", "l.1.attention", "l.1.mlp"]),
+        (Container(layers=nn.ModuleList([layers(2), layers(1)])), ["layers.0.0", "layers.0.1", "layers.1.0"]),
+        (Container(layers=nn.ModuleList([BARE, BARE])), []),
+        (Container(t=nn.ModuleDict({"a": layers(2), "b": layers(2)})), numbered("t.a", 2) + numbered("t.b", 2)),
+        (Container(inner=Container(layers=layers(2)), head=nn.Linear(4, 4)), numbered("inner.layers", 2)),
+        (layers(2), ["0", "1"]),
+        (nn.Sequential(Layer(), Layer(), nn.Linear(4, 4)), ["0", "1"]),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []),
+        (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4))), ["0", "1"]),
+        (nn.Sequential(Layer(), nn.Sequential(nn.Linear(4, 4))), []),
+        (Container(layers=nn.ModuleList([SHARED] * 5)), ["layers.0"]),
+        (Container(first=SHARED, layers=nn.ModuleList([SHARED, Layer()])), ["first", "layers.1"]),
+        (Container(one=OUTER, again=OUTER), numbered("one", 2)),
+        (Container(inner=nn.ModuleList(x.linear for x in OUTER), outer=OUTER), numbered("outer", 2)),
+        (Container(outer=OUTER, inner=nn.ModuleList(x.linear for x in OUTER)), numbered("outer", 2)),
+        (nn.Linear(4, 4), []),
+        (nn.Module(), []),
+    ],
+)
+def test_discovery(model: nn.Module, blocks: list[str]) -> None:
+    assert list(discover_blocks(model)) == blocks
+    layout = describe_model(model)
+    assert [unit.name for unit in layout.blocks] == (blocks or [""] * bool(layout.parameters))
+
+
+ENCODER = Container(embed=nn.Embedding(9, 4), layers=layers(3, experts=2), norm=nn.LayerNorm(4), act=nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("choice", "blocks"),
+    [
+        (["layers.1"], ["layers.1"]),
+        (["layers.2", "layers.0"], ["layers.0", "layers.2"]),
+        (["norm", "norm"], ["norm"]),
+        ([Layer], numbered("layers", 3)),
+        ([Layer, "embed", "layers.1"], ["embed", *numbered("layers", 3)]),
+        ([nn.Embedding, nn.LayerNorm], ["embed", "norm"]),
+        ((nn.Linear,), [n for i in range(3) for n in (f"layers.{i}.linear", *numbered(f"layers.{i}.experts", 2))]),
+        ([""], [""]),
+        ([Container], [""]),
+    ],
+)
+def test_explicit_blocks(choice: list[str | type[nn.Module]], blocks: list[str]) -> None:
+    assert list(discover_blocks(ENCODER, choice)) == blocks
+    assert [unit.name for unit in describe_model(ENCODER, choice).blocks] == blocks
+
+
+def test_an_alias_names_the_module_of_its_first_name() -> None:
+    model = Container(embed=nn.Embedding(9, 4), alias=SHARED, layers=nn.ModuleList([SHARED, Layer()]))
+    assert discover_blocks(model, ["layers.0"]) == ("alias",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["layer.1"], r"no module is called 'layer\.1'\. Near: 'layers\.1', "),
+        (["zzz"], r"no module is called 'zzz'\.$"),
+        ([nn.LSTM], r"no module is a LSTM\."),
+        ([nn.RMSNorm], r"no module is a RMSNorm\. Near: 'LayerNorm'"),
+        (["layers.0.linear", "layers.0"], r"'layers\.0\.linear' lies inside 'layers\.0'\. Give one of the two"),
+        ([Layer, nn.Linear], r"lies inside 'layers\.0'"),
+        (["", "norm"], r"'norm' lies inside ''"),
+        (["act"], r"'act' \(ReLU\) has no parameters\. Leave it out"),
+        ([nn.ReLU], r"'act' \(ReLU\) has no parameters"),
+        (["layers"], r"'layers' \(ModuleList\) has no forward of its own, .* Give the modules inside it"),
+        ([7], "7 is neither a module name nor a module class"),
+        ([int], "<class 'int'> is neither"),
+        ([], r"blocks=\[\]: give None"),
+        ("layers.0", r"blocks='layers\.0': give None, \"size\", or a list"),
+        ("", "blocks='': give None"),
+    ],
+)
+def test_explicit_blocks_refused(choice: Any, message: str) -> None:
+    for function in (discover_blocks, describe_model):
+        with pytest.raises(ValueError, match=message):
+            function(ENCODER, choice)
+
+
+@pytest.mark.parametrize(
+    ("least", "blocks"),
+    [
+        (
+            1,
+            [
+                "embed",
+                *[n for i in range(3) for n in (f"layers.{i}.linear", *numbered(f"layers.{i}.experts", 2))],
+                "norm",
+            ],
+        ),
+        (21, ["embed", *numbered("layers", 3)]),  # a linear has 20 parameters, the embedding 36, a layer 60
+        (37, numbered("layers", 3)),
+        (61, [""]),
+        (224, [""]),
+        (225, []),
+    ],
+)
+def test_blocks_by_size(least: int, blocks: list[str]) -> None:
+    assert list(discover_blocks(ENCODER, "size", least)) == blocks
+    assert [unit.name for unit in describe_model(ENCODER, "size", least).blocks] == (blocks or [""])
+
+
+@pytest.mark.parametrize("least", [0, -3, True])
+def test_size_out_of_range(least: int) -> None:
+    with pytest.raises(ValueError, match=f"min_num_params is {least}; give a positive number"):
+        discover_blocks(ENCODER, "size", least)
+
+
+def needs(model: nn.Module, **kwargs: Any) -> dict[str, list[str]]:
+    """By unit, blocks left out, the names of what it needs."""
+    units = describe_model(model, **kwargs).units
+    return {unit.name: list(unit.parameters) for unit in units if not unit.is_block}
+
+
+def weights(count: int = 1) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("others", "units"),
+    [
+        ({"scale": nn.Parameter(torch.ones(2))}, {"": ["scale"]}),
+        ({"scales": weights(2)}, {"": ["scales.0", "scales.1"]}),
+        ({"scales": nn.ParameterDict({"a": nn.Parameter(torch.ones(2))})}, {"": ["scales.a"]}),
+        ({"inner": Container(scales=weights())}, {"inner": ["inner.scales.0"]}),
+        ({"inner": nn.ModuleDict({"a": weights()})}, {"": ["inner.a.0"]}),
+        ({"heads": nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})}, {"heads.a": ["heads.a.weight"]}),
+        ({"drop": nn.Dropout()}, {}),
+        ({"head": nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())}, {"head.0": ["head.0.weight"]}),
+        (
+            {"attention": nn.MultiheadAttention(4, 2, bias=False)},
+            {"attention": ["attention.in_proj_weight", "attention.out_proj.weight"]},
+        ),
+        (
+            {"layer": nn.TransformerDecoderLayer(4, 2, 4, bias=False)},
+            {
+                "layer": [
+                    f"layer.{a}.{w}"
+                    for a in ("self_attn", "multihead_attn")
+                    for w in ("in_proj_weight", "out_proj.weight")
+                ]
+                + [f"layer.{name}.weight" for name in ("linear1", "linear2", "norm1", "norm2", "norm3")]
+            },
+        ),
+    ],
+)
+def test_units_outside_blocks(others: dict[str, Any], units: dict[str, list[str]]) -> None:
+    assert needs(Container(layers=layers(2), **others)) == units
+
+
+def test_a_subclass_of_a_builtin_composite_is_one_unit_too() -> None:
+    class Attention(nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = Container(layers=layers(2), attention=Attention(4, 2))
+    assert list(needs(model)) == ["attention"]
+
+
+def test_tied_parameters_belong_to_every_unit_that_needs_them() -> None:
+    model = Container(embed=nn.Embedding(4, 4), layers=layers(2), head=nn.Linear(4, 4))
+    model.head.weight = model.embed.weight
+    model.layers[1].linear.weight = model.layers[0].linear.weight
+    layout = describe_model(model)
+    assert layout.parameter("embed.weight").sites == ("embed.weight", "head.weight")
+    assert layout.parameter("layers.0.linear.weight").sites == ("layers.0.linear.weight", "layers.1.linear.weight")
+    assert needs(model) == {"embed": ["embed.weight"], "head": ["embed.weight", "head.bias"]}
+    assert [unit.parameters[0] for unit in layout.blocks] == ["layers.0.linear.weight"] * 2
+    with pytest.raises(KeyError, match=r"head\.weight"):
+        layout.parameter("head.weight")
+
+
+def test_a_module_used_inside_and_outside_a_block_is_a_unit_in_it() -> None:
+    model = Container(layers=layers(2))
+    model.late = model.layers[0].linear
+    layout = describe_model(model)
+    inner = ("layers.0.linear.weight", "layers.0.linear.bias")
+    assert [(unit.name, unit.parameters) for unit in layout.units if not unit.is_block] == [("layers.0.linear", inner)]
+    assert [unit.encloses for unit in layout.blocks] == [("layers.0.linear",), ()]
+    assert minimum_chunk_buffers(layout, pack_chunks(layout)) == 1
+
+
+def test_a_shared_list_of_parameters_is_handed_to_both_modules_around_it() -> None:
+    shared = weights()
+    model = Container(layers=layers(2), a=Container(scales=shared), b=Container(scales=shared))
+    assert needs(model) == {"a": ["a.scales.0"], "b": ["a.scales.0"]}
+
+
+def test_a_root_without_blocks_is_the_one_block() -> None:
+    layout = describe_model(Container(embed=nn.Embedding(4, 4), scale=nn.Parameter(torch.ones(2))))
+    assert [(unit.name, unit.is_block, unit.encloses) for unit in layout.units] == [("", True, ())]
+    assert layout.units[0].parameters == ("scale", "embed.weight")
+
+
+class Packed(nn.Parameter):
+    """A parameter that stores two elements to a byte, as 4-bit weights do."""
+
+
+def test_what_is_stored_is_what_counts() -> None:
+    model = Container(
+        packed=Packed(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False),
+        phase=nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+        low=nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16, device="meta")),
+        empty=nn.Parameter(torch.zeros(0, 7)),
+    )
+    found = [(p.fqn, p.shape, p.dtype, p.nbytes, p.numel, p.trainable) for p in describe_model(model).parameters]
+    assert found == [
+        ("packed", (32, 1), "uint8", 32, 32, False),
+        ("phase", (3,), "complex64", 24, 3, True),
+        ("low", (3, 5), "bfloat16", 30, 15, True),
+        ("empty", (0, 7), "float32", 0, 0, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(nn.LazyLinear(3), "head.weight"), (nn.LazyBatchNorm1d(affine=False), "head.running_mean")]
+)
+def test_lazy_tensors_are_refused(module: nn.Module, name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{re.escape(name)}' has no shape yet. Run one batch through the model"):
+        describe_model(Container(layers=layers(2), head=module))
+
+
+def test_buffers_are_counted_once() -> None:
+    model = Container(layers=layers(2), norm=nn.BatchNorm1d(4))
+    model.register_buffer("again", model.norm.running_mean)
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    model.register_buffer("unset", None)
+    assert describe_model(model).buffer_bytes == 16 + 16 + 8 + 8
+
+
+def test_describing_changes_nothing() -> None:
+    model = CASES["llama-tied"].build()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    first, second = describe_model(model), describe_model(model)
+    assert first == second
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 3) -> nn.Module:
+    """Nested containers, lists and leaves, some of them registered several times."""
+    kinds = ["linear", "layer", "weights", "dropout"]
+    if depth == 0 or draw(st.booleans()):
+        builders = {"linear": lambda: nn.Linear(2, 2), "layer": Layer, "weights": weights, "dropout": nn.Dropout}
+        return builders[draw(st.sampled_from(kinds))]()
+    children = [draw(trees(depth - 1)) for _ in range(draw(st.integers(1, 3)))]
+    children += draw(st.lists(st.sampled_from(children), max_size=2))
+    kind = draw(st.sampled_from(["container", "list", "dict", "sequential"]))
+    if kind == "container":
+        own = {"own": nn.Parameter(torch.ones(1))} if draw(st.booleans()) else {}
+        return Container(**own, **{f"m{index}": child for index, child in enumerate(children)})
+    if kind == "dict":
+        return nn.ModuleDict({f"m{index}": child for index, child in enumerate(children)})
+    return nn.ModuleList(children) if kind == "list" else nn.Sequential(*children)
+
+
+@given(trees())
+def test_any_tree_of_modules_is_covered_by_units_that_can_be_called(model: nn.Module) -> None:
+    layout = describe_model(model)
+    parameters = dict(model.named_parameters())
+    assert [info.fqn for info in layout.parameters] == list(parameters)
+    assert {fqn for unit in layout.units for fqn in unit.parameters} == set(parameters)
+    for unit in layout.units:
+        module = model.get_submodule(unit.name)
+        assert unit.name == "" or type(module).forward is not nn.Module.forward
+        assert unit.parameters
+        if unit.is_block:
+            assert set(unit.parameters) == {
+                name for name, p in parameters.items() if any(p is q for q in module.parameters())
+            }
+            assert not {block.name for block in layout.blocks} & set(unit.encloses)
+        for inner in unit.encloses:
+            assert any(model.get_submodule(inner) is below for below in module.modules())
+    for info in layout.parameters:
+        users = {id(model.get_submodule(unit.name)) for unit in layout.units if info.fqn in unit.parameters}
+        for site in info.sites:
+            path = site.split(".")[:-1]
+            around = {id(model.get_submodule(".".join(path[:length]))) for length in range(len(path) + 1)}
+            assert users & around

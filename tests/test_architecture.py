@@ -1,0 +1,174 @@
+"""The package keeps its own rules, and every rule catches a planted violation."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import architecture
+from tests.architecture import PACKAGE, RULES, Finding, Source
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE_SOURCES = tuple(
+    Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+)
+# Source files without a test file of the mirrored name, with the reason.
+TESTED_ELSEWHERE = {
+    "lightning_protrain/__init__.py": "tests/test_packaging.py",
+}
+# Distribution to import name, where they differ.
+IMPORT_NAMES = {"pyyaml": "yaml"}
+
+
+def _find(rule: Callable[[Source], Iterator[Finding]], source: Source) -> list[str]:
+    return [f"{source.path}:{line} {message}" for line, message in rule(source)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule: Callable[[Source], Iterator[Finding]]) -> None:
+    findings = [finding for source in PACKAGE_SOURCES for finding in _find(rule, source)]
+    assert not findings, "\n".join(findings)
+
+
+def test_the_package_has_no_import_cycle() -> None:
+    assert architecture.import_cycle(PACKAGE_SOURCES) == []
+
+
+def test_every_source_file_has_its_test_file() -> None:
+    missing = [
+        f"{source.path} has no {architecture.mirrored_test(source)}"
+        for source in PACKAGE_SOURCES
+        if source.tree.body
+        and not (len(source.tree.body) == 1 and source.path.endswith("__init__.py"))
+        and not (ROOT / TESTED_ELSEWHERE.get(source.path, architecture.mirrored_test(source))).is_file()
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def _declared_packages() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["bnb"], *extras["tensorboard"]]
+    names = [re.split(r"[\s<>=!\[]", requirement)[0].lower() for requirement in requirements]
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    declared = _declared_packages() | sys.stdlib_module_names
+    findings = [
+        f"{source.path}:{line} {message}"
+        for source in PACKAGE_SOURCES
+        for line, message in architecture.undeclared_imports(source, declared)
+    ]
+    assert not findings, "\n".join(findings)
+    assert set(architecture.OPTIONAL_IMPORTS) <= declared
+
+
+@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_test_files_are_short_and_ascii(path: Path) -> None:
+    source = Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    findings = [*_find(architecture.files_are_short, source), *_find(architecture.text_is_ascii, source)]
+    assert not findings, "\n".join(findings)
+    assert (path.parent / "__init__.py").is_file(), f"{path.parent} needs an __init__.py: two tests may share a name"
+
+
+DOC = '"""Doc."""\n'
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * architecture.MAX_FUNCTION_LINES
+VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
+    (architecture.imports_run_one_way, "runtime/hooks.py", "from lightning_protrain.planner.search import search"),
+    (architecture.imports_run_one_way, "runtime/hooks.py", "from lightning_protrain.planner import search"),
+    (architecture.imports_run_one_way, "runtime/hooks.py", "from ..strategy import ProTrainStrategy"),
+    (architecture.imports_run_one_way, "planner/plan.py", "import lightning_protrain.device"),
+    (architecture.imports_run_one_way, "planner/plan.py", "from lightning_protrain import Plan"),
+    (architecture.imports_run_one_way, "profiler/records.py", "from lightning_protrain.profiler import blocks"),
+    (architecture.imports_run_one_way, "device.py", "def f():\n    from lightning_protrain.runtime import chunk"),
+    (architecture.imports_run_one_way, "unheard_of.py", ""),
+    (architecture.lightning_is_at_the_edge, "runtime/apply.py", "import lightning as L"),
+    (architecture.lightning_is_at_the_edge, "strategy.py", "from pytorch_lightning import Trainer"),
+    (architecture.planner_imports_no_torch, "planner/search.py", "from torch import nn"),
+    (architecture.planner_imports_no_torch, "profiler/records.py", "import torch.nn"),
+    (architecture.cuda_is_in_one_file, "strategy.py", "import torch\ntorch.cuda.synchronize()"),
+    (architecture.cuda_is_in_one_file, "strategy.py", "import torch as t\nt.cuda.synchronize()"),
+    (architecture.cuda_is_in_one_file, "strategy.py", "from torch import cuda"),
+    (architecture.cuda_is_in_one_file, "strategy.py", "from torch.cuda.amp import GradScaler"),
+    (architecture.cuda_is_in_one_file, "strategy.py", "import torch.cuda"),
+    (architecture.cuda_is_in_one_file, "strategy.py", 'import torch\ngetattr(torch, "cuda")'),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept Exception:\n    raise"),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept:\n    raise"),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept (OSError, Exception) as e:\n    g(e)"),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept BaseException:\n    g()"),
+    (architecture.exceptions_are_named, "cli.py", "with contextlib.suppress(Exception):\n    f()"),
+    (architecture.imports_are_at_the_top, "cli.py", "def f():\n    import json"),
+    (architecture.imports_are_at_the_top, "cli.py", "class A:\n    def f(self):\n        from torch import nn"),
+    (architecture.files_are_short, "cli.py", "x = 1\n" * (architecture.MAX_FILE_LINES + 1)),
+    (architecture.functions_are_short, "cli.py", LONG_FUNCTION),
+    (architecture.functions_are_short, "cli.py", f"async {LONG_FUNCTION}"),
+    (architecture.names_say_what_things_are, "cli.py", "class ChunkManager: ..."),
+    (architecture.names_say_what_things_are, "cli.py", "def model_wrapper(): ..."),
+    (architecture.names_say_what_things_are, "cli.py", "import shutil as file_utils"),
+    (architecture.names_say_what_things_are, "cli.py", "def f(helper): ..."),
+    (architecture.names_say_what_things_are, "data/utils.py", ""),
+    (architecture.text_is_ascii, "cli.py", "x = '\u2192'"),
+    (architecture.public_things_have_docstrings, "cli.py", "x = 1"),
+    (architecture.public_things_have_docstrings, "cli.py", DOC + "def f(): ..."),
+    (architecture.public_things_have_docstrings, "cli.py", DOC + "class A(B): ..."),
+    (architecture.public_things_have_docstrings, "cli.py", DOC + f"class A:\n    {DOC}    def f(self): ..."),
+    (architecture.environment_is_not_read, "cli.py", "import os\nos.environ['A']"),
+    (architecture.environment_is_not_read, "cli.py", "import os\nos.getenv('A')"),
+    (architecture.environment_is_not_read, "cli.py", "from os import environ"),
+]
+ALLOWED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
+    (architecture.imports_run_one_way, "runtime/hooks.py", "from lightning_protrain.planner.plan import Plan"),
+    (architecture.imports_run_one_way, "strategy.py", "from lightning_protrain.runtime.apply import apply_plan"),
+    (architecture.lightning_is_at_the_edge, "callbacks/timeline.py", "from lightning.pytorch import Callback"),
+    (architecture.planner_imports_no_torch, "profiler/blocks.py", "import torch"),
+    (architecture.cuda_is_in_one_file, "device.py", "import torch\ntorch.cuda.synchronize()"),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
+    (architecture.exceptions_are_named, "cli.py", "try:\n    f()\nexcept (OSError, ValueError):\n    g()"),
+    (architecture.imports_are_at_the_top, "precision.py", "def f():\n    import bitsandbytes.optim"),
+    (architecture.functions_are_short, "cli.py", 'def f():\n    """Doc.\n' + "\n" * 90 + '    """\n    return 1'),
+    (architecture.names_say_what_things_are, "cli.py", "from contextlib import contextmanager\nf(wrapper=1)"),
+    (architecture.public_things_have_docstrings, "cli.py", DOC + f"class A(B):\n    {DOC}    def setup(self): ..."),
+]
+
+
+def test_every_rule_has_a_planted_violation() -> None:
+    assert {rule for rule, _, _ in VIOLATIONS} == set(RULES)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
+def test_a_planted_violation_is_found(rule: Callable[[Source], Iterator[Finding]], path: str, text: str) -> None:
+    assert len(_find(rule, Source(f"{PACKAGE}/{path}", text))) == 1
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), ALLOWED)
+def test_what_is_allowed_is_no_finding(rule: Callable[[Source], Iterator[Finding]], path: str, text: str) -> None:
+    assert _find(rule, Source(f"{PACKAGE}/{path}", text)) == []
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"device": "from lightning_protrain.metrics import f", "metrics": "import lightning_protrain.device"},
+        {"__init__": "from lightning_protrain.strategy import S", "strategy": "from lightning_protrain import Plan"},
+        {"data/a": "from lightning_protrain.data import b", "data/b": "def f():\n    from .a import g"},
+    ],
+)
+def test_a_planted_cycle_is_found(texts: dict[str, str]) -> None:
+    sources = [Source(f"{PACKAGE}/{name}.py", text) for name, text in texts.items()]
+    assert set(architecture.import_cycle(sources)) == {source.module for source in sources}
+
+
+def test_a_planted_undeclared_import_is_found() -> None:
+    source = Source(f"{PACKAGE}/cli.py", "import json\nimport torch.nn\nimport pandas as pd")
+    assert [line for line, _ in architecture.undeclared_imports(source, {"json", "torch"})] == [3]
+
+
+def test_the_test_file_is_mirrored() -> None:
+    assert architecture.mirrored_test(Source(f"{PACKAGE}/data/stdlib.py", "")) == "tests/data/test_stdlib.py"

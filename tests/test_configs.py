@@ -1,0 +1,68 @@
+"""Every config that ships parses and makes its objects, and the quickstart is what it says it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_protrain.callbacks.baseline import InitialValidation
+from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.data.stdlib import stdlib_conversations
+from lightning_protrain.data.tokenizer import MIN_VOCAB_SIZE
+from lightning_protrain.planner.presets import parse_bytes
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+QUICKSTART = next(path for path in CONFIGS if path.name == "quickstart.yaml")
+# Weights, gradients and two moments, in fp32.
+STATE_BYTES = 16
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+@pytest.fixture
+def quickstart() -> dict[str, Any]:
+    return yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_config_makes_its_objects(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    cli = ProTrainCLI(["--config", str(path)], run=False)
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert type(cli.model).__name__ == given["model"]["class_path"].rpartition(".")[2]
+    assert type(cli.datamodule).__name__ == given["data"]["class_path"].rpartition(".")[2]
+    assert type(cli.trainer.strategy).__name__ == given["trainer"]["strategy"]["class_path"].rpartition(".")[2]
+    assert cli.trainer.max_steps == given["trainer"]["max_steps"]
+
+
+def test_the_quickstart_needs_more_than_its_budget(quickstart: dict[str, Any]) -> None:
+    data = quickstart["data"]["init_args"]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**quickstart["model"]["init_args"]["config"], vocab_size=data["vocab_size"])
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert parameters >= 20_000_000
+    budget = parse_bytes(quickstart["trainer"]["strategy"]["init_args"]["device_memory"])
+    assert 6 * budget < parameters * STATE_BYTES
+
+
+def test_the_quickstart_fits_its_data(quickstart: dict[str, Any]) -> None:
+    data, trainer = quickstart["data"]["init_args"], quickstart["trainer"]
+    assert data["vocab_size"] >= MIN_VOCAB_SIZE
+    assert data["max_length"] <= quickstart["model"]["init_args"]["config"]["max_position_embeddings"]
+    # One epoch holds all steps, and the last of them is validated.
+    assert trainer["max_steps"] * data["batch_size"] < len(stdlib_conversations())
+    assert trainer["max_steps"] % trainer["val_check_interval"] == 0
+
+
+def test_the_quickstart_tells_the_loss_before_and_after(
+    quickstart: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    cli = ProTrainCLI(["--config", str(QUICKSTART)], run=False)
+    assert any(isinstance(callback, InitialValidation) for callback in cli.trainer.callbacks)
+    assert type(cli.trainer.logger).__name__ == "CSVLogger"

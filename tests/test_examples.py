@@ -1,0 +1,54 @@
+"""Every example runs, in a small size."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.conftest import conversation
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# Seeding writes these variables, as in any program that seeds.
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, name: str, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_all_examples_are_tested() -> None:
+    tested = {line for line in Path(__file__).read_text(encoding="utf-8").split('"') if line.endswith(".py")}
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
+
+
+def test_inspect_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--hidden-size=128", "--num-layers=4", "--vocab-size=100"]
+    _run(monkeypatch, "inspect_plan.py", *sizes, "--device-memory=4MiB")
+    streamed = capsys.readouterr().out
+    assert "4 blocks" in streamed
+    assert re.search(r"model\.layers\.0-3 .* streamed .* checkpoint", streamed)
+    _run(monkeypatch, "inspect_plan.py", *sizes, "--device-memory=1GiB")
+    assert re.search(r"model\.layers\.0-3 .* device .* keep", capsys.readouterr().out)
+
+
+def test_own_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(monkeypatch, "own_module.py", "--width=16", "--depth=2", "--max-steps=2")
+    assert re.search(r"train_loss \d+\.\d{4}", capsys.readouterr().out)
+
+
+def test_train_python_docs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(20)))
+    sizes = ["--hidden-size=64", "--num-layers=4", "--max-steps=3", "--device-memory=1MiB"]
+    _run(monkeypatch, "train_python_docs.py", *sizes, f"--dataset={chats}", f"--cache-dir={tmp_path / 'cache'}")
+    output = capsys.readouterr().out
+    assert re.search(r"model\.layers\.0-3 .* streamed .* checkpoint", output)
+    assert "ProTrain streamed" in output
+    assert "> What does `os.path.join` do?" in output
+    assert re.search(r"val_loss \d\.\d+ -> \d\.\d+", output)

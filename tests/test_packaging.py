@@ -1,0 +1,168 @@
+"""What a fresh clone promises: metadata, pins, the commands of the README, and an import without side effects."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.strategies import StrategyRegistry
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lightning_protrain
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PUBLIC = ["ProTrainStrategy", "ProTrainPrecision", "Plan", "BlockPolicy", "CausalLMModule", "ChatDataModule"]
+TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+
+
+def _command(mark: str) -> str:
+    """The one line of the first bash block after `<!-- mark -->` in the README."""
+    found = re.search(rf"^<!-- {mark} -->\n```bash\n(.+)\n```$", README, re.MULTILINE)
+    assert found, f"README.md has no one-line bash block after <!-- {mark} -->"
+    return found.group(1)
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def _requirements() -> list[Requirement]:
+    extras = [text for extra in EXTRAS.values() for text in extra]
+    listed = [Requirement(text) for text in [*PROJECT["dependencies"], *extras]]
+    return [requirement for requirement in listed if requirement.name != PROJECT["name"]]
+
+
+@pytest.mark.parametrize("requirement", _requirements(), ids=lambda requirement: requirement.name)
+def test_every_dependency_is_pinned_within_its_bounds(requirement: Requirement) -> None:
+    pin = _pins()[canonicalize_name(requirement.name)]
+    assert requirement.specifier.contains(pin), f"{requirement} does not allow the pinned {pin}"
+    assert "+" not in pin, "a local version is on no index"
+
+
+def test_pins_are_what_the_tests_run_with() -> None:
+    installed = {canonicalize_name(found.name): found.version.partition("+")[0] for found in metadata.distributions()}
+    other = {name: (pin, installed[name]) for name, pin in _pins().items() if installed.get(name, pin) != pin}
+    assert other == {}
+
+
+def test_the_pins_leave_out_the_compromised_releases() -> None:
+    (lightning,) = (requirement for requirement in _requirements() if requirement.name == "lightning")
+    assert not any(lightning.specifier.contains(version) for version in ("2.6.2", "2.6.3"))
+    assert lightning.specifier.contains(_pins()["lightning"])
+
+
+def test_readme_commands_install_with_the_pins() -> None:
+    install = "python -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e "
+    assert _command("quickstart").startswith(install + ". && lightning-protrain fit --config ")
+    assert _command("tests") == install + '".[dev]" && pytest'
+
+
+def test_the_readme_command_names_a_config_that_exists() -> None:
+    (path,) = re.findall(r"--config (\S+)", _command("quickstart"))
+    assert isinstance(yaml.safe_load((ROOT / path).read_text(encoding="utf-8")), dict)
+
+
+def test_ci_runs_the_readme_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (program,) = re.findall(r"\$\(awk '(.+?)' README\.md\)", script, re.DOTALL)
+    extracted = subprocess.run(["awk", program, str(ROOT / "README.md")], capture_output=True, text=True, check=True)
+    assert extracted.stdout.strip() == _command("tests")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    assert all(step in script for step in ("pytest -m slow", "ruff check", "ruff format --check", "mypy"))
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(((?!https?:)[^)#]+)\)", README))))
+def test_readme_links_lead_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+def test_public_names() -> None:
+    assert [name for name in lightning_protrain.__all__ if name != "__version__"] == PUBLIC
+    assert all(hasattr(lightning_protrain, name) for name in PUBLIC)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_protrain.__version__)
+    assert lightning_protrain.__version__ == metadata.version("lightning-protrain")
+
+
+def test_importing_registers_the_strategies_and_again_changes_nothing() -> None:
+    before = dict(StrategyRegistry)
+    assert {"protrain", "protrain_spawn"} <= before.keys()
+    importlib.reload(lightning_protrain)
+    assert dict(StrategyRegistry) == before
+
+
+def test_every_module_imports() -> None:
+    modules = [info.name for info in pkgutil.walk_packages(lightning_protrain.__path__, "lightning_protrain.")]
+    assert len(modules) > 10
+    for name in modules:
+        assert importlib.import_module(name).__name__ == name
+
+
+def test_importing_starts_no_device_and_needs_no_extra() -> None:
+    program = (
+        "import sys, torch\n"
+        "threads = torch.get_num_threads()\n"
+        "sys.modules['bitsandbytes'] = sys.modules['tensorboard'] = None\n"
+        "import lightning_protrain, lightning_protrain.cli\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert torch.get_num_threads() == threads\n"
+        "print('imported')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == "imported\n", result.stderr
+
+
+def test_the_command_is_installed() -> None:
+    (entry,) = (point for point in metadata.entry_points(group="console_scripts") if point.name == "lightning-protrain")
+    assert entry.value == PROJECT["scripts"]["lightning-protrain"]
+    assert callable(entry.load())
+
+
+def _text_files() -> list[Path]:
+    """Every text file of the repository that is no cache and no result of a run."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    paths = [ROOT / line for line in listed.stdout.splitlines()]
+    return [path for path in paths if path.suffix in TEXT_SUFFIXES and path.is_file()]
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    homes = re.compile(r"(?<![\w.])/(?:" + "|".join(["work", "root", "home", "tmp"]) + r")/[\w.]")
+    files = _text_files()
+    findings = [path.relative_to(ROOT).as_posix() for path in files if homes.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 20
+    assert findings == []
+    assert homes.search("in " + "/root" + "/x")
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, timeout=240)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "lightning_protrain/py.typed" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_protrain"}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_protrain").rglob("*.py")}
+    assert sources <= set(names)
