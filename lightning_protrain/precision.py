@@ -25,6 +25,6 @@ def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
     if plugin is None or type(plugin) is Precision:
         return ProTrainPrecision()
     raise ValueError(
-        f'precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by strategy="protrain": this version '
-        'runs "32-true". Set Trainer(precision="32-true") or use another strategy.'
+        f'precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by strategy="protrain": this '
+        'version runs "32-true". Set Trainer(precision="32-true") or use another strategy.'
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ from lightning_protrain.device import Device, TransferCounters, open_device
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
-from lightning_protrain.planner.presets import make_plan, parse_bytes
+from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
 from lightning_protrain.profiler.records import ModelLayout
@@ -40,6 +40,7 @@ from lightning_protrain.runtime.optimizer import (
     move_state_beside_parameters,
     state_bytes_per_element,
 )
+from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
 
 PRESETS = ("auto", "resident", "offload")
 # Of the memory that a GPU reports as free, the part that "auto" gives to model states; the rest is for activations.
@@ -51,10 +52,10 @@ class ProTrainStrategy(ParallelStrategy):
 
     Args:
         plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
-            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else offload. Or a `Plan`, or the path of
-            one saved with `Plan.save`.
-        device_memory: Bytes of model states that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU
-            has free; no limit on the CPU.
+            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else offload. Or a `Plan`, or the path
+            of one saved with `Plan.save`.
+        device_memory: Bytes of model states that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a
+            GPU has free; no limit on the CPU.
         host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
@@ -64,9 +65,9 @@ class ProTrainStrategy(ParallelStrategy):
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
         blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the repeated
             `nn.ModuleList`s of the model.
-        min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on the
-            device under `"auto"` if it fits.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's strategies.
+        min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on
+            the device under `"auto"` if it fits.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
 
     Raises:
@@ -98,7 +99,7 @@ class ProTrainStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(plan)
+        self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
         self._device_memory = None if device_memory == "auto" else parse_bytes(device_memory)
         self._host_memory = None if host_memory == "auto" else parse_bytes(host_memory)
         self._knobs = Knobs(
@@ -179,8 +180,8 @@ class ProTrainStrategy(ParallelStrategy):
     def accelerator(self, accelerator: Accelerator | None) -> None:
         if isinstance(accelerator, MPSAccelerator):
             raise ValueError(
-                'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so nothing '
-                'can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
+                'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so '
+                'nothing can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
             )
         self._accelerator = accelerator
 
@@ -201,8 +202,8 @@ class ProTrainStrategy(ParallelStrategy):
         self._has_trainer = True
         if self.is_distributed:
             raise ValueError(
-                f'strategy="protrain" runs on one device in this version, {self.num_nodes * self.num_processes} were asked '
-                "for. Set Trainer(devices=1, num_nodes=1)."
+                f'strategy="protrain" runs on one device in this version, {self.num_nodes * self.num_processes} were '
+                "asked for. Set Trainer(devices=1, num_nodes=1)."
             )
         if self._start_method != "popen":
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
@@ -242,7 +243,7 @@ class ProTrainStrategy(ParallelStrategy):
         assert model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            _refuse_own_checkpointing(model)
+            refuse_own_checkpointing(model)
         self.model = self.precision_plugin.convert_module(model)
         self._device = open_device(self.root_device, rank_zero_info)
         if fitting:
@@ -291,7 +292,7 @@ class ProTrainStrategy(ParallelStrategy):
             host_budget = psutil.virtual_memory().available + sum(info.nbytes for info in layout.parameters)
         return make_plan(
             layout,
-            self._choice,
+            cast(Preset, self._choice),
             self._knobs,
             self._budget,
             host_budget,
@@ -302,20 +303,13 @@ class ProTrainStrategy(ParallelStrategy):
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
         assert self._device is not None
         if any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks):
-            self._stop_caching(model)
+            self._caching = stop_caching(model)
+            if self._caching:
+                rank_zero_info("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info)
         _update_properties(model, device=self.root_device)
-
-    def _stop_caching(self, model: LightningModule) -> None:
-        """A key-value cache would be filled twice by a block that runs twice."""
-        configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules())}
-        self._caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
-        for config in self._caching:
-            config.use_cache = False
-        if self._caching:
-            rank_zero_info("`config.use_cache` is off while blocks are checkpointed; it is set back after the run.")
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -335,9 +329,7 @@ class ProTrainStrategy(ParallelStrategy):
         assert self._runtime is not None
         return self._runtime.run_step(step, args, kwargs, training)
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; all gradients are on the host, or with their resident parameters, when it returns.
 
         Raises:
@@ -350,9 +342,9 @@ class ProTrainStrategy(ParallelStrategy):
             if "data is not allocated yet" not in str(error):
                 raise
             raise RuntimeError(
-                "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take part "
-                "in the loss (values handed out some other way), or backward runs through a backward. Return the values "
-                "from the block, or make it resident (`num_persistent_chunks`)."
+                "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take "
+                "part in the loss (values handed out some other way), or backward runs through a backward. Return the "
+                "values from the block, or make it resident (`num_persistent_chunks`)."
             ) from error
         self._runtime.end_backward()
         return loss
@@ -387,17 +379,3 @@ class ProTrainStrategy(ParallelStrategy):
         for name, arguments in names.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="Chunks streamed from host memory", **arguments)
-
-
-def _refuse_own_checkpointing(model: nn.Module) -> None:
-    """The plan decides which blocks are checkpointed; twice would recompute twice.
-
-    Raises:
-        ValueError: The user has switched gradient checkpointing on.
-    """
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ValueError(
-                f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are checkpointed. "
-                "Remove the call (`model.gradient_checkpointing_disable()`), and set num_checkpoint_blocks to choose."
-            )

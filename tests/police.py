@@ -26,7 +26,7 @@ GRACE_SECONDS = 3.0
 # Threads of libraries that live as long as the process, with the reason why that is no leak.
 LASTING_THREADS = {
     "fsspecIO": "fsspec keeps one event loop thread for all remote file systems",
-    "TMRMonitor": "tqdm keeps one daemon thread that refreshes stalled bars",
+    "tqdm_monitor": "tqdm keeps one daemon thread that refreshes stalled bars",
 }
 # Child processes by a word of their command line.
 LASTING_PROCESSES = {

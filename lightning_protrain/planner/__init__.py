@@ -1,0 +1,1 @@
+"""Decides: from records to a Plan. Imports no torch."""

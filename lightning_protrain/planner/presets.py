@@ -30,7 +30,7 @@ class _Case:
     state_bytes: float
 
     def plan(self, chunks: Sequence[ChunkPlan], num_checkpoint_blocks: int, num_chunk_buffers: int) -> Plan:
-        """The plan whose first `num_checkpoint_blocks` blocks checkpoint; the root as one block has no call to repeat."""
+        """The plan whose first `num_checkpoint_blocks` blocks checkpoint; the root cannot."""
         policies = (
             BlockPolicy.CHECKPOINT if index < num_checkpoint_blocks and block.name else BlockPolicy.KEEP
             for index, block in enumerate(self.layout.blocks)
@@ -204,8 +204,8 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
     num_checkpoint, num_keep = knobs.num_checkpoint_blocks, knobs.num_keep_offloaded_blocks
     if num_checkpoint and [block.name for block in layout.blocks] == [""]:
         raise ValueError(
-            f"num_checkpoint_blocks={num_checkpoint}: this model has no repeated list of blocks, and as a whole it cannot "
-            "be run twice. Name blocks with `blocks`."
+            f"num_checkpoint_blocks={num_checkpoint}: this model has no repeated list of blocks, and as a whole it "
+            "cannot be run twice. Name blocks with `blocks`."
         )
     if num_checkpoint is not None and num_checkpoint > len(streamed):
         raise ValueError(f"num_checkpoint_blocks={num_checkpoint}: this model has {len(streamed)} blocks.")

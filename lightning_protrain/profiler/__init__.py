@@ -1,0 +1,1 @@
+"""Measures, never decides: what a model is made of."""

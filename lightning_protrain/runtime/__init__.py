@@ -1,0 +1,1 @@
+"""Moves bytes, decides nothing: runs a model as its Plan says."""

@@ -38,7 +38,7 @@ def apply_plan(
         ValueError: A parameter has no data yet (meta device).
     """
     _refuse_meta(model)
-    parameters = {fqn: parameter for fqn, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
     chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
@@ -82,9 +82,7 @@ class Runtime:
         """Units whose forward is replaced plus parameters with gradient hooks; 0 for a wholly resident plan."""
         return len(self._interceptions) + sum(len(chunk.slots) for chunk in self._chunks)
 
-    def run_step(
-        self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-    ) -> T:
+    def run_step(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> T:
         """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout."""
         if not self._interceptions and not self._chunks:
             return function(*args, **kwargs)
@@ -118,9 +116,7 @@ class Runtime:
         self._device.close()
         self._chunks.clear()
 
-    def _with_root(
-        self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> T:
+    def _with_root(self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor
         number = executor.begin_call(root) if torch.is_grad_enabled() else None
         executor.enter(root)
@@ -129,7 +125,6 @@ class Runtime:
         finally:
             executor.exit(root)
         if number is not None:
-            executor.end_call(number)
             hook_outputs(outputs, (args, kwargs), root, number, executor, self._watch)
         return outputs
 
@@ -182,9 +177,7 @@ def _make_units(
     return units
 
 
-def _sites_of(
-    model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]
-) -> dict[str, list[tuple[Site, Slot]]]:
+def _sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> dict[str, list[tuple[Site, Slot]]]:
     """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
     by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
     found: dict[str, list[tuple[Site, Slot]]] = {}

@@ -14,8 +14,8 @@ the twins' counters do not move, or autograd would report an in-place change.
 
 [Note: Versions]
 A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the twin's
-version moves as well, so that a graph made with the old values raises in backward exactly as it does without offloading.
-A fetch in backward must give the values of the forward: anything else raises here.
+version moves as well, so that a graph made with the old values raises in backward exactly as it does without
+offloading. A fetch in backward must give the values of the forward: anything else raises here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Chunk:
         for slot in self.slots:
             self._rebind(slot)
         self._storage.resize_(self.nbytes)
-        self._target.set_(self._storage, 0, (self.nbytes,))
+        self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self._fence = self._device.upload(self._source, self._target)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
@@ -180,7 +180,7 @@ class Chunk:
             # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
             self._device.wait(self._fence)
             self._fence = None
-        self._target.set_(self._storage, 0, (0,))
+        self._target.set_(self._storage, 0, (0,), (1,))
         self._storage.resize_(0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)

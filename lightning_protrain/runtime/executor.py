@@ -7,8 +7,8 @@ the pre-backward of k, and whatever later calls pinned may go. No counting of gr
 parameters, unused branches and recomputation need no rule of their own.
 
 [Note: Scopes]
-A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end of
-backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
+A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
+of backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
 """
 
 from __future__ import annotations
@@ -60,14 +60,19 @@ class Unit:
 
 @dataclass
 class _Scope:
-    """What one scope has recorded, see [Note: Scopes]."""
+    """What one scope has recorded, see [Note: Scopes].
+
+    Attributes:
+        training: Whether backward follows.
+        open: Whether the step is still running.
+        entered: Units in the order of their forwards.
+        awaited: Calls whose gradient is awaited, in the order in which they ended: backward begins with the last.
+    """
 
     training: bool
-    first_call: int
     open: bool = True
-    calls: list[Unit] = field(default_factory=list)
-    exits: list[int] = field(default_factory=list)
-    entered: list[int] = field(default_factory=list)
+    entered: list[Unit] = field(default_factory=list)
+    awaited: list[tuple[int, Unit]] = field(default_factory=list)
 
 
 class Executor:
@@ -97,8 +102,9 @@ class Executor:
         self._device = device
         self._say = say
         self._landing = Landing(chunks, device, self.begin_backward)
-        self._position_of = {id(unit): position for position, unit in enumerate(self.units)}
-        self._orders = {kind: [index for index, unit in enumerate(self.units)] for kind in (True, False)}
+        # The order to expect, for training and for evaluation; until a step has run, that of the plan.
+        self._orders = {training: list(self.units) for training in (True, False)}
+        self._needs = {True: _needs(self.units, self.units[::-1]), False: _needs(self.units, ())}
         self._recorded = {True: False, False: False}
         self._timeline = Timeline([])
         self._backward_positions: dict[int, int] = {}
@@ -120,12 +126,12 @@ class Executor:
             yield
             return
         self.release_all()
-        self._scope = _Scope(training, self._count)
+        self._scope = _Scope(training)
         self._landing.uses.clear()
         for unit in self.units:
             unit.first_call = None
         self._cursor = 0
-        self._timeline = Timeline(self._needs(self._orders[training], training))
+        self._timeline = Timeline(self._needs[training])
         try:
             yield
         finally:
@@ -141,15 +147,14 @@ class Executor:
         if unit.first_call is None:
             unit.first_call = number
         if self._scope is not None and self._scope.open:
-            self._scope.calls.append(unit)
             for _, slot in unit.sites:
                 self._landing.uses[slot] = self._landing.uses.get(slot, 0) + 1
         return number
 
-    def end_call(self, number: int) -> None:
-        """Notes that the call `number` has ended; backward begins with the call that ended last."""
+    def await_gradient(self, unit: Unit, number: int) -> None:
+        """Notes that the call `number` has ended and that `before_backward` will be called for it."""
         if self._scope is not None and self._scope.open:
-            self._scope.exits.append(number)
+            self._scope.awaited.append((number, unit))
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -190,13 +195,9 @@ class Executor:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._backward_runs = True
-        numbers: list[int] = []
-        needs: list[tuple[int, ...]] = []
-        if self._scope is not None and self._scope.training:
-            numbers = self._scope.exits[::-1]
-            needs = [_backward_needs(self._scope.calls[number - self._scope.first_call]) for number in numbers]
-        self._backward_positions = {number: position for position, number in enumerate(numbers)}
-        self._timeline = Timeline(needs)
+        awaited = self._scope.awaited[::-1] if self._scope is not None else []
+        self._backward_positions = {number: position for position, (number, _) in enumerate(awaited)}
+        self._timeline = Timeline(_needs((), [unit for _, unit in awaited]))
         self._cursor = 0
 
     def before_backward(self, unit: Unit, number: int) -> None:
@@ -259,13 +260,9 @@ class Executor:
         """Moves the cursor behind this call in the expected order."""
         if self._scope is None or not self._scope.open:
             return
-        position = self._position_of[id(unit)]
-        self._scope.entered.append(position)
+        self._scope.entered.append(unit)
         order = self._orders[self._scope.training]
-        try:
-            self._cursor = order.index(position, self._cursor) + 1
-        except ValueError:
-            return
+        self._cursor = next((at + 1 for at in range(self._cursor, len(order)) if order[at] is unit), self._cursor)
 
     def _require(self, unit: Unit, backward: bool) -> None:
         """Makes the unit's chunks live."""
@@ -321,27 +318,19 @@ class Executor:
     def _pin(self, unit: Unit, number: int) -> None:
         unit.pinned_at = number if unit.pinned_at is None else min(unit.pinned_at, number)
 
-    def _needs(self, order: Sequence[int], training: bool) -> list[tuple[int, ...]]:
-        """Chunks at each position of a step that runs the units in `order`, backward included if it trains."""
-        forward = [self.units[index].chunks for index in order]
-        if not training:
-            return forward
-        return forward + [_backward_needs(self.units[index]) for index in reversed(order)]
-
     def _compare_order(self, scope: _Scope) -> None:
         """Takes the order of this step as the one to expect."""
-        expected = self._orders[scope.training]
-        if not scope.entered or scope.entered == expected:
-            self._recorded[scope.training] = bool(scope.entered) or self._recorded[scope.training]
+        if not scope.entered:
             return
-        if self._recorded[scope.training]:
+        if self._recorded[scope.training] and scope.entered != self._orders[scope.training]:
             self._say_once(
                 "order",
                 "The blocks ran in another order than in the step before: the results are right, but weights were "
                 "fetched late. Steps of changing order run slower when offloaded.",
             )
-        self._orders[scope.training] = list(scope.entered)
         self._recorded[scope.training] = True
+        self._orders[scope.training] = scope.entered
+        self._needs[scope.training] = _needs(scope.entered, [unit for _, unit in reversed(scope.awaited)])
 
     def _say_once(self, key: str, sentence: str) -> None:
         if key not in self._said:
@@ -354,6 +343,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _backward_needs(unit: Unit) -> tuple[int, ...]:
-    """Chunks that the backward of `unit` reads."""
-    return unit.chunks if unit.backward_reads else ()
+def _needs(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[tuple[int, ...]]:
+    """Chunks needed at each position of a step."""
+    return [unit.chunks for unit in forward] + [unit.chunks if unit.backward_reads else () for unit in backward]

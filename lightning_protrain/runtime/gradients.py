@@ -2,8 +2,8 @@
 
 [Note: Landing]
 Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that the
-device holds one gradient at a time. With an older gradient on the host (accumulation) the sum is made there, in the same
-order as autograd makes it.
+device holds one gradient at a time. With an older gradient on the host (accumulation) the sum is made there, in the
+same order as autograd makes it.
 
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host

@@ -1,9 +1,9 @@
 """Where the runtime meets the model: the one file that attaches to modules, with one handle that takes it all off.
 
 [Note: Interception]
-A unit's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user in
-place. Compared with a pair of forward hooks it closes over exceptions and early stops: whatever happens inside, the host
-parameters are registered again.
+A unit's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user
+in place. Compared with a pair of forward hooks it closes over exceptions and early stops: whatever happens inside, the
+host parameters are registered again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Interception:
             outputs = checkpoint(self._compute, args, kwargs)
         else:
             outputs = self._compute(*args, **kwargs)
-        executor.end_call(number)
         if unit.chunks and unit.backward_reads:
             hook_outputs(outputs, (args, kwargs), unit, number, executor, self._watch)
         return outputs
@@ -81,16 +80,18 @@ class Interception:
         )
 
 
-def hook_outputs(
-    outputs: Any, inputs: Any, unit: Unit, number: int, executor: Executor, watch: ViewWatch
-) -> None:
+def hook_outputs(outputs: Any, inputs: Any, unit: Unit, number: int, executor: Executor, watch: ViewWatch) -> None:
     """Asks autograd to announce the gradient of any output of a call, see [Note: Calls]."""
+    awaited = False
     received = {id(tensor) for tensor in find_tensors(inputs)}
     for tensor in find_tensors(outputs):
         if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in received:
             tensor.register_hook(functools.partial(_announce, executor, unit, number))
             if tensor._is_view():
                 watch.add(tensor, unit.name)
+            awaited = True
+    if awaited:
+        executor.await_gradient(unit, number)
 
 
 def _announce(executor: Executor, unit: Unit, number: int, gradient: Tensor) -> None:
@@ -100,8 +101,8 @@ def _announce(executor: Executor, unit: Unit, number: int, gradient: Tensor) -> 
 class ViewWatch:
     """Finds outputs that are views and were changed in place.
 
-    Such a change takes the hook on the output off without a word (autograd rebuilds the history of a view), and the block
-    would run its backward without weights.
+    Such a change takes the hook on the output off without a word (autograd rebuilds the history of a view), and the
+    block would run its backward without weights.
     """
 
     def __init__(self) -> None:
@@ -123,8 +124,8 @@ class ViewWatch:
             if tensor is not None and tensor._version != version:
                 raise ValueError(
                     f"An output of {name!r} is a view and was changed in place afterwards, which removes the hook that "
-                    "brings its weights back for backward. Change it out of place (`x = x + y` for `x += y`), or return "
-                    "`output.clone()` from the block."
+                    "brings its weights back for backward. Change it out of place (`x = x + y` for `x += y`), or "
+                    "return `output.clone()` from the block."
                 )
 
 

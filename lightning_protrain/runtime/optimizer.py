@@ -1,9 +1,9 @@
 """The optimizer step of offloaded parameters, on the CPU, with the user's own optimizer.
 
 [Note: Host step]
-The optimizer holds the host parameters, which are CPU tensors, and its state lives where its parameters live. So the step
-is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
-checkpoints) sees the user's optimizer. Where the user left the implementation open and resident parameters are on a GPU,
+The optimizer holds the host parameters, which are CPU tensors, and its state lives where its parameters live. So the
+step is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
+checkpoints) sees the user's optimizer. Where the user left the implementation open and the accelerator is a GPU,
 PyTorch would take its slowest loop for the host part: for the time of the step the groups are split by device and the
 host part takes PyTorch's fused CPU kernel.
 """
@@ -70,8 +70,8 @@ def check_one_device(optimizers: Iterable[Optimizer]) -> None:
 def fused_host_step(optimizer: Optimizer, device_type: str) -> Iterator[None]:
     """Within it, `optimizer.step()` uses PyTorch's fused kernel for host parameters, see [Note: Host step].
 
-    Nothing changes where the accelerator is the CPU itself, where the user chose an implementation, or where the optimizer
-    has no fused one.
+    Nothing changes where the accelerator is the CPU itself, where the user chose an implementation, or where the
+    optimizer has no fused one.
     """
     groups = optimizer.param_groups
     split = [part for group in groups for part in _split(group)] if device_type != "cpu" else groups
