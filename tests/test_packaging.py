@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PUBLIC = ["ProTrainStrategy", "ProTrainPrecision", "Plan", "BlockPolicy", "CausalLMModule", "ChatDataModule"]
+PUBLIC = {"BlockPolicy", "CausalLMModule", "ChatDataModule", "Plan", "ProTrainPrecision", "ProTrainStrategy"}
 TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 
 
@@ -93,7 +93,7 @@ def test_readme_links_lead_somewhere(link: str) -> None:
 
 
 def test_public_names() -> None:
-    assert [name for name in lightning_protrain.__all__ if name != "__version__"] == PUBLIC
+    assert set(lightning_protrain.__all__) == PUBLIC | {"__version__"}
     assert all(hasattr(lightning_protrain, name) for name in PUBLIC)
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_protrain.__version__)
     assert lightning_protrain.__version__ == metadata.version("lightning-protrain")

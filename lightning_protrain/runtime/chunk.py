@@ -47,13 +47,15 @@ class Site:
     module: nn.Module
     name: str
 
-    def register(self, parameter: nn.Parameter) -> None:
-        """Puts `parameter` at this place."""
+    def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Puts `new` where `old` is; a place that the user has given to something else stays as it is, as in pruning."""
+        if self.module._parameters.get(self.name) is not old:
+            return
         if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = parameter
+            self.module._parameters[self.name] = new
         else:
             # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
-            setattr(self.module, self.name, parameter)
+            setattr(self.module, self.name, new)
 
 
 @dataclass(eq=False)

@@ -30,8 +30,8 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are checkpointed. "
-                "Remove the call (`model.gradient_checkpointing_disable()`); num_checkpoint_blocks says how many."
+                f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are "
+                "checkpointed. Remove the call (`model.gradient_checkpointing_disable()`)."
             )
 
 
@@ -41,7 +41,9 @@ def stop_caching(model: nn.Module) -> list[Any]:
     Returns:
         The configurations whose `use_cache` was on and has to be set back.
     """
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
     caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in caching:
         config.use_cache = False

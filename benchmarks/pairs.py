@@ -1,0 +1,137 @@
+"""Two runs that take turns step by step, and the ratio of their times with its confidence interval."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.subjects import Facts, Step, Subject, run_subject
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the ratios of pairs.
+
+    Attributes:
+        median: Over all pairs.
+        lower: Lower limit of the interval.
+        upper: Upper limit.
+        confidence: With which probability at least the interval holds the true median.
+    """
+
+    median: float
+    lower: float
+    upper: float
+    confidence: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.lower:.3f} to {self.upper:.3f})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All timed pairs of two runs.
+
+    Attributes:
+        steps: Timed steps of the subject.
+        peer_steps: Timed steps of its peer, the same batches in the same order.
+        facts: What the subject says of itself.
+        peer_facts: What its peer says.
+    """
+
+    steps: tuple[Step, ...]
+    peer_steps: tuple[Step, ...]
+    facts: Facts
+    peer_facts: Facts
+
+    @property
+    def wall(self) -> Ratio:
+        """Elapsed time of the subject over that of its peer."""
+        return median_ratio(
+            [a.wall_seconds / b.wall_seconds for a, b in zip(self.steps, self.peer_steps, strict=True)]
+        )
+
+    @property
+    def cpu(self) -> Ratio:
+        """Processor time of the subject over that of its peer: what other programs do hardly shows in it."""
+        return median_ratio([a.cpu_seconds / b.cpu_seconds for a, b in zip(self.steps, self.peer_steps, strict=True)])
+
+    @property
+    def same_losses(self) -> bool:
+        """Whether both computed the same, bit for bit."""
+        return [step.loss for step in self.steps] == [step.loss for step in self.peer_steps]
+
+
+def median_ratio(ratios: Sequence[float]) -> Ratio:
+    """The median with the interval between two order statistics (the sign test turned round).
+
+    It assumes of the ratios only that they are independent, so a neighbour on the machine who makes some pairs useless
+    does not spoil it. Fewer than six pairs cannot give 95 %: the interval is then their range, and `confidence` says what
+    it is worth.
+    """
+    ordered = sorted(ratios)
+    num = len(ordered)
+    tails = [2 * sum(math.comb(num, i) for i in range(k)) / 2**num for k in range(1, num // 2 + 1)]
+    rank = max(sum(tail <= 1 - CONFIDENCE for tail in tails), 1)
+    confidence = 1 - tails[rank - 1] if tails else 0.0
+    return Ratio(statistics.median(ordered), ordered[rank - 1], ordered[num - rank], confidence)
+
+
+def compare(subject: Subject, peer: Subject, warmup: int) -> Comparison:
+    """Runs both, a step each in turn; who begins alternates from pair to pair.
+
+    Args:
+        subject: What is examined.
+        peer: What it is compared with; as many steps.
+        warmup: Pairs at the beginning that do not count.
+    """
+    assert subject.steps == peer.steps > warmup
+    with _process(subject) as ours, _process(peer) as theirs:
+        for connection in (ours, theirs):
+            assert _receive(connection) == "ready"
+        pairs = [_one_pair(ours, theirs, swap=index % 2 == 1) for index in range(subject.steps)][warmup:]
+        facts, peer_facts = _receive(ours), _receive(theirs)
+    return Comparison(tuple(a for a, _ in pairs), tuple(b for _, b in pairs), facts, peer_facts)
+
+
+def _one_pair(ours: Connection, theirs: Connection, swap: bool) -> tuple[Step, Step]:
+    if swap:
+        second = _one_step(theirs)
+        return _one_step(ours), second
+    return _one_step(ours), _one_step(theirs)
+
+
+def _one_step(connection: Connection) -> Step:
+    connection.send("step")
+    return _receive(connection)
+
+
+def _receive(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError as error:
+        raise RuntimeError("A run of the comparison ended early; its own message is above.") from error
+
+
+@contextmanager
+def _process(subject: Subject) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=run_subject, args=(far, subject), name=subject.name)
+    process.start()
+    far.close()
+    try:
+        yield near
+        process.join()
+    finally:
+        near.close()
+        process.terminate()
+        process.join()

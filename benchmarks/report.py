@@ -1,0 +1,62 @@
+"""The dated folder in which a result is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment() -> dict[str, Any]:
+    """On what and with what something is measured."""
+    hardware = f"{os.cpu_count()}-core {platform.machine()} CPU"
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.get_device_name()}, {hardware}"
+    return {
+        "date": date.today().isoformat(),
+        "hardware": hardware,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def commit() -> str:
+    """The commit of the working tree, and whether it has been changed since."""
+    head = _git("rev-parse", "HEAD")
+    return f"{head} with local changes" if _git("status", "--porcelain", "--", "lightning_protrain") else head
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def write_result(what: str, module: str, arguments: Sequence[str], result: dict[str, Any], text: str) -> Path:
+    """Writes `benchmarks/results/<date>-<what>/`: `result.json` and a README.md with `text`."""
+    facts = environment()
+    folder = ROOT / "benchmarks" / "results" / f"{facts['date']}-{what}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = f"python -m {module} {shlex.join(arguments)}"
+    document = {"environment": facts, "command": command, **result}
+    (folder / "result.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    (folder / "README.md").write_text(f"# {what}\n\n{about}\n\n    {command}\n\n{text}\n", encoding="utf-8")
+    return folder
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,137 @@
+"""What the strategy costs per training step on the CPU, as a ratio to plain Lightning measured in the same run.
+
+    python -m benchmarks.step_overhead --case resident --pairs 40
+    python -m benchmarks.step_overhead --results step-overhead
+
+On the CPU, device and host are the same memory: nothing is won by streaming, and all that it costs can be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Comparison, compare
+from benchmarks.report import table, write_result
+from benchmarks.subjects import Subject
+
+HEADER = ("case", "step / peer (95 %)", "wanted", "met", "CPU time / peer (95 %)", "peer step", "same losses")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison and what it is wanted to show.
+
+    Attributes:
+        plan: Arguments of `ProTrainStrategy`.
+        checkpointed: Whether the peer checkpoints its blocks.
+        wanted: The most that the upper limit of the interval may be.
+        hooked: Whether the strategy may attach to the model at all.
+    """
+
+    plan: dict[str, Any]
+    checkpointed: bool
+    wanted: float
+    hooked: bool
+
+
+CASES = {
+    "resident": Case({"plan": "resident"}, checkpointed=False, wanted=1.03, hooked=False),
+    "offload": Case({"plan": "offload"}, checkpointed=True, wanted=1.15, hooked=True),
+    "keep": Case(
+        {"num_persistent_chunks": 0, "num_checkpoint_blocks": 0, "num_swap_blocks": 0},
+        checkpointed=False,
+        wanted=1.15,
+        hooked=True,
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    batch, sequence = args.tokens
+    common = Subject(
+        name="peer",
+        plan=None,
+        num_params=args.params,
+        batch=batch,
+        sequence=sequence,
+        steps=args.warmup + args.pairs,
+        threads=args.threads,
+    )
+    rows, results = [], {}
+    for name in args.case:
+        case = CASES[name]
+        comparison = compare(
+            replace(common, name=name, plan=case.plan), replace(common, checkpointed=case.checkpointed), args.warmup
+        )
+        _check(name, case, comparison)
+        results[name] = _as_json(case, comparison)
+        rows.append(_row(name, case, comparison))
+        print(table(HEADER, rows[-1:]), flush=True)
+    shape = f"{comparison.facts.num_params / 1e6:.1f} million parameters, {batch} x {sequence} tokens, AdamW, fp32, "
+    text = f"{shape}{args.threads} thread(s), {args.pairs} pairs of steps.\n\n{table(HEADER, rows)}"
+    print(f"\n{text}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.results:
+        print(write_result(args.results, "benchmarks.step_overhead", arguments, {"cases": results}, text))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=100_000_000, help="about, e.g. 1e8")
+    parser.add_argument("--tokens", type=parse_tokens, default=(4, 128), help="sequences x tokens, e.g. 4x128")
+    parser.add_argument("--pairs", type=int, default=12, help="timed pairs; fewer than 6 give no 95 %% interval")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs before those")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in both")
+    parser.add_argument("--json", type=Path, help="file for every single time")
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    args = parser.parse_args(arguments)
+    if min(args.pairs, args.threads, args.params, *args.tokens) < 1 or args.warmup < 0:
+        parser.error("give positive numbers")
+    return args
+
+
+def parse_tokens(text: str) -> tuple[int, int]:
+    """(sequences, tokens in each) from e.g. `"4x128"`."""
+    batch, _, sequence = text.partition("x")
+    return int(batch), int(sequence)
+
+
+def _check(name: str, case: Case, comparison: Comparison) -> None:
+    hooks = comparison.facts.num_hooks
+    if bool(hooks) is not case.hooked:
+        raise RuntimeError(f"{name}: {hooks} hooks, {'some' if case.hooked else 'none'} expected.")
+    if not comparison.same_losses:
+        raise RuntimeError(f"{name}: the losses differ from those of plain Lightning; no time means anything.")
+
+
+def _row(name: str, case: Case, comparison: Comparison) -> list[str]:
+    met = "yes" if comparison.wall.upper <= case.wanted else "no"
+    peer = statistics.median(step.wall_seconds for step in comparison.peer_steps)
+    return [
+        name,
+        str(comparison.wall),
+        f"<= {case.wanted}",
+        met,
+        str(comparison.cpu),
+        f"{peer:.3g} s",
+        "yes" if comparison.same_losses else "no",
+    ]
+
+
+def _as_json(case: Case, comparison: Comparison) -> dict[str, Any]:
+    ratios = {"wall": asdict(comparison.wall), "cpu": asdict(comparison.cpu), "wanted": case.wanted}
+    return {**ratios, "same_losses": comparison.same_losses, **asdict(comparison)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,242 @@
+"""What is timed: one training run in a process of its own, which waits for leave before every step.
+
+[Note: Baton]
+A ratio between two runs means something only if both met the same machine. So the two runs of a comparison are alive
+together and take turns step by step: a run computes only between the message that starts its step and its answer, and
+does nothing while the other one computes. Processes rather than threads or alternate fits: each has a main thread, a
+memory allocator and an interpreter lock of its own, exactly as when it is alone, and nothing is set up twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import lightning as L
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.overlap import TransferProbe
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.planner.plan import BlockPolicy
+
+VOCABULARY = 8192
+NUM_LAYERS = 12
+HEAD = 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One run of a comparison.
+
+    Attributes:
+        name: What to call it.
+        plan: Arguments of `ProTrainStrategy`; None: Lightning without a strategy of its own.
+        checkpointed: Whether every block is checkpointed by `torch.utils.checkpoint`, for a run without a plan.
+        num_params: About how many parameters the Llama has.
+        batch: Sequences in a step.
+        sequence: Tokens in a sequence.
+        steps: Steps that are timed, warm-up included.
+        probed_steps: Steps after those, untimed, in which transfers are traced (CUDA only).
+        threads: Threads of PyTorch.
+        accelerator: As in the Trainer.
+        precision: As in the Trainer.
+    """
+
+    name: str
+    plan: dict[str, Any] | None
+    checkpointed: bool = False
+    num_params: int = 100_000_000
+    batch: int = 4
+    sequence: int = 128
+    steps: int = 10
+    probed_steps: int = 0
+    threads: int = 1
+    accelerator: str = "cpu"
+    precision: str = "32-true"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: forward, backward and optimizer, in seconds, and its loss."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run says of itself at its end; `None` where it does not apply.
+
+    Attributes:
+        num_params: Parameters of the model.
+        num_hooks: Places where the strategy is attached to the model.
+        plan: What was applied, in a few words.
+        planned_bytes: `Plan.memory.total`.
+        counters: `TransferCounters` after the last step.
+        peak_bytes: The most that CUDA's allocator held after warm-up.
+        hidden_share: Part of the time of uploads that ran beside kernels.
+    """
+
+    num_params: int
+    num_hooks: int | None = None
+    plan: str | None = None
+    planned_bytes: int | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    hidden_share: float | None = None
+
+
+class Llama(L.LightningModule):
+    """A Llama of random weights with AdamW; it learns to predict random tokens.
+
+    Args:
+        config: Its sizes.
+        checkpointed: Whether every block is checkpointed.
+    """
+
+    def __init__(self, config: transformers.LlamaConfig, checkpointed: bool) -> None:
+        super().__init__()
+        self.model = transformers.LlamaForCausalLM(config)
+        if checkpointed:
+            for block in self.model.model.layers:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Loss of tokens (B, S)."""
+        return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW over everything."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Baton(L.Callback):
+    """Waits for leave before every step and answers how long it took, see [Note: Baton].
+
+    Args:
+        connection: To the process that gives leave.
+        subject: The run.
+    """
+
+    def __init__(self, connection: Connection, subject: Subject) -> None:
+        self._connection = connection
+        self._subject = subject
+        self._probe = TransferProbe()
+        self._answer: Step | str = "ready"
+        self._begin = (0.0, 0.0)
+        self._step = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Hands over what the step before took, now that the loop has nothing left to do for it."""
+        if self._step <= self._subject.steps:
+            self._connection.send(self._answer)
+        if self._step == self._subject.steps and self._subject.probed_steps:
+            self._probe.start()
+        if self._step < self._subject.steps:
+            self._connection.recv()
+        _synchronize(trainer)
+        self._begin = _now()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        """Stops the clock."""
+        _synchronize(trainer)
+        wall, cpu = (after - before for before, after in zip(self._begin, _now(), strict=True))
+        self._answer = Step(wall, cpu, float(outputs["loss"]))
+        self._step += 1
+        if self._step == 2 and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """The last answer, and the facts."""
+        if not self._subject.probed_steps:
+            self._connection.send(self._answer)
+        hidden = self._probe.stop() if self._subject.probed_steps else None
+        self._connection.send(_facts(trainer, module, hidden))
+
+
+def llama_config(num_params: int, sequence: int) -> transformers.LlamaConfig:
+    """The Llama with 12 blocks whose parameters are closest to `num_params`; 1.7 million at least."""
+    hidden = min(range(HEAD, 8192 + 1, HEAD), key=lambda hidden: abs(_count(hidden) - num_params))
+    return transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=_intermediate(hidden),
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=hidden // HEAD,
+        max_position_embeddings=sequence,
+    )
+
+
+def run_subject(connection: Connection, subject: Subject) -> None:
+    """Trains, one step for each message; the target of a process of its own."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    torch.set_num_threads(subject.threads)
+    torch.manual_seed(0)
+    module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed)
+    steps = subject.steps + subject.probed_steps
+    tokens = torch.randint(VOCABULARY, (steps * subject.batch, subject.sequence))
+    trainer = L.Trainer(
+        strategy="auto" if subject.plan is None else ProTrainStrategy(**subject.plan),
+        accelerator=subject.accelerator,
+        precision=subject.precision,
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[Baton(connection, subject)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=subject.batch))
+
+
+def _facts(trainer: L.Trainer, module: L.LightningModule, hidden_share: float | None) -> Facts:
+    num_params = sum(parameter.numel() for parameter in module.parameters())
+    peak = torch.cuda.max_memory_allocated() if trainer.strategy.root_device.type == "cuda" else None
+    strategy = trainer.strategy
+    if not isinstance(strategy, ProTrainStrategy):
+        return Facts(num_params, peak_bytes=peak, hidden_share=hidden_share)
+    plan = strategy.plan
+    assert plan is not None
+    checkpointed = sum(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
+    return Facts(
+        num_params=num_params,
+        num_hooks=strategy.num_hooks,
+        plan=f"{plan.num_offloaded_chunks} of {len(plan.chunks)} chunks offloaded, {plan.num_chunk_buffers} buffers, "
+        f"{checkpointed} of {len(plan.blocks)} blocks checkpointed",
+        planned_bytes=plan.memory.total,
+        counters=asdict(strategy.counters),
+        peak_bytes=peak,
+        hidden_share=hidden_share,
+    )
+
+
+def _intermediate(hidden: int) -> int:
+    return -(-hidden * 8 // (3 * HEAD)) * HEAD
+
+
+def _count(hidden: int) -> int:
+    block = 4 * hidden**2 + 3 * hidden * _intermediate(hidden) + 2 * hidden
+    return NUM_LAYERS * block + 2 * VOCABULARY * hidden + hidden
+
+
+def _synchronize(trainer: L.Trainer) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()

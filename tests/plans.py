@@ -1,0 +1,74 @@
+"""Plans for any module of the tests, from wholly resident to streamed as tightly as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.presets import Preset, make_plan
+from lightning_protrain.profiler.blocks import describe_model
+
+# Adam's two moments in float32.
+STATE_BYTES = 8.0
+
+PlanChoice = Plan | str
+PlanMaker = Callable[[nn.Module], PlanChoice]
+
+
+def preset(module: nn.Module, name: Preset, budget: int | None = None, chunk_bytes: int | None = None) -> Plan:
+    """The plan that the strategy makes of `name` for `module` with AdamW."""
+    knobs = Knobs(chunk_bytes=chunk_bytes)
+    return make_plan(describe_model(module), name, knobs, budget, None, STATE_BYTES, min_num_params=100_000_000)
+
+
+def place(
+    module: nn.Module,
+    resident: Callable[[int], bool] = lambda index: False,
+    checkpointed: Callable[[int], bool] = lambda index: False,
+    chunk_bytes: int | None = None,
+) -> Plan:
+    """A plan by the index of each chunk and each block, with the fewest chunk buffers that can work."""
+    layout = describe_model(module)
+    offload = preset(module, "offload", chunk_bytes=chunk_bytes)
+    chunks = tuple(replace(chunk, resident=resident(index)) for index, chunk in enumerate(offload.chunks))
+    num_buffers = minimum_chunk_buffers(layout, chunks)
+    policies = {True: BlockPolicy.CHECKPOINT, False: BlockPolicy.KEEP}
+    return replace(
+        offload,
+        chunks=chunks,
+        blocks=tuple(BlockPlan(block.name, policies[checkpointed(i)]) for i, block in enumerate(offload.blocks)),
+        num_chunk_buffers=num_buffers,
+        memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES),
+    )
+
+
+def half(module: nn.Module) -> Plan:
+    """The first half of the chunks resident, the rest streamed; all activations kept."""
+    num_chunks = len(preset(module, "offload").chunks)
+    return place(module, resident=lambda index: index < num_chunks // 2)
+
+
+def kept(module: nn.Module) -> Plan:
+    """Every chunk streamed, no block checkpointed: saved activations outlive their weights."""
+    return place(module)
+
+
+def alternating(module: nn.Module) -> Plan:
+    """Every other chunk resident, every other block checkpointed."""
+    return place(module, resident=lambda index: index % 2 == 0, checkpointed=lambda index: index % 2 == 1)
+
+
+def plans() -> dict[str, PlanMaker]:
+    """Makers of what to give as `plan`, by name."""
+    return {
+        "resident": lambda module: "resident",
+        "offload": lambda module: "offload",
+        "half": half,
+        "kept": kept,
+        "alternating": alternating,
+    }

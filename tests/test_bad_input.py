@@ -1,0 +1,394 @@
+"""Every refusal names what is wrong, with its numbers, and what to do; the model is as it was before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from torch import Tensor, nn
+
+from lightning_protrain.device import HostMemory, TransferCounters
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
+from tests.plans import half, kept, place, preset
+
+KNOBS = (
+    "num_persistent_chunks",
+    "num_chunk_buffers",
+    "num_swap_blocks",
+    "num_checkpoint_blocks",
+    "num_keep_offloaded_blocks",
+    "chunk_bytes",
+)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """What a refusal must leave alone: objects, their memory, their gradients, and everything that can be attached."""
+    parameters = [
+        (
+            name,
+            id(p),
+            p.data_ptr(),
+            p._version,
+            p.requires_grad,
+            p.grad,
+            p._backward_hooks,
+            p._post_accumulate_grad_hooks,
+        )
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    modules = [(name, id(m), "forward" in vars(m), len(m._forward_hooks)) for name, m in module.named_modules()]
+    return [parameters, modules, [(name, id(b), b.data_ptr()) for name, b in module.named_buffers()]]
+
+
+@pytest.fixture
+def made_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all host memory that is allocated for chunks."""
+    sizes: list[int] = []
+    make = HostMemory._new_block
+    monkeypatch.setattr(HostMemory, "_new_block", lambda self, size: (sizes.append(size), make(self, size))[1])
+    return sizes
+
+
+def _refused(module: L.LightningModule, message: str, made_blocks: list[int], **arguments: Any) -> None:
+    """Fits with these arguments of the strategy: it raises `message`, allocates nothing and changes nothing."""
+    before = _state(module)
+    strategy = ProTrainStrategy(**arguments)
+    with pytest.raises(ValueError, match=message):
+        fit(module, strategy=strategy)
+    assert _state(module) == before
+    assert made_blocks == []
+    assert strategy.counters == TransferCounters()
+    assert strategy.plan is None
+    assert strategy.num_hooks == 0
+
+
+def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
+    module = zoo()["tied"]()
+    before = _state(module)
+    fit(module, strategy=ProTrainStrategy(plan="offload"), max_steps=1)
+    assert _state(module) != before
+    assert made_blocks
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def _total(name: str, plan: str) -> int:
+    return preset(zoo()[name](), plan).memory.total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"plan": "offload", "device_memory": 100},
+            r"needs at least .*\d+ bytes.* 100 bytes are allowed.*Raise device_mem",
+        ),
+        ({"plan": "auto", "device_memory": "1KiB"}, r"needs at least .*\d+ bytes.*\(1024 bytes\) are allowed"),
+        (
+            {"plan": "resident", "device_memory": 5000},
+            r'plan="resident" needs .*\(5000 bytes\).*"auto", or .*"offload"',
+        ),
+        (
+            {"plan": "offload", "host_memory": 5000},
+            r"of host memory, .*\(5000 bytes\) are available.*Raise host_memory",
+        ),
+        ({"num_persistent_chunks": 3, "device_memory": 2000}, r"needs at least .*\(2000 bytes\) are allowed"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_budget(arguments: dict[str, Any], message: str, made_blocks: list[int]) -> None:
+    _refused(zoo()["tied"](), message, made_blocks, **arguments)
+
+
+def test_a_plan_above_the_budget(made_blocks: list[int]) -> None:
+    module = zoo()["lstm"]()
+    plan = half(module)
+    budget = plan.memory.total - 1
+    message = rf"needs .*{plan.memory.total} bytes.*{budget} bytes.*Raise device_memory"
+    _refused(module, message, made_blocks, plan=plan, device_memory=budget)
+
+
+@pytest.mark.parametrize("value", ["many", "", "12 parsecs", "-1GiB", "1e3", 0, -5, 2.5, True, None, "1 GiB 2 MiB"])
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
+def test_amount_of_memory(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no amount of memory\. Give e\.g\. \"22GiB\"") as refusal:
+        ProTrainStrategy(**{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [True, False, -1, 1.0, "2"])
+@pytest.mark.parametrize("knob", KNOBS)
+def test_knob_of_a_wrong_kind(knob: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{knob}={value!r}: give an integer of at least [01], or None"):
+        ProTrainStrategy(**{knob: value})
+
+
+def test_a_chunk_of_no_bytes() -> None:
+    with pytest.raises(ValueError, match="chunk_bytes=0: give an integer of at least 1"):
+        ProTrainStrategy(chunk_bytes=0)
+
+
+def test_swap_is_not_there_yet() -> None:
+    with pytest.raises(ValueError, match="num_swap_blocks=1: activation swap is not available.* use checkpoint"):
+        ProTrainStrategy(num_swap_blocks=1)
+    assert ProTrainStrategy(num_swap_blocks=0).plan is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"num_persistent_chunks": 999}, r"num_persistent_chunks=999: this model has \d+ chunks"),
+        ({"num_chunk_buffers": 0}, r"num_chunk_buffers=0: this model needs at least 1 with these knobs"),
+        ({"num_checkpoint_blocks": 4}, r"num_checkpoint_blocks=4: this model has 3 blocks"),
+        ({"num_keep_offloaded_blocks": 4}, r"num_keep_offloaded_blocks=4: 3 of 3 blocks have offloaded chunks"),
+        (
+            {"num_keep_offloaded_blocks": 1, "num_checkpoint_blocks": 1},
+            r"num_keep_offloaded_blocks=1 contradicts num_checkpoint_blocks=1, which leaves 2 .* Give one of the two",
+        ),
+        (
+            {"plan": "resident", "num_chunk_buffers": 2},
+            r'plan="resident" .* would ignore num_chunk_buffers=2.*plan="auto"',
+        ),
+        ({"plan": "offload", "num_persistent_chunks": 1}, r'plan="offload" .* would ignore num_persistent_chunks=1'),
+        ({"plan": "offload", "num_checkpoint_blocks": 0}, r'plan="offload" .* would ignore num_checkpoint_blocks=0'),
+        ({"blocks": ["network.blok"]}, r"no module is called 'network\.blok'.* Near: .*'network\.blocks'"),
+        ({"blocks": [nn.GRU]}, r"no module is a GRU"),
+        ({"blocks": "size", "min_num_params": 0}, r"min_num_params is 0; give a positive number"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_knob_out_of_range(knobs: dict[str, Any], message: str, made_blocks: list[int]) -> None:
+    _refused(zoo()["reused"](), message, made_blocks, **knobs)
+
+
+@pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "num_swap_blocks"])
+def test_knobs_beside_a_plan(knob: str) -> None:
+    with pytest.raises(ValueError, match=rf"plan=a Plan decides everything itself and would ignore {knob}=1"):
+        ProTrainStrategy(plan=kept(zoo()["reused"]()), **{knob: 1})
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _renamed(plan: Plan) -> Plan:
+    first = replace(plan.chunks[0], parameters=("network.nobody",))
+    return replace(plan, chunks=(first, *plan.chunks[1:]))
+
+
+def _swapping(plan: Plan) -> Plan:
+    return replace(plan, blocks=(BlockPlan(plan.blocks[0].name, BlockPolicy.SWAP), *plan.blocks[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_renamed, r"names unknown parameters: 'network\.nobody'.* made for another model"),
+        (lambda plan: replace(plan, chunks=plan.chunks[1:]), r"lacks parameters: 'network\."),
+        (lambda plan: replace(plan, chunks=(*plan.chunks, plan.chunks[0])), r"names twice parameters: 'network\."),
+        (lambda plan: replace(plan, blocks=plan.blocks[1:]), r"lacks blocks: 'network\.blocks\.0'"),
+        (lambda plan: replace(plan, num_chunk_buffers=0), r"offloaded chunks and 0 chunk buffers\. Give at least one"),
+        (_swapping, r"swaps block 'network\.blocks\.0': activation swap is not available"),
+        (
+            lambda plan: replace(plan, memory=replace(plan.memory, chunk_buffers=10)),
+            r"memory\.chunk_buffers is 10 bytes, its chunks need at least .*\d+ bytes.*Make the plan again",
+        ),
+        (
+            lambda plan: replace(plan, chunks=(replace(plan.chunks[0], nbytes=7), *plan.chunks[1:])),
+            r"gives the chunk of 'network\..*' 7 bytes, it has \d+",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_match(change: Callable[[Plan], Plan], message: str, made_blocks: list[int]) -> None:
+    module = zoo()["reused"]()
+    _refused(module, message, made_blocks, plan=change(kept(module)))
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "lstm", "moe", "dropout"])
+def test_a_plan_for_another_model(model: str, made_blocks: list[int]) -> None:
+    plan = kept(zoo()[model]())
+    _refused(zoo()["reused"](), "made for another model: make the plan again", made_blocks, plan=plan)
+
+
+def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int]) -> None:
+    module = zoo()["reused"]()
+    plan = kept(module)
+    module.network.head = nn.Linear(HIDDEN, 48, bias=False)
+    message = r"has 'network\.head\.weight' as trainable float32\[32, 16\], the model as trainable float32\[48, 16\]"
+    _refused(module, message, made_blocks, plan=plan)
+    frozen = zoo()["reused"]()
+    frozen.network.head.requires_grad_(False)
+    _refused(frozen, r"as trainable float32.* the model as frozen float32", made_blocks, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
+        ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
+        ("[1, 2]", r"The plan has format 'list', this version reads format 1"),
+        ("{}", r"The plan has format None, this version reads format 1"),
+        ('{"format": 99}', r"The plan has format 99, this version reads format 1\. Make the plan again"),
+        ('{"format": 1}', r"The plan's plan has the fields \[\], not \['blocks'"),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:
+    if text is not None:
+        Path("plan.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ProTrainStrategy(plan="plan.json")
+
+
+@pytest.mark.parametrize("plan", ["autoo", "", "Resident", Path("nowhere")], ids=repr)
+def test_an_unknown_preset(plan: Any) -> None:
+    with pytest.raises(ValueError, match=r'No plan at .*Give plan="auto", "resident", "offload"'):
+        ProTrainStrategy(plan=plan)
+
+
+@pytest.mark.parametrize("plan", [None, 3, True, ["auto"]])
+def test_a_plan_of_a_wrong_type(plan: Any) -> None:
+    with pytest.raises(ValueError, match=r'Give .*"auto", "resident", "offload"'):
+        ProTrainStrategy(plan=plan)
+
+
+# --- precision and hardware -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed", "16-mixed", "64-true"])
+@pytest.mark.filterwarnings("ignore:You passed .Trainer")
+def test_precision(precision: str) -> None:
+    # On the CPU Lightning makes bf16-mixed of 16-mixed.
+    shown = "bf16-mixed" if precision == "16-mixed" else precision
+    with pytest.raises(
+        ValueError, match=rf"precision='{shown}' .* runs \"32-true\"\. Set Trainer\(precision=\"32-true\"\)"
+    ):
+        L.Trainer(accelerator="cpu", devices=1, precision=precision, strategy=ProTrainStrategy(), logger=False)
+
+
+@pytest.mark.parametrize(
+    "plugin", [HalfPrecision("bf16-true"), DoublePrecision(), MixedPrecision("16-mixed", "cuda")], ids=type
+)
+def test_precision_plugin(plugin: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"precision='{plugin.precision}' \({type(plugin).__name__}\) is not supported"
+    ):
+        ProTrainStrategy(precision_plugin=plugin)
+
+
+@pytest.mark.parametrize("how", ["name", "object", "argument"])
+def test_mps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: how == "name"))
+    monkeypatch.setattr(MPSAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("mps", 0)]))
+    accelerator = object.__new__(MPSAccelerator)
+    options: dict[str, Any] = {"logger": False, "devices": 1}
+    with pytest.raises(ValueError, match=r'"?protrain"? does not run on accelerator="mps".*accelerator="cpu"'):
+        if how == "argument":
+            L.Trainer(strategy=ProTrainStrategy(accelerator=accelerator), **options)
+        else:
+            L.Trainer(accelerator="mps" if how == "name" else accelerator, strategy="protrain", **options)
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2), (3, 2)])
+def test_several_devices(devices: int, nodes: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"runs on one device in this version, {devices * nodes} were asked.*devices=1"
+    ):
+        L.Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy="protrain", logger=False)
+
+
+def test_one_strategy_for_two_trainers() -> None:
+    strategy = ProTrainStrategy(accelerator=CPUAccelerator())
+    L.Trainer(strategy=strategy, devices=1, logger=False)
+    with pytest.raises(ValueError, match=r"belongs to another Trainer already\. Make a new one for each Trainer"):
+        L.Trainer(strategy=strategy, devices=1, logger=False)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["auto", "offload"])
+@pytest.mark.parametrize("model", ["tied", "dropout"])
+def test_gradient_checkpointing_of_the_model_itself(model: str, plan: str, made_blocks: list[int]) -> None:
+    module = zoo()[model]()
+    module.network.gradient_checkpointing_enable()
+    message = r"Gradient checkpointing is switched on in 'network\..*gradient_checkpointing_disable\(\)"
+    _refused(module, message, made_blocks, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["auto", "resident", "offload"])
+def test_weights_without_values(plan: str, made_blocks: list[int]) -> None:
+    with torch.device("meta"):
+        module = ParityModule(LanguageModel([Mlp(), Mlp()]))
+    before = _state(module)
+    with pytest.raises(ValueError, match=r"'network\.embedding\.weight' is on the meta device.* in `configure_model`"):
+        fit(module, strategy=ProTrainStrategy(plan=plan))
+    assert _state(module) == before
+    assert made_blocks == []
+
+
+class ViewMlp(Mlp):
+    """Returns a view, so that autograd rebuilds its history when somebody changes it in place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).view(hidden.shape)
+
+
+class InPlaceModule(ParityModule):
+    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.network.embedding(tokens)
+        for block in self.network.blocks:
+            hidden = block(hidden)
+            hidden += 1.0
+        return self.network.head(hidden)
+
+
+@pytest.mark.parametrize("make", [kept, place])
+def test_a_view_that_is_changed_in_place(make: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    module = InPlaceModule(LanguageModel([ViewMlp(), ViewMlp()]))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"output of 'network\.blocks\.\d' is a view and was changed in place.*x = x \+ y"
+    ):
+        fit(module, strategy=ProTrainStrategy(plan=make(module)))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not any("forward" in vars(inner) for inner in module.modules())
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+class Copying(L.Callback):
+    def __init__(self, copier: Callable[[nn.Module], Any]) -> None:
+        self.copier = copier
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.copier(pl_module)
+
+
+@pytest.mark.parametrize(
+    ("copier", "message"),
+    [
+        (copy.deepcopy, r"cannot be copied while its plan is applied.*Copy it before fit or after it"),
+        (pickle.dumps, r"cannot be pickled while its plan is applied.*trainer\.save_checkpoint"),
+    ],
+)
+def test_a_copy_of_an_applied_model(copier: Callable[[nn.Module], Any], message: str) -> None:
+    module = zoo()["reused"]()
+    with pytest.raises(ValueError, match=message):
+        fit(module, strategy=ProTrainStrategy(plan="offload"), callbacks=[Copying(lambda m: copier(m.network))])
+    assert copy.deepcopy(module.network) is not module.network

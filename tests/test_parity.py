@@ -1,0 +1,197 @@
+"""Training under any plan is bitwise equal to Lightning's plain Trainer: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime import hooks
+from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.gradients import Landing
+from tests.models import OPTIMIZERS, zoo
+from tests.parity import Result, differences, run
+from tests.plans import plans
+
+MODELS = zoo()
+PLANS = plans()
+CLIPPING: dict[str, dict[str, Any]] = {
+    "unclipped": {},
+    "norm": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+ACCUMULATION = (1, 3)
+DIMENSIONS: tuple[tuple[Any, ...], ...] = (
+    tuple(PLANS),
+    tuple(MODELS),
+    tuple(CLIPPING),
+    ACCUMULATION,
+    tuple(OPTIMIZERS),
+)
+Case = tuple[str, str, str, int, str]
+Reference = Callable[[str, str, int, str], Result]
+
+
+def _matrix() -> Iterator[Case]:
+    return itertools.product(*DIMENSIONS)
+
+
+def _selection() -> list[Case]:
+    """Two cases for every plan and model, such that every pair of values of any two dimensions occurs."""
+    selected = []
+    for (p, plan), (m, model), turn in itertools.product(enumerate(PLANS), enumerate(MODELS), range(2)):
+        clipping = DIMENSIONS[2][(p + m + turn) % 3]
+        accumulation = ACCUMULATION[(p + turn) % 2]
+        optimizer = DIMENSIONS[4][(p + 2 * m + 2 * turn + m // 3) % 3]
+        selected.append((plan, model, clipping, accumulation, optimizer))
+    return selected
+
+
+def _options(clipping: str, accumulation: int) -> dict[str, Any]:
+    """An epoch has fourteen batches: fourteen steps, or two times five with accumulation."""
+    epochs = 1 if accumulation == 1 else 2
+    return {"max_epochs": epochs, "accumulate_grad_batches": accumulation, **CLIPPING[clipping]}
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """Plain runs, each made once."""
+
+    @functools.cache
+    def plain(model: str, clipping: str, accumulation: int, optimizer: str) -> Result:
+        return run(MODELS[model](optimizer=optimizer), **_options(clipping, accumulation))
+
+    return plain
+
+
+def _check(case: Case, reference: Reference) -> None:
+    plan, model, clipping, accumulation, optimizer = case
+    module = MODELS[model](optimizer=optimizer)
+    found = run(module, PLANS[plan](module), **_options(clipping, accumulation))
+    expected = reference(model, clipping, accumulation, optimizer)
+    assert differences(expected, found) == []
+    assert len(expected.norms) >= 2 * 10, "two entries for each step"
+
+
+def test_the_selection_has_every_pair_of_values() -> None:
+    assert len(set(_selection())) == len(_selection()) == 70
+    for first, second in itertools.combinations(range(len(DIMENSIONS)), 2):
+        covered = {(case[first], case[second]) for case in _selection()}
+        assert covered == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
+
+
+def _name(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", _selection(), ids=_name)
+def test_parity(case: Case, reference: Reference) -> None:
+    _check(case, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(set(_matrix()) - set(_selection())), ids=_name)
+def test_parity_in_all_other_cases(case: Case, reference: Reference) -> None:
+    _check(case, reference)
+
+
+def test_two_equal_runs_do_not_differ_and_two_seeds_do(reference: Reference) -> None:
+    plain = reference("dropout", "unclipped", 1, "adamw")
+    assert differences(plain, run(MODELS["dropout"]())) == []
+    assert any(name.startswith("losses") for name in differences(plain, run(MODELS["dropout"](), seed=1)))
+
+
+def test_clipping_and_accumulation_change_the_run(reference: Reference) -> None:
+    runs = [reference("tied", clipping, accumulation, "sgd") for clipping in CLIPPING for accumulation in ACCUMULATION]
+    for one, other in itertools.combinations(runs, 2):
+        assert any(name.startswith("network.") for name in differences(one, other))
+
+
+# --- planted bugs: what the comparison must not miss ------------------------------------------------------------------
+
+
+def _skip_landing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of one weight never arrive."""
+    land = Landing._land
+
+    def lose(self: Landing, slot: Slot) -> None:
+        if slot.fqn.endswith("1.down.weight"):
+            slot.twin.grad = None
+        else:
+            land(self, slot)
+
+    monkeypatch.setattr(Landing, "_land", lose)
+
+
+def _upload_first_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device never sees what the optimizer did."""
+    first: dict[int, Tensor] = {}
+
+    def upload(self: CPUDevice, source: Tensor, target: Tensor) -> None:
+        target.copy_(first.setdefault(source.data_ptr(), source.clone()))
+
+    monkeypatch.setattr(CPUDevice, "upload", upload)
+
+
+def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is live is taken as it is, although the host has stepped since."""
+    monkeypatch.setattr(Chunk, "release", lambda self: None)
+    wait = Chunk.wait
+
+    def trust(self: Chunk, in_backward: bool) -> None:
+        for slot in self.slots:
+            slot.seen_version = slot.host._version
+        wait(self, in_backward)
+
+    monkeypatch.setattr(Chunk, "wait", trust)
+
+
+def _recompute_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = functools.partial(function, **kwargs)
+        return torch.utils.checkpoint.checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=False)
+
+    monkeypatch.setattr(hooks, "checkpoint", checkpoint)
+
+
+def _overwrite_instead_of_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch replaces the gradients of the one before."""
+    land = Landing._land
+
+    def replace(self: Landing, slot: Slot) -> None:
+        slot.host.grad = None
+        land(self, slot)
+
+    monkeypatch.setattr(Landing, "_land", replace)
+
+
+@pytest.mark.parametrize(
+    ("plant", "model", "accumulation"),
+    [
+        (_skip_landing, "reused", 1),
+        (_upload_first_values_only, "tied", 1),
+        (_never_release_after_the_step, "moe", 1),
+        (_recompute_with_other_random_numbers, "dropout", 1),
+        (_overwrite_instead_of_add, "lstm", 3),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)).strip("_"),
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    model: str,
+    accumulation: int,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    found = run(MODELS[model](), "offload", **_options("unclipped", accumulation))
+    changed = differences(reference(model, "unclipped", accumulation, "adamw"), found)
+    assert any(name.startswith("losses") for name in changed)
+    assert any(name.startswith("norms") for name in changed)
+    assert any(name.startswith("network.") for name in changed)
