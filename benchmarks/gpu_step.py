@@ -1,9 +1,9 @@
 """What the strategy costs and saves per training step on a CUDA device, against plain Lightning in the same run.
 
-    python -m benchmarks.gpu_step --params 3e9 --tokens 8x2048 --precision bf16-true
+    python -m benchmarks.gpu_step --params 3e9 --tokens 8x2048
     python -m benchmarks.gpu_step --plan offload half --peer checkpointed --results gpu-step
 
-Both runs of a comparison are on the device at the same time, so the plain one and the planned one must fit together.
+Both runs of a comparison are on the device at the same time: the planned one and the plain one must fit together.
 """
 
 from __future__ import annotations
@@ -15,16 +15,139 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.pairs import Comparison, compare
 from benchmarks.report import table, write_result
 from benchmarks.step_overhead import parse_tokens
-from benchmarks.subjects import NUM_LAYERS, Facts, Step, Subject, llama_config, states_of_chunks
+from benchmarks.subjects import NUM_LAYERS, Facts, PrecisionName, Step, Subject
 
-HEADER = ("plan", "peer", "step / peer (95 %)", "tokens/s", "peer tokens/s", "peak GiB", "peer peak GiB", "planned GiB")
-HEADER += ("rest GiB", "uploads hidden", "prefetched")
-PLANS = ("resident", "offload", "half")
-PEERS = ("plain", "checkpointed")
+PLANS: dict[str, dict[str, Any]] = {
+    "resident": {"plan": "resident"},
+    "offload": {"plan": "offload"},
+    # The embedding and the first half of the blocks stay; what is streamed keeps its activations.
+    "half": {"num_persistent_chunks": 1 + NUM_LAYERS // 2, "num_checkpoint_blocks": 0, "num_swap_blocks": 0},
+}
+TIMES = ("plan", "step / peer (95 %)", "tokens/s", "peer tokens/s", "largest difference of a loss")
+MEMORY = ("plan", "peak", "peer's peak", "planned states", "peak beyond the plan")
+TRANSFERS = ("plan", "uploaded per step", "downloaded per step", "uploads hidden", "prefetched")
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    if not torch.cuda.is_available():
+        sys.exit(
+            "gpu_step measures a CUDA device and there is none. On a CPU run `python -m benchmarks.step_overhead`."
+        )
+    batch, sequence = args.tokens
+    peer = Subject(
+        name="peer",
+        plan=None,
+        checkpointed=args.peer == "checkpointed",
+        num_params=args.params,
+        batch=batch,
+        sequence=sequence,
+        steps=args.warmup + args.pairs,
+        probed_steps=args.probed,
+        accelerator="cuda",
+        precision=args.precision,
+    )
+    comparisons = {}
+    for name in args.plan:
+        subject = replace(peer, name=name, plan=PLANS[name], checkpointed=False)
+        comparisons[name] = compare(subject, peer, args.warmup)
+        print(f"{name}: {comparisons[name].wall}", flush=True)
+    num_params = comparisons[args.plan[0]].facts.num_params
+    text = (
+        f"{num_params / 1e6:.1f} million parameters, {batch} x {sequence} tokens, AdamW, {args.precision}, the peer "
+        f"{args.peer}, {args.pairs} pairs of steps.\n\n{render(comparisons, batch * sequence, args)}"
+    )
+    print(f"\n{text}")
+    results = {"plans": {name: asdict(comparison) for name, comparison in comparisons.items()}}
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.results:
+        print(write_result(args.results, "benchmarks.gpu_step", arguments, results, text))
+
+
+def render(comparisons: dict[str, Comparison], tokens: int, args: argparse.Namespace) -> str:
+    """Three tables: times, memory, transfers.
+
+    Args:
+        comparisons: By the name of the plan.
+        tokens: Tokens in a step.
+        args: How many steps `warmup`, `pairs` and `probed` were.
+    """
+    items = comparisons.items()
+    steps = args.warmup + args.pairs + args.probed
+    return "\n\n".join(
+        (
+            table(TIMES, [_times(name, comparison, tokens) for name, comparison in items]),
+            table(MEMORY, [_memory(name, comparison.facts, comparison.peer_facts) for name, comparison in items]),
+            table(TRANSFERS, [_transfers(name, comparison.facts, steps) for name, comparison in items]),
+        )
+    )
+
+
+def _times(name: str, comparison: Comparison, tokens: int) -> list[str]:
+    pairs = zip(comparison.steps, comparison.peer_steps, strict=True)
+    difference = max(abs(step.loss - peer.loss) for step, peer in pairs)
+    return [
+        name,
+        str(comparison.wall),
+        _rate(comparison.steps, tokens),
+        _rate(comparison.peer_steps, tokens),
+        f"{difference:.2g}",
+    ]
+
+
+def _memory(name: str, facts: Facts, peer: Facts) -> list[str]:
+    assert facts.peak_bytes is not None
+    assert facts.planned_bytes is not None
+    beyond = facts.peak_bytes - facts.planned_bytes
+    return [name, *map(_gib, (facts.peak_bytes, peer.peak_bytes, facts.planned_bytes, beyond))]
+
+
+def _transfers(name: str, facts: Facts, steps: int) -> list[str]:
+    counters = facts.counters
+    hits, misses = counters["prefetch_hits"], counters["prefetch_misses"]
+    return [
+        name,
+        _gib(counters["uploaded_bytes"] / steps),
+        _gib(counters["downloaded_bytes"] / steps),
+        "-" if facts.hidden_share is None else f"{facts.hidden_share:.1%}",
+        f"{hits / (hits + misses):.1%}" if hits + misses else "-",
+    ]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS), help="all by default")
+    parser.add_argument("--peer", choices=("plain", "checkpointed"), default="plain", help="compared with what")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=1_000_000_000, help="about, e.g. 1e9")
+    parser.add_argument("--tokens", type=parse_tokens, default=(8, 1024), help="sequences x tokens, e.g. 8x1024")
+    parser.add_argument("--precision", choices=get_args(PrecisionName), default="bf16-true", help="as in the Trainer")
+    parser.add_argument("--pairs", type=int, default=30, help="timed pairs; fewer than 6 give no 95 %% interval")
+    parser.add_argument("--warmup", type=int, default=5, help="pairs before those")
+    parser.add_argument("--probed", type=int, default=3, help="steps after those, in which transfers are traced")
+    parser.add_argument("--json", type=Path, help="file for every single time")
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    args = parser.parse_args(arguments)
+    if min(args.pairs, args.params, args.probed, *args.tokens) < 1 or args.warmup < 0:
+        parser.error("give positive numbers")
+    return args
+
+
+def _rate(steps: Sequence[Step], tokens: int) -> str:
+    return f"{tokens / statistics.median(step.wall_seconds for step in steps):.0f}"
+
+
+def _gib(nbytes: float | None) -> str:
+    assert nbytes is not None
+    return f"{nbytes / 2**30:.3f} GiB"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[float, float]
@@ -57,7 +58,7 @@ class TransferProbe:
         self._profile.stop()
         copies, kernels = [], []
         for event in self._profile.events() or ():
-            if event.device_type != torch.autograd.DeviceType.CUDA:
+            if event.device_type != DeviceType.CUDA or event.is_user_annotation:
                 continue
             span = (event.time_range.start, event.time_range.end)
             if event.name.startswith(UPLOAD):

@@ -55,9 +55,7 @@ class Comparison:
     @property
     def wall(self) -> Ratio:
         """Elapsed time of the subject over that of its peer."""
-        return median_ratio(
-            [a.wall_seconds / b.wall_seconds for a, b in zip(self.steps, self.peer_steps, strict=True)]
-        )
+        return median_ratio([a.wall_seconds / b.wall_seconds for a, b in zip(self.steps, self.peer_steps, strict=True)])
 
     @property
     def cpu(self) -> Ratio:
@@ -74,8 +72,8 @@ def median_ratio(ratios: Sequence[float]) -> Ratio:
     """The median with the interval between two order statistics (the sign test turned round).
 
     It assumes of the ratios only that they are independent, so a neighbour on the machine who makes some pairs useless
-    does not spoil it. Fewer than six pairs cannot give 95 %: the interval is then their range, and `confidence` says what
-    it is worth.
+    does not spoil it. Fewer than six pairs cannot give 95 %: the interval is then their range, and `confidence` says
+    what it is worth.
     """
     ordered = sorted(ratios)
     num = len(ordered)
@@ -96,21 +94,22 @@ def compare(subject: Subject, peer: Subject, warmup: int) -> Comparison:
     assert subject.steps == peer.steps > warmup
     with _process(subject) as ours, _process(peer) as theirs:
         for connection in (ours, theirs):
-            assert _receive(connection) == "ready"
+            assert _receive(connection) is None
         pairs = [_one_pair(ours, theirs, swap=index % 2 == 1) for index in range(subject.steps)][warmup:]
-        facts, peer_facts = _receive(ours), _receive(theirs)
+        facts, peer_facts = _give_leave(ours), _give_leave(theirs)
     return Comparison(tuple(a for a, _ in pairs), tuple(b for _, b in pairs), facts, peer_facts)
 
 
 def _one_pair(ours: Connection, theirs: Connection, swap: bool) -> tuple[Step, Step]:
     if swap:
-        second = _one_step(theirs)
-        return _one_step(ours), second
-    return _one_step(ours), _one_step(theirs)
+        second = _give_leave(theirs)
+        return _give_leave(ours), second
+    return _give_leave(ours), _give_leave(theirs)
 
 
-def _one_step(connection: Connection) -> Step:
-    connection.send("step")
+def _give_leave(connection: Connection) -> Any:
+    """Lets a run go on until its next answer: a `Step`, and the `Facts` at the end."""
+    connection.send(None)
     return _receive(connection)
 
 

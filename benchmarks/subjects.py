@@ -15,7 +15,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -30,6 +30,7 @@ from lightning_protrain.planner.plan import BlockPolicy
 
 VOCABULARY = 8192
 NUM_LAYERS = 12
+PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 HEAD = 64
 
 
@@ -61,7 +62,7 @@ class Subject:
     probed_steps: int = 0
     threads: int = 1
     accelerator: str = "cpu"
-    precision: str = "32-true"
+    precision: PrecisionName = "32-true"
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,16 @@ class Baton(L.Callback):
         self._connection = connection
         self._subject = subject
         self._probe = TransferProbe()
-        self._answer: Step | str = "ready"
+        self._answer: Step | None = None
         self._begin = (0.0, 0.0)
         self._step = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Hands over what the step before took, now that the loop has nothing left to do for it."""
         if self._step <= self._subject.steps:
-            self._connection.send(self._answer)
-        if self._step == self._subject.steps and self._subject.probed_steps:
+            self._hand_over()
+        if self._step == self._subject.steps:
             self._probe.start()
-        if self._step < self._subject.steps:
-            self._connection.recv()
         _synchronize(trainer)
         self._begin = _now()
 
@@ -157,11 +156,15 @@ class Baton(L.Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """The last answer, and the facts."""
+        """The facts, after the last answer."""
         if not self._subject.probed_steps:
-            self._connection.send(self._answer)
+            self._hand_over()
         hidden = self._probe.stop() if self._subject.probed_steps else None
         self._connection.send(_facts(trainer, module, hidden))
+
+    def _hand_over(self) -> None:
+        self._connection.send(self._answer)
+        self._connection.recv()
 
 
 def llama_config(num_params: int, sequence: int) -> transformers.LlamaConfig:

@@ -3,10 +3,16 @@
 [Note: Streams]
 All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
 they share one heap with the activations and freed memory is reused without fragmentation. Two more streams copy: one
-up (host to device), one down. An upload first waits for everything the compute stream has been given so far, because
-the memory it fills may still be read by an earlier kernel under another name; the compute stream waits for an upload
-where its bytes are first used. A download waits for the compute stream; its source is held until it has ended, which
-costs nothing and replaces `record_stream`.
+up (host to device), one down. Five fences order them, and no other is needed:
+
+1. An upload waits for everything the compute stream has been given so far, because the memory it fills may still be
+   read by an earlier kernel under another name.
+2. The compute stream waits for an upload where its bytes are first used, or where its memory is freed unused.
+3. A download waits for everything the compute stream has been given so far; its source is held until it has ended,
+   which costs nothing and replaces `record_stream`.
+4. The host waits for a download before it reads what has landed.
+5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
+   of every evaluation step.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -153,6 +159,14 @@ class Device(ABC):
         """Blocks the host until the download behind `fence` has ended."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Blocks the host until every upload has ended, so that host weights may be written to."""
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Gives `storage` `nbytes` of device memory (0: frees it), in the order of the compute stream."""
+        storage.resize_(nbytes)
+
+    @abstractmethod
     def free_bytes(self) -> int | None:
         """Bytes a plan may use, or None where no budget is known (the CPU has only the one it is given)."""
 
@@ -178,12 +192,98 @@ class CPUDevice(Device):
     def land(self, fence: None) -> None:
         return
 
+    def settle(self) -> None:
+        return
+
     def free_bytes(self) -> int | None:
         return None
 
 
-class CUDADevice(Device):
-    """A CUDA device, see [Note: Streams].
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it has ended."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until then."""
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order: what `torch.cuda.Stream` and its simulation have in common."""
+
+    def wait_event(self, event: Any) -> None:
+        """Holds later work back until `event`."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Holds later work back until what `stream` has been given so far has ended."""
+
+    def record_event(self) -> Any:
+        """An event after the work given so far."""
+
+
+class StreamDevice(Device):
+    """A device with a compute stream and two copying streams, see [Note: Streams].
+
+    Args:
+        torch_device: What PyTorch calls it.
+        host: Host memory that it copies to and from without blocking.
+        up: The stream of uploads.
+        down: The stream of downloads.
+    """
+
+    def __init__(self, torch_device: torch.device, host: HostMemory, up: Stream, down: Stream) -> None:
+        super().__init__(torch_device, host=host)
+        self._up = up
+        self._down = down
+        self._uploaded: Event | None = None
+        self._held: deque[tuple[Event, Tensor]] = deque()
+
+    @abstractmethod
+    def compute_stream(self) -> Stream:
+        """The stream that runs the model."""
+
+    @abstractmethod
+    def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
+        """Gives `stream` a copy that does not block the host."""
+
+    def upload(self, source: Tensor, target: Tensor) -> Event:
+        self._up.wait_stream(self.compute_stream())
+        self.copy(self._up, source, target)
+        self.counters.uploaded_bytes += source.nbytes
+        self._uploaded = self._up.record_event()
+        return self._uploaded
+
+    def wait(self, fence: Event) -> None:
+        self.compute_stream().wait_event(fence)
+
+    def download(self, source: Tensor, target: Tensor) -> Event:
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        self._down.wait_stream(self.compute_stream())
+        self.copy(self._down, source, target)
+        self.counters.downloaded_bytes += source.nbytes
+        fence: Event = self._down.record_event()
+        self._held.append((fence, source))
+        return fence
+
+    def land(self, fence: Event) -> None:
+        fence.synchronize()
+
+    def settle(self) -> None:
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+            self._uploaded = None
+
+    def close(self) -> None:
+        self.settle()
+        while self._held:
+            self._held.popleft()[0].synchronize()
+        super().close()
+
+
+class CUDADevice(StreamDevice):
+    """A CUDA device.
 
     Args:
         torch_device: Which one.
@@ -191,46 +291,22 @@ class CUDADevice(Device):
     """
 
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
-        super().__init__(torch_device, host=HostMemory(self._lock, self._unlock))
+        up, down = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
+        super().__init__(torch_device, HostMemory(self._lock, self._unlock), up, down)
         self._say = say
         self._pageable = False
-        self._up = torch.cuda.Stream(torch_device)
-        self._down = torch.cuda.Stream(torch_device)
-        self._held: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
-    def upload(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        self._up.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(self._up):
+    def compute_stream(self) -> Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            self.counters.uploaded_bytes += source.nbytes
-            return self._up.record_event()
-
-    def wait(self, fence: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(fence)
-
-    def download(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
-        self._down.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(self._down):
-            target.copy_(source, non_blocking=True)
-            self.counters.downloaded_bytes += source.nbytes
-            fence = self._down.record_event()
-        self._held.append((fence, source))
-        return fence
-
-    def land(self, fence: torch.cuda.Event) -> None:
-        fence.synchronize()
 
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         reserved = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + reserved
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-        self._held.clear()
-        super().close()
 
     def _lock(self, address: int, size: int) -> bool:
         if self._pageable:

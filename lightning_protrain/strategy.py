@@ -33,7 +33,7 @@ from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
     fused_host_step,
@@ -99,6 +99,9 @@ class ProTrainStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.accelerator = accelerator
+        if not isinstance(plan, (Plan, str, os.PathLike)):
+            raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
         self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
         self._device_memory = None if device_memory == "auto" else parse_bytes(device_memory)
         self._host_memory = None if host_memory == "auto" else parse_bytes(host_memory)
@@ -272,6 +275,10 @@ class ProTrainStrategy(ParallelStrategy):
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
+        module = self.lightning_module
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
+            return
         super().teardown()
 
     def _make_plan(self, layout: ModelLayout, fitting: bool) -> Plan:
@@ -306,6 +313,7 @@ class ProTrainStrategy(ParallelStrategy):
             self._caching = stop_caching(model)
             if self._caching:
                 rank_zero_info("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
+        refuse_meta(model)
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info)

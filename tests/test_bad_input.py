@@ -12,15 +12,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_protrain.device import HostMemory, TransferCounters
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
-from tests.plans import half, kept, place, preset
+from tests.plans import half, kept, place
 
 KNOBS = (
     "num_persistent_chunks",
@@ -84,10 +85,6 @@ def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def _total(name: str, plan: str) -> int:
-    return preset(zoo()[name](), plan).memory.total
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,7 +142,7 @@ def test_a_chunk_of_no_bytes() -> None:
 
 
 def test_swap_is_not_there_yet() -> None:
-    with pytest.raises(ValueError, match="num_swap_blocks=1: activation swap is not available.* use checkpoint"):
+    with pytest.raises(ValueError, match=r"num_swap_blocks=1: activation swap is not available.* use checkpoint"):
         ProTrainStrategy(num_swap_blocks=1)
     assert ProTrainStrategy(num_swap_blocks=0).plan is None
 
@@ -263,7 +260,7 @@ def test_an_unknown_preset(plan: Any) -> None:
 
 @pytest.mark.parametrize("plan", [None, 3, True, ["auto"]])
 def test_a_plan_of_a_wrong_type(plan: Any) -> None:
-    with pytest.raises(ValueError, match=r'Give .*"auto", "resident", "offload"'):
+    with pytest.raises(ValueError, match=r'plan=.*: give "auto", "resident", "offload", a Plan'):
         ProTrainStrategy(plan=plan)
 
 
@@ -291,17 +288,22 @@ def test_precision_plugin(plugin: Any) -> None:
         ProTrainStrategy(precision_plugin=plugin)
 
 
-@pytest.mark.parametrize("how", ["name", "object", "argument"])
-def test_mps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: how == "name"))
-    monkeypatch.setattr(MPSAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("mps", 0)]))
-    accelerator = object.__new__(MPSAccelerator)
-    options: dict[str, Any] = {"logger": False, "devices": 1}
-    with pytest.raises(ValueError, match=r'"?protrain"? does not run on accelerator="mps".*accelerator="cpu"'):
-        if how == "argument":
-            L.Trainer(strategy=ProTrainStrategy(accelerator=accelerator), **options)
-        else:
-            L.Trainer(accelerator="mps" if how == "name" else accelerator, strategy="protrain", **options)
+def _mps_trainer() -> L.Trainer:
+    return L.Trainer(accelerator="mps", devices=1, strategy="protrain", logger=False)
+
+
+def _mps_strategy() -> ProTrainStrategy:
+    return ProTrainStrategy(accelerator=object.__new__(MPSAccelerator))
+
+
+@pytest.mark.parametrize("make", [_mps_trainer, _mps_strategy])
+def test_mps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with MPS is made up; nothing of it is reached."""
+    monkeypatch.setattr(MPSAccelerator, "__init__", lambda self: None)
+    for name, answer in (("is_available", True), ("parse_devices", [0]), ("get_parallel_devices", [])):
+        monkeypatch.setattr(MPSAccelerator, name, staticmethod(lambda *_, answer=answer: answer))
+    with pytest.raises(ValueError, match=r'does not run on accelerator="mps".*Use accelerator="cpu"'):
+        make()
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2), (3, 2)])
@@ -312,11 +314,15 @@ def test_several_devices(devices: int, nodes: int) -> None:
         L.Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy="protrain", logger=False)
 
 
-def test_one_strategy_for_two_trainers() -> None:
-    strategy = ProTrainStrategy(accelerator=CPUAccelerator())
-    L.Trainer(strategy=strategy, devices=1, logger=False)
+@pytest.mark.parametrize("again", ["auto", "cpu"])
+def test_one_strategy_for_two_trainers(again: str) -> None:
+    strategy = ProTrainStrategy()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    with pytest.raises((ValueError, MisconfigurationException), match="set through"):
+        L.Trainer(strategy=strategy, accelerator=again, devices=1, logger=False)
     with pytest.raises(ValueError, match=r"belongs to another Trainer already\. Make a new one for each Trainer"):
-        L.Trainer(strategy=strategy, devices=1, logger=False)
+        strategy._configure_launcher()
+    assert trainer.strategy is strategy
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def apply_plan(
     Raises:
         ValueError: A parameter has no data yet (meta device).
     """
-    _refuse_meta(model)
+    refuse_meta(model)
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
@@ -129,7 +129,12 @@ class Runtime:
         return outputs
 
 
-def _refuse_meta(model: nn.Module) -> None:
+def refuse_meta(model: nn.Module) -> None:
+    """Refuses a model whose weights have no values yet.
+
+    Raises:
+        ValueError: A parameter is on the meta device.
+    """
     for fqn, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(

@@ -48,7 +48,7 @@ class Site:
     name: str
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Puts `new` where `old` is; a place that the user has given to something else stays as it is, as in pruning."""
+        """Puts `new` where `old` is; a place that the user has filled otherwise stays, as in pruning."""
         if self.module._parameters.get(self.name) is not old:
             return
         if type(self.module).__setattr__ is nn.Module.__setattr__:
@@ -130,7 +130,7 @@ class Chunk:
             self._make_slot(fqn, parameter, offset)
             for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
         ]
-        self._storage.resize_(0)
+        self._device.resize(self._storage, 0)
 
     def fetch(self) -> None:
         """Issues the upload; `wait` must be called before its bytes are used.
@@ -141,7 +141,7 @@ class Chunk:
         assert self.state is ChunkState.HOST
         for slot in self.slots:
             self._rebind(slot)
-        self._storage.resize_(self.nbytes)
+        self._device.resize(self._storage, self.nbytes)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self._fence = self._device.upload(self._source, self._target)
         self.state = ChunkState.IN_FLIGHT
@@ -183,7 +183,7 @@ class Chunk:
             self._device.wait(self._fence)
             self._fence = None
         self._target.set_(self._storage, 0, (0,), (1,))
-        self._storage.resize_(0)
+        self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
@@ -235,6 +235,7 @@ class Chunk:
                 f"{slot.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
                 f"{twin.dtype}{list(twin.shape)} in host memory. Change weights in place, or before fit."
             )
+        self._device.settle()  # An upload may still read what is written over here.
         self._adopt(slot)
 
 

@@ -222,6 +222,7 @@ class Executor:
             unit.pinned_at = None
         self._landing.finish()
         self._release(self._live() - self._pinned())
+        self._device.settle()
 
     # --- at any time ------------------------------------------------------------------------------------------------
 
@@ -233,10 +234,11 @@ class Executor:
             self._chunks[index].wait(in_backward=False)
 
     def release_all(self) -> None:
-        """Frees everything; only between scopes."""
+        """Frees everything; only between scopes. Afterwards host weights may be written to."""
         for unit in self.units:
             unit.pinned_at = None
         self._release(self._live())
+        self._device.settle()
 
     def reset(self) -> None:
         """After an exception in mid-step: host parameters registered, nothing live, nothing under way."""

@@ -71,7 +71,9 @@ class Landing:
         self.forget()
 
     def forget(self) -> None:
-        """Drops what is under way, after an exception."""
+        """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
+        for fence in (*self._fences, *(item.fence for item in self._sums)):
+            self._device.land(fence)
         self._sums.clear()
         self._fences.clear()
         self._landed.clear()

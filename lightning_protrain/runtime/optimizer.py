@@ -11,6 +11,7 @@ host part takes PyTorch's fused CPU kernel.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -97,7 +98,9 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
     if isinstance(optimizer, LBFGS):
         # Two vectors for each step of its history, the direction, the gradient before and the flat gradient.
         return float(4 * (2 * group["history_size"] + 3))
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    # Unwrapped, so that no hook on all optimizers and no profiler takes the probe for a step.
+    step = inspect.unwrap(type(optimizer).step)
+    if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
         return ASSUMED_STATE_BYTES
     dtype = next(iter(group["params"])).dtype
     probe = torch.nn.Parameter(torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype))
@@ -111,7 +114,8 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
     trial._optimizer_step_post_hooks = OrderedDict()
     if type(optimizer) is torch.optim.Adagrad:
         trial.state[probe] = {name: _like(value, probe) for name, value in _any_state(optimizer).items()}
-    type(optimizer).step(trial)
+    with torch.no_grad():
+        step(trial)
     kept = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
     return kept / probe.numel()
 

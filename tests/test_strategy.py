@@ -1,0 +1,305 @@
+"""The strategy as a whole: how it is chosen, what it plans, what it attaches, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_protrain.device import TransferCounters
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.precision import ProTrainPrecision
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.models import HIDDEN, ParityModule, fit, token_batches, variants, zoo
+from tests.parity import differences, run
+from tests.plans import half, kept, preset
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Spy(L.Callback):
+    """What the strategy says of itself while a run is under way."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ProTrainStrategy)
+        self.plan, self.num_hooks, self.budget = strategy.plan, strategy.num_hooks, strategy.budget
+        self.devices = {parameter.device.type for parameter in pl_module.parameters()}
+        self.replaced = [name for name, module in pl_module.named_modules() if "forward" in vars(module)]
+        self.hooked = [
+            name
+            for name, parameter in pl_module.named_parameters()
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ]
+
+
+def _spy(module: L.LightningModule, strategy: Any, **options: Any) -> Spy:
+    spy = Spy()
+    fit(module, strategy=strategy, callbacks=[spy], max_steps=2, **options)
+    return spy
+
+
+# --- how it is chosen -------------------------------------------------------------------------------------------------
+
+
+def test_registration_is_idempotent() -> None:
+    before = dict(StrategyRegistry)
+    assert {"protrain", "protrain_spawn"} <= before.keys()
+    ProTrainStrategy.register_strategies(StrategyRegistry)
+    assert dict(StrategyRegistry) == before
+    assert type(StrategyRegistry.get("protrain")) is ProTrainStrategy
+    assert StrategyRegistry.get("protrain_spawn")._start_method == "spawn"
+
+
+def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = [
+        L.Trainer(strategy=given, accelerator="cpu", devices=1, **QUIET) for given in ("protrain", ProTrainStrategy())
+    ]
+    monkeypatch.setattr(sys, "argv", ["program"])
+    arguments = {
+        "strategy": {
+            "class_path": "lightning_protrain.ProTrainStrategy",
+            "init_args": {"plan": "offload", "device_memory": "1GiB", "chunk_bytes": 4096},
+        },
+        "accelerator": "cpu",
+        "devices": 1,
+    }
+    cli = LightningCLI(
+        ParityCommand, run=False, save_config_callback=None, args={"trainer": arguments}, seed_everything_default=False
+    )
+    trainers.append(cli.trainer)
+    for trainer in trainers:
+        assert type(trainer.strategy) is ProTrainStrategy
+        assert type(trainer.strategy.precision_plugin) is ProTrainPrecision
+        assert trainer.world_size == 1
+        assert trainer.strategy.root_device == torch.device("cpu")
+    assert trainers[-1].strategy._knobs.chunk_bytes == 4096
+    assert trainers[-1].strategy._device_memory == 2**30
+
+
+class ParityCommand(L.LightningModule):
+    """A module for the command line."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resident", "checkpointed", "buffers"),
+    [
+        ({}, 6, 0, 0),
+        ({"plan": "resident"}, 6, 0, 0),
+        ({"plan": "offload"}, 0, 3, 2),
+        ({"plan": "offload", "chunk_bytes": 2500}, 0, 3, None),
+        ({"num_persistent_chunks": 2}, 2, 0, 2),
+        ({"num_chunk_buffers": 3}, 0, 0, 3),
+        ({"num_swap_blocks": 0}, 0, 0, 2),
+        ({"num_checkpoint_blocks": 2}, 0, 2, 2),
+        ({"num_keep_offloaded_blocks": 1}, 0, 2, 2),
+        ({"num_persistent_chunks": 6}, 6, 0, None),
+        ({"plan": "offload", "host_memory": "1GiB", "device_memory": "1GiB"}, 0, 3, 2),
+        ({"plan": "offload", "blocks": ["network.blocks.0", "network.blocks.2"]}, 0, 2, None),
+        ({"plan": "offload", "blocks": [nn.Linear]}, 0, 7, None),
+        ({"plan": "offload", "blocks": "size", "min_num_params": 1000}, 0, 3, 2),
+        ({"plan": "offload", "start_method": "popen", "process_group_backend": "gloo", "timeout": None}, 0, 3, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_every_argument_reaches_the_plan(
+    arguments: dict[str, Any], resident: int, checkpointed: int, buffers: int | None
+) -> None:
+    plan = _spy(zoo()["reused"](), ProTrainStrategy(**arguments)).plan
+    assert plan is not None
+    assert sum(chunk.resident for chunk in plan.chunks) == resident
+    assert sum(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks) == checkpointed
+    assert buffers is None or plan.num_chunk_buffers == buffers
+    if "chunk_bytes" in arguments:
+        assert all(chunk.nbytes <= 2500 or len(chunk.parameters) == 1 for chunk in plan.chunks)
+        assert len(plan.chunks) > 5
+
+
+def test_knobs_left_open_are_named() -> None:
+    strategy = ProTrainStrategy(num_persistent_chunks=2, num_swap_blocks=0)
+    message = r"take these values: num_chunk_buffers=2, num_checkpoint_blocks=0, num_keep_offloaded_blocks=2\."
+    with pytest.warns(UserWarning, match=message):
+        fit(zoo()["reused"](), strategy=strategy, max_steps=1)
+
+
+@pytest.mark.parametrize("given", ["object", "path", "text"])
+def test_a_plan_as_object_or_file(given: str) -> None:
+    module = zoo()["lstm"]()
+    plan = half(module)
+    path = Path("plan.json")
+    plan.save(path)
+    choice: Any = {"object": plan, "path": path, "text": str(path)}[given]
+    spy = _spy(module, ProTrainStrategy(plan=choice))
+    assert spy.plan == plan
+    assert spy.replaced == [f"network.{name}" for name in ("blocks.1", "norm", "head")]
+
+
+# --- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", zoo())
+def test_auto_is_resident_if_that_fits_and_else_offloads(model: str) -> None:
+    module = zoo()[model]()
+    needed = preset(module, "resident").memory.total
+    fitting = _spy(module, ProTrainStrategy(device_memory=needed))
+    assert fitting.plan is not None
+    assert fitting.plan.num_offloaded_chunks == 0
+    assert fitting.budget == needed
+    tight = _spy(zoo()[model](), ProTrainStrategy(device_memory=needed - 1))
+    assert tight.plan is not None
+    assert tight.plan.num_offloaded_chunks == len(tight.plan.chunks)
+    assert tight.plan.memory.total <= needed - 1
+    assert all(block.policy is BlockPolicy.CHECKPOINT for block in tight.plan.blocks)
+
+
+def test_auto_has_no_limit_on_the_cpu() -> None:
+    spy = _spy(zoo()["reused"](), "protrain")
+    assert spy.budget is None
+    assert spy.plan is not None
+    assert spy.plan.num_offloaded_chunks == 0
+
+
+def test_auto_counts_the_states_of_the_optimizer_in_use() -> None:
+    """SGD without momentum keeps nothing, so it fits where AdamW does not."""
+    budget = preset(zoo()["reused"](), "resident").memory.total - 1
+    module = zoo()["reused"]()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    plain = _spy(module, ProTrainStrategy(device_memory=budget)).plan
+    adamw = _spy(zoo()["reused"](), ProTrainStrategy(device_memory=budget)).plan
+    assert plain is not None
+    assert adamw is not None
+    assert (plain.num_offloaded_chunks, adamw.num_offloaded_chunks) == (0, len(adamw.chunks))
+
+
+def test_auto_keeps_a_large_embedding_if_it_fits() -> None:
+    size = 32 * HIDDEN
+    plan = _spy(zoo()["reused"](), ProTrainStrategy(device_memory=30_000, min_num_params=size)).plan
+    assert plan is not None
+    assert {chunk.unit for chunk in plan.chunks if chunk.resident} <= {"network.embedding", "network.head"}
+    assert any(chunk.resident for chunk in plan.chunks)
+    assert plan.num_offloaded_chunks >= 3
+
+
+def test_more_budget_means_more_buffers_and_fewer_uploads() -> None:
+    most = preset(zoo()["reused"](), "offload")
+    chunks = sorted(chunk.nbytes for chunk in most.chunks)
+    strategies = [
+        ProTrainStrategy(plan="offload", device_memory=size) for size in (most.memory.total - chunks[0], "1GiB")
+    ]
+    buffers = [_spy(zoo()["reused"](), strategy).plan.num_chunk_buffers for strategy in strategies]
+    assert buffers[0] < buffers[1] == most.num_chunk_buffers
+    assert strategies[0].counters.uploads > strategies[1].counters.uploads > 0
+    assert strategies[0].counters.peak_live_bytes < strategies[1].counters.peak_live_bytes
+
+
+# --- what it attaches and what it leaves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", {**zoo(), **variants()})
+def test_resident_installs_nothing(model: str) -> None:
+    spy = _spy({**zoo(), **variants()}[model](), ProTrainStrategy(plan="resident"))
+    assert spy.num_hooks == 0
+    assert spy.replaced == []
+    assert spy.hooked == []
+
+
+def test_offload_attaches_to_every_unit_and_every_parameter() -> None:
+    module = zoo()["reused"]()
+    spy = _spy(module, ProTrainStrategy(plan="offload"))
+    assert spy.replaced == [
+        f"network.{name}" for name in ("embedding", *(f"blocks.{i}" for i in range(3)), "norm", "head")
+    ]
+    assert spy.hooked == [name for name, _ in module.named_parameters()]
+    assert spy.num_hooks == len(spy.replaced) + len(spy.hooked)
+
+
+@pytest.mark.parametrize("make", [kept, half, lambda module: "offload"])
+def test_nothing_is_left_after_fit(make: Callable[[nn.Module], Plan | str]) -> None:
+    module = zoo()["tied"]()
+    keys = {name: set(vars(inner)) for name, inner in module.network.named_modules()}
+    strategy = ProTrainStrategy(plan=make(module))
+    fit(module, strategy=strategy)
+    assert {name: set(vars(inner)) for name, inner in module.network.named_modules()} == keys
+    for parameter in module.parameters():
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+    assert module.network.config.use_cache
+    assert strategy.plan is None
+    assert strategy.num_hooks == 0
+    assert strategy.counters.live_bytes == 0
+
+
+def test_counters() -> None:
+    module = zoo()["reused"]()
+    strategy = ProTrainStrategy(plan="offload")
+    assert strategy.counters == TransferCounters()
+    fit(module, strategy=strategy)
+    counters = strategy.counters
+    trained = sum(parameter.nbytes for parameter in module.parameters())
+    steps = len(token_batches())
+    assert counters.downloaded_bytes == trained * steps
+    assert counters.uploaded_bytes >= trained * steps
+    assert counters.uploads == counters.prefetch_hits + counters.prefetch_misses
+    assert counters.prefetch_misses == steps, "only what a step needs first is not fetched ahead"
+    assert 0 < counters.peak_live_bytes < trained
+
+
+def test_teardown_twice_and_without_a_run() -> None:
+    strategy = ProTrainStrategy(plan="offload")
+    trainer = fit(zoo()["reused"](), strategy=strategy, max_steps=1)
+    trainer.strategy.teardown()
+    trainer.strategy.teardown()
+    assert strategy.plan is None
+    fresh = L.Trainer(strategy=ProTrainStrategy(), accelerator="cpu", devices=1, **QUIET)
+    fresh.strategy.teardown()
+    assert fresh.strategy.plan is None
+
+
+def test_a_model_without_blocks_is_one_block() -> None:
+    def make() -> ParityModule:
+        torch.manual_seed(0)
+        return ParityModule(nn.Sequential(nn.Embedding(32, HIDDEN), nn.Linear(HIDDEN, 32)))
+
+    plain, found = run(make()), run(make(), "offload")
+    assert differences(plain, found) == []
+
+
+SCRIPT = """
+import sys
+import torch
+from lightning_protrain import ProTrainStrategy
+from tests.models import fit, zoo
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    module = zoo()["tied"]()
+    offload = ProTrainStrategy(plan="offload", start_method="spawn")
+    strategies = {"plain": "auto", "spawn": "protrain_spawn", "offload": offload}
+    fit(module, strategy=strategies[sys.argv[1]])
+    torch.save(module.state_dict(), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_spawned_runs_bring_their_weights_back() -> None:
+    Path("script.py").write_text(SCRIPT)
+    root = Path(__file__).resolve().parent.parent
+    results = {}
+    for kind in ("plain", "spawn", "offload"):
+        command = [sys.executable, "script.py", kind, f"{kind}.pt"]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(root)}, timeout=240)
+        results[kind] = torch.load(f"{kind}.pt")
+    for kind in ("spawn", "offload"):
+        assert results[kind].keys() == results["plain"].keys()
+        assert all(torch.equal(value, results["plain"][name]) for name, value in results[kind].items()), kind
