@@ -11,6 +11,11 @@ gone wrong this time. The host launches everything, so whatever it has done so f
 Copies are queued when they are issued and run when somebody waits for them. Until then their target is poisoned (NaN),
 so that a missing fence also shows in the numbers.
 
+[Note: Virtual clock]
+Every stream has a time of its own. Work begins when the stream is free and the host has launched it, and lasts what
+the given rates say: copies by their bytes, operations by their FLOPs or the bytes they touch, whichever takes longer. A
+wait moves a stream's time to that of the event. The same program takes the same time on every machine.
+
 Operations are attributed by what they touch: those on host memory to the host, all others to the compute stream. One
 that mixes both would fail on a GPU, and raises here.
 """
@@ -26,13 +31,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from lightning_protrain.device import HostMemory, StreamDevice
 
+# Storages that are remembered before the dead ones are forgotten.
+_MANY = 10_000
 # What may see both places: copies, and operations over lists, which PyTorch would call once for each device.
 _MIXED = ("aten::copy_", "aten::_to_copy", "aten::_foreach_")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast the simulated machine is, see [Note: Virtual clock].
+
+    Attributes:
+        upload: Bytes per second from host to device.
+        download: Bytes per second from device to host.
+        flops: Floating-point operations per second of the device.
+        memory: Bytes per second that the device reads and writes.
+        host_memory: Bytes per second that the host reads and writes.
+    """
+
+    upload: float = 25e9
+    download: float = 25e9
+    flops: float = 100e12
+    memory: float = 1e12
+    host_memory: float = 20e9
 
 
 class RaceError(RuntimeError):
@@ -41,10 +69,11 @@ class RaceError(RuntimeError):
 
 @dataclass
 class SimulatedEvent:
-    """A point in a stream; `clock` is what is known to have ended when it has passed."""
+    """A point in a stream; `clock` is what is known to have ended when it has passed, at the virtual `time`."""
 
     stream: SimulatedStream
     clock: dict[str, int]
+    time: float
     passed: bool = False
 
     def query(self) -> bool:
@@ -54,18 +83,37 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """The host waits for it."""
         self.stream.run_until(self)
-        _join(self.stream.device.host_stream.clock, self.clock)
+        host = self.stream.device.host_stream
+        _join(host.clock, self.clock)
+        host.time = max(host.time, self.time)
 
 
 @dataclass(eq=False)
 class SimulatedStream:
-    """A queue of work; one that is `eager` has run everything it has been given."""
+    """A queue of work; one that is `eager` has run everything it has been given.
+
+    Attributes:
+        name: What errors call it.
+        device: The device it belongs to.
+        eager: Whether it runs at once what it is given.
+        clock: The vector clock, see [Note: Happens-before].
+        queue: What it has still to run.
+        time: When it is free, in virtual seconds.
+        busy: How many of them it has worked.
+    """
 
     name: str
     device: SimulatedDevice
     eager: bool
     clock: dict[str, int] = field(default_factory=dict)
     queue: deque[Callable[[], None]] = field(default_factory=deque)
+    time: float = 0.0
+    busy: float = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Works for `seconds`, from when it is free and the host has come this far."""
+        self.time = max(self.time, self.device.host_stream.time) + seconds
+        self.busy += seconds
 
     def step(self) -> int:
         """Counts one more step and returns its number; the host, which launches it, has come this far."""
@@ -75,7 +123,7 @@ class SimulatedStream:
 
     def record_event(self) -> SimulatedEvent:
         """An event after the work given so far."""
-        event = SimulatedEvent(self, dict(self.clock), passed=self.eager)
+        event = SimulatedEvent(self, dict(self.clock), self.time, passed=self.eager)
         self.queue.append(lambda: setattr(event, "passed", True))
         self._advance()
         return event
@@ -83,6 +131,7 @@ class SimulatedStream:
     def wait_event(self, event: SimulatedEvent) -> None:
         """Later work comes after `event`."""
         _join(self.clock, event.clock)
+        self.time = max(self.time, event.time)
         self.queue.append(lambda: event.stream.run_until(event))
         self._advance()
 
@@ -117,18 +166,27 @@ class SimulatedDevice(StreamDevice):
     """A device of the CPU's memory with the streams of a GPU, see [Note: Lateness] and [Note: Happens-before].
 
     Use it as a context manager around everything that computes: only then operations are attributed and checked.
+
+    Args:
+        rates: What the virtual clock goes by.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates or Rates()
         self.host_stream = SimulatedStream("host", self, eager=True)
         self._compute = SimulatedStream("compute", self, eager=True)
         self._host_ranges: dict[int, int] = {}
         self._places: dict[int, str] = {}
         self._histories: dict[int, _History] = {}
+        # A weak reference keeps the address of a storage from being given to another one.
+        self._known: dict[int, StorageWeakRef] = {}
         self._mode = _Attribution(self)
+        self._up: SimulatedStream
+        self._down: SimulatedStream
         memory = HostMemory(self._lock, lambda address: None)
         up, down = (SimulatedStream(name, self, eager=False) for name in ("up", "down"))
         super().__init__(torch.device("cpu"), memory, up, down)
+        self._up, self._down = up, down
 
     def __enter__(self) -> SimulatedDevice:
         self._mode.__enter__()
@@ -140,6 +198,16 @@ class SimulatedDevice(StreamDevice):
     def compute_stream(self) -> SimulatedStream:
         return self._compute
 
+    @property
+    def elapsed(self) -> float:
+        """Virtual seconds until the last stream is done."""
+        return max(stream.time for stream in (self.host_stream, self._compute, self._up, self._down))
+
+    @property
+    def exposed(self) -> float:
+        """Virtual seconds in which the compute stream had nothing to do: copies and host work that nothing hid."""
+        return self.elapsed - self._compute.busy
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -148,6 +216,7 @@ class SimulatedDevice(StreamDevice):
             step = stream.step()
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
+            stream.spend(source.nbytes / (self.rates.upload if stream is self._up else self.rates.download))
             target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype is torch.uint8 else 0)
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
@@ -155,8 +224,9 @@ class SimulatedDevice(StreamDevice):
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Memory is given and taken in the order of the compute stream: both are writes of it."""
         with self._mode.unattributed():
-            self._places[storage._cdata] = "device"
-            self._record(self._compute, self._compute.step(), storage._cdata, True, "resize")
+            key = self._device_key(storage)
+            self._places[key] = "device"
+            self._record(self._compute, self._compute.step(), key, True, "resize")
             storage.resize_(nbytes)
             if nbytes:
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(255)
@@ -165,16 +235,12 @@ class SimulatedDevice(StreamDevice):
         """`"host"`, `"device"`, or None for what was made from nothing that is placed."""
         if self._host_key(tensor) is not None:
             return "host"
-        return self._places.get(tensor.untyped_storage()._cdata)
+        return self._places.get(self._device_key(tensor.untyped_storage()))
 
     def set_place(self, tensor: Tensor, place: str | None) -> None:
-        """Notes where a new tensor lies; its storage begins without a history."""
-        if self._host_key(tensor) is None:
-            key = tensor.untyped_storage()._cdata
-            self._histories.pop(key, None)
-            self._places.pop(key, None)
-            if place is not None:
-                self._places[key] = place
+        """Notes where a new tensor lies."""
+        if place is not None and self._host_key(tensor) is None:
+            self._places[self._device_key(tensor.untyped_storage())] = place
 
     def access(self, stream: SimulatedStream, step: int, tensor: Tensor, write: bool, operation: str) -> None:
         """Checks and records one access.
@@ -183,7 +249,8 @@ class SimulatedDevice(StreamDevice):
             RaceError: No fence orders it after an access it depends on.
         """
         host = self._host_key(tensor)
-        self._record(stream, step, tensor.untyped_storage()._cdata if host is None else host, write, operation)
+        key = self._device_key(tensor.untyped_storage()) if host is None else host
+        self._record(stream, step, key, write, operation)
 
     def _record(self, stream: SimulatedStream, step: int, key: int, write: bool, operation: str) -> None:
         history = self._histories.setdefault(key, _History())
@@ -203,6 +270,21 @@ class SimulatedDevice(StreamDevice):
     def _lock(self, address: int, size: int) -> bool:
         self._host_ranges[address] = size
         return True
+
+    def _device_key(self, storage: torch.UntypedStorage) -> int:
+        """What stands for a storage as long as it lives, and for no other."""
+        key: int = storage._cdata
+        if key not in self._known:
+            if len(self._known) > _MANY:
+                self._forget_dead()
+            self._known[key] = StorageWeakRef(storage)
+        return key
+
+    def _forget_dead(self) -> None:
+        for key in [key for key, reference in self._known.items() if reference.expired()]:
+            del self._known[key]
+            self._places.pop(key, None)
+            self._histories.pop(key, None)
 
     def _host_key(self, tensor: Tensor) -> int | None:
         """Address of the host block that a tensor lies in, if it lies in one."""
@@ -272,13 +354,34 @@ class _Attribution(TorchDispatchMode):
                     device.access(stream, step, tensor, write, name)
         place = next(iter(places)) if len(places) == 1 else None
         result = func(*args, **kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
+        if places:
+            stream.spend(self._seconds(func, args, kwargs, result, [tensor for tensor, _ in tensors], place))
+        given_storages = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
         for output in tree_leaves(result):
-            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in known:
+            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in given_storages:
                 device.set_place(output, place)
                 if place is not None:
                     device.access(stream, step, output, True, name)
         return result
+
+    def _seconds(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        given: list[Tensor],
+        place: str | None,
+    ) -> float:
+        """How long an operation takes, see [Note: Virtual clock]."""
+        rates = self._device.rates
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        nbytes = sum(tensor.nbytes for tensor in (*given, *made))
+        if place != "device":
+            return nbytes / rates.host_memory
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+        return max(flops / rates.flops, nbytes / rates.memory)
 
 
 def _join(clock: dict[str, int], other: Mapping[str, int]) -> None:

@@ -366,9 +366,16 @@ class ProTrainStrategy(ParallelStrategy):
     ) -> Any:
         """One step of one optimizer, whole, over resident and offloaded parameters, see [Note: Host step]."""
         assert self._runtime is not None
+        runtime = self._runtime
+
+        def settled() -> Any:
+            result = closure()
+            runtime.settle()
+            return result
+
         with fused_host_step(optimizer, self.root_device.type):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._runtime.refresh()
+            result = super().optimizer_step(optimizer, settled, model, **kwargs)
+        runtime.refresh()
         return result
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

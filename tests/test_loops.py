@@ -44,6 +44,7 @@ def _compare(
 ) -> tuple[Any, Any]:
     """Trains twice, plainly and under `plan`: losses and weights must be equal; returns both trainers."""
     trainers, modules = [], []
+    options = {"limit_val_batches": 3, **options}
     for planned in (False, True):
         module = make()
         strategy: Strategy = ProTrainStrategy(plan=PLANS[plan](module)) if planned else "auto"
@@ -100,9 +101,7 @@ def test_schedulers_and_parameter_groups(kind: type[ParityModule], plan: str) ->
 
 
 class GanModule(ParityModule):
-    """Two optimizers that take turns, with one of them toggled, and a third backward that both accumulate into."""
-
-    automatic = False
+    """Two optimizers that take turns, one of them toggled, and two more backwards that both accumulate into."""
 
     def __init__(self, network: nn.Module, **arguments: Any) -> None:
         super().__init__(network, **arguments)
@@ -188,7 +187,13 @@ class UnfreezeBlocks(BaseFinetuning):
 
 @plans
 def test_blocks_unfrozen_in_the_second_epoch(plan: str) -> None:
-    plain, found = _compare(_make, plan, callbacks=lambda: [UnfreezeBlocks()], max_epochs=3)
+    def make() -> L.LightningModule:
+        # A Plan is for the model as it is set up, so with what the callback freezes frozen.
+        module = _make()
+        UnfreezeBlocks().freeze_before_training(module)
+        return module
+
+    plain, found = _compare(make, plan, callbacks=lambda: [UnfreezeBlocks()], max_epochs=3)
     groups = [[len(group["params"]) for group in trainer.optimizers[0].param_groups] for trainer in (plain, found)]
     assert groups[0] == groups[1] == [1, 18]
     assert not torch.equal(found.lightning_module.network.blocks[0].up.weight, _make().network.blocks[0].up.weight)
@@ -254,6 +259,11 @@ def test_the_hooks_of_a_step_fire_once(plan: str) -> None:
     assert counters[1].counts["before_backward"] == counters[1].counts["after_backward"] == 14
 
 
+def _quarter(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.25)
+
+
 class GradientScaling(L.Callback):
     """Hooks of the user: on gradients, on modules, on accumulation; and a change of gradients before the step."""
 
@@ -264,7 +274,7 @@ class GradientScaling(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for parameter in pl_module.network.blocks[1].parameters():
             self.handles.append(parameter.register_hook(lambda grad: grad * 0.5))
-            self.handles.append(parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.25)))
+            self.handles.append(parameter.register_post_accumulate_grad_hook(_quarter))
         block = pl_module.network.blocks[0]
         self.handles.append(block.register_forward_hook(lambda module, args, output: output * 1.5))
         self.handles.append(block.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.75,)))

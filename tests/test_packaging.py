@@ -87,9 +87,24 @@ def test_ci_runs_the_readme_command() -> None:
     assert all(step in script for step in ("pytest -m slow", "ruff check", "ruff format --check", "mypy"))
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(((?!https?:)[^)#]+)\)", README))))
-def test_readme_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _links(page: Path) -> set[Path]:
+    """Files that a page links to."""
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    return {(page.parent / link).resolve() for link in links}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [link for link in _links(page) if not link.exists()] == []
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    assert set((ROOT / "docs").glob("*.md")) - {index} <= _links(index)
+    assert index in _links(ROOT / "README.md")
 
 
 def test_public_names() -> None:

@@ -16,7 +16,7 @@ from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.simulation import RaceError, SimulatedDevice, SimulatedStream
+from lightning_protrain.simulation import RaceError, Rates, SimulatedDevice, SimulatedStream
 
 WIDTH = 8
 
@@ -201,3 +201,56 @@ def test_clocks_grow_only_along_fences() -> None:
     assert second.clock["first"] == 1
     first.step()
     assert second.clock["first"] == 1
+
+
+COMPUTE_BOUND = Rates(upload=1e9, download=1e9, flops=1e6, memory=1e15, host_memory=1e15)
+
+
+def exposed_uploads(num_chunk_buffers: int) -> float:
+    """Share of the upload time of a step that nothing hides, on a device where computing takes far longer."""
+    device, model = SimulatedDevice(COMPUTE_BOUND), network()
+    batch = torch.ones(3, WIDTH)
+    with device:
+        runtime = place(model, device, num_chunk_buffers=num_chunk_buffers, num_keep_offloaded_blocks=4)
+        for _ in range(3):
+            exposed, uploading, downloading = device.exposed, device._up.busy, device._down.busy
+            runtime.run_step(lambda: model(batch), (), {}, training=True).backward()
+            runtime.end_backward()
+        runtime.remove()
+    last_download = max(parameter.nbytes for parameter in model.blocks[0].parameters()) / COMPUTE_BOUND.download
+    assert device._down.busy > downloading
+    return (device.exposed - exposed - last_download) / (device._up.busy - uploading)
+
+
+def test_prefetches_hide_all_uploads_but_the_first() -> None:
+    share = exposed_uploads(num_chunk_buffers=2)
+    first = 1 / 8  # Five chunks up in forward, of which two are live when backward begins.
+    assert share <= first + 0.05
+
+
+def test_without_a_second_buffer_nothing_is_hidden() -> None:
+    assert exposed_uploads(num_chunk_buffers=1) > 0.9
+
+
+def test_the_virtual_clock_is_the_same_every_time() -> None:
+    times = set()
+    for _ in range(3):
+        device = SimulatedDevice()
+        train_simulated(device, steps=2, **PLACEMENTS["keep"])
+        times.add(device.elapsed)
+    assert len(times) == 1
+    assert times.pop() > 0
+
+
+@pytest.mark.parametrize("nbytes", [4_000, 4_000_000])
+def test_a_copy_takes_what_its_bytes_take(nbytes: int) -> None:
+    device = SimulatedDevice(Rates(upload=1e6, download=2e6))
+    with device:
+        host = device.host.empty_like(torch.ones(nbytes // 4))
+        target = torch.zeros(nbytes // 4)
+        before = device._up.time
+        device.wait(device.upload(host, target))
+        assert device._up.time - before == pytest.approx(nbytes / 1e6)
+        assert device.compute_stream().time == device._up.time
+        device.land(device.download(target, host))
+        assert device.host_stream.time - device.compute_stream().time == pytest.approx(nbytes / 2e6)

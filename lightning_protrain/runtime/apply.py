@@ -13,7 +13,7 @@ from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor, Unit
-from lightning_protrain.runtime.hooks import Interception, ViewWatch, hook_outputs
+from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs
 from lightning_protrain.runtime.schedule import Capacity
 
 T = TypeVar("T")
@@ -97,6 +97,10 @@ class Runtime:
         """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
         self._executor.end_backward()
 
+    def settle(self) -> None:
+        """Before an optimizer writes weights: no upload reads them any more."""
+        self._executor.settle()
+
     def refresh(self) -> None:
         """After an optimizer step: nothing on the device holds old values."""
         self._executor.refresh()
@@ -119,13 +123,14 @@ class Runtime:
     def _with_root(self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor
         number = executor.begin_call(root) if torch.is_grad_enabled() else None
+        received = histories((args, kwargs))
         executor.enter(root)
         try:
             outputs = function(*args, **kwargs)
         finally:
             executor.exit(root)
         if number is not None:
-            hook_outputs(outputs, (args, kwargs), root, number, executor, self._watch)
+            hook_outputs(outputs, received, root, number, executor, self._watch)
         return outputs
 
 

@@ -68,7 +68,8 @@ class Slot:
         twin: Its device counterpart.
         offset: Its first byte in the chunk.
         pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
-        seen_version: Version of `host` at the latest fetch.
+        read_version: Version of `host` at the latest fetch.
+        seen_version: Version of `host` at the latest use.
         twin_version: Version of `twin` that is not yet known to differ from the host.
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
@@ -80,6 +81,7 @@ class Slot:
     twin: nn.Parameter
     offset: int
     pointer: int = 0
+    read_version: int = 0
     seen_version: int = 0
     twin_version: int = 0
     hooks: list[Any] = field(default_factory=list)
@@ -143,6 +145,8 @@ class Chunk:
             self._rebind(slot)
         self._device.resize(self._storage, self.nbytes)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
+        for slot in self.slots:
+            slot.read_version = slot.host._version
         self._fence = self._device.upload(self._source, self._target)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
@@ -162,7 +166,7 @@ class Chunk:
                 f"{slot.host._version}, the forward used {slot.seen_version}): the gradient would be wrong. "
                 "Step optimizers and change weights after backward."
             )
-        if changed and self.state is ChunkState.LIVE:
+        if self.state is not ChunkState.HOST and any(slot.host._version != slot.read_version for slot in self.slots):
             self.release()
             self.fetch()
         for slot in changed:

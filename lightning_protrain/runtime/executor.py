@@ -201,7 +201,16 @@ class Executor:
         self._cursor = 0
 
     def before_backward(self, unit: Unit, number: int) -> None:
-        """The gradient of the output of call `number` is there, see [Note: Calls]."""
+        """The gradient of the output of call `number` is there, see [Note: Calls].
+
+        Raises:
+            RuntimeError: Backward makes a graph itself, whose own backward nothing would announce.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"Backward with create_graph=True runs through {unit.name!r}, which is streamed: its second derivative "
+                "would find no weights. Make its chunks resident (`num_persistent_chunks`)."
+            )
         self.begin_backward()
         for other in self.units:
             if other.pinned_at is not None and other.pinned_at > number:
@@ -221,24 +230,26 @@ class Executor:
         for unit in self.units:
             unit.pinned_at = None
         self._landing.finish()
-        self._release(self._live() - self._pinned())
-        self._device.settle()
+        self.settle()
 
     # --- at any time ------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Before host weights are written to: nothing is live that no forward is using, and no upload reads them."""
+        self._release(self._live() - self._pinned())
+        self._device.settle()
+
     def refresh(self) -> None:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
-        pinned = self._pinned()
-        self._release(self._live() - pinned)
-        for index in pinned:
+        self.settle()
+        for index in self._pinned():
             self._chunks[index].wait(in_backward=False)
 
     def release_all(self) -> None:
-        """Frees everything; only between scopes. Afterwards host weights may be written to."""
+        """Between scopes: frees everything. Afterwards host weights may be written to."""
         for unit in self.units:
             unit.pinned_at = None
-        self._release(self._live())
-        self._device.settle()
+        self.settle()
 
     def reset(self) -> None:
         """After an exception in mid-step: host parameters registered, nothing live, nothing under way."""

@@ -45,12 +45,13 @@ class Interception:
             return self._compute(*args, **kwargs)
         unit, executor = self._unit, self._executor
         number = executor.begin_call(unit)
+        received = histories((args, kwargs))
         if unit.policy is BlockPolicy.CHECKPOINT:
             outputs = checkpoint(self._compute, args, kwargs)
         else:
             outputs = self._compute(*args, **kwargs)
         if unit.chunks and unit.backward_reads:
-            hook_outputs(outputs, (args, kwargs), unit, number, executor, self._watch)
+            hook_outputs(outputs, received, unit, number, executor, self._watch)
         return outputs
 
     def remove(self) -> None:
@@ -63,7 +64,9 @@ class Interception:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self._unit)
         try:
-            return self._forward(*args, **kwargs)
+            outputs = self._forward(*args, **kwargs)
+            _refuse_weights(outputs, self._unit)
+            return outputs
         finally:
             self._executor.exit(self._unit)
 
@@ -80,12 +83,31 @@ class Interception:
         )
 
 
-def hook_outputs(outputs: Any, inputs: Any, unit: Unit, number: int, executor: Executor, watch: ViewWatch) -> None:
-    """Asks autograd to announce the gradient of any output of a call, see [Note: Calls]."""
+def _refuse_weights(outputs: Any, unit: Unit) -> None:
+    storages = {slot.twin.untyped_storage()._cdata for _, slot in unit.sites}
+    for tensor in find_tensors(outputs) if storages else ():
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
+            raise ValueError(
+                f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be freed "
+                "before it is read. Return `weight.clone()`, or make its chunk resident (`num_persistent_chunks`)."
+            )
+
+
+def histories(inputs: Any) -> dict[int, Any]:
+    """The node behind each tensor in `inputs`, by the identity of the tensor: an in-place change gives it another."""
+    return {id(tensor): tensor.grad_fn for tensor in find_tensors(inputs)}
+
+
+def hook_outputs(
+    outputs: Any, received: dict[int, Any], unit: Unit, number: int, executor: Executor, watch: ViewWatch
+) -> None:
+    """Asks autograd to announce the gradient of any output that a call has made, see [Note: Calls].
+
+    `received` is what `histories` said of its inputs before: one that is handed through is no output of this call.
+    """
     awaited = False
-    received = {id(tensor) for tensor in find_tensors(inputs)}
     for tensor in find_tensors(outputs):
-        if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in received:
+        if tensor.grad_fn is not None and tensor.grad_fn is not received.get(id(tensor)):
             tensor.register_hook(functools.partial(_announce, executor, unit, number))
             if tensor._is_view():
                 watch.add(tensor, unit.name)
