@@ -57,12 +57,12 @@ def main(arguments: Sequence[str]) -> None:
     comparisons = {}
     for name in args.plan:
         subject = replace(peer, name=name, plan=PLANS[name], checkpointed=False)
-        comparisons[name] = compare(subject, peer, args.warmup)
+        comparisons[name] = compare(subject, peer, args.warmup, args.launches)
         print(f"{name}: {comparisons[name].wall}", flush=True)
     num_params = comparisons[args.plan[0]].facts.num_params
     text = (
         f"{num_params / 1e6:.1f} million parameters, {batch} x {sequence} tokens, AdamW, {args.precision}, the peer "
-        f"{args.peer}, {args.pairs} pairs of steps.\n\n{render(comparisons, batch * sequence, args)}"
+        f"{args.peer}, {args.launches} x {args.pairs} pairs of steps.\n\n{render(comparisons, batch * sequence, args)}"
     )
     print(f"\n{text}")
     results = {"plans": {name: asdict(comparison) for name, comparison in comparisons.items()}}
@@ -129,13 +129,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=lambda text: int(float(text)), default=1_000_000_000, help="about, e.g. 1e9")
     parser.add_argument("--tokens", type=parse_tokens, default=(8, 1024), help="sequences x tokens, e.g. 8x1024")
     parser.add_argument("--precision", choices=get_args(PrecisionName), default="bf16-true", help="as in the Trainer")
-    parser.add_argument("--pairs", type=int, default=30, help="timed pairs; fewer than 6 give no 95 %% interval")
-    parser.add_argument("--warmup", type=int, default=5, help="pairs before those")
+    parser.add_argument("--pairs", type=int, default=15, help="timed pairs of each launch")
+    parser.add_argument("--launches", type=int, default=2, help="how often both are started")
+    parser.add_argument("--warmup", type=int, default=5, help="pairs of each launch before those")
     parser.add_argument("--probed", type=int, default=3, help="steps after those, in which transfers are traced")
     parser.add_argument("--json", type=Path, help="file for every single time")
     parser.add_argument("--results", help="name of a folder for benchmarks/results")
     args = parser.parse_args(arguments)
-    if min(args.pairs, args.params, args.probed, *args.tokens) < 1 or args.warmup < 0:
+    if min(args.pairs, args.launches, args.params, args.probed, *args.tokens) < 1 or args.warmup < 0:
         parser.error("give positive numbers")
     return args
 

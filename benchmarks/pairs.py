@@ -83,15 +83,26 @@ def median_ratio(ratios: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ordered), ordered[rank - 1], ordered[num - rank], confidence)
 
 
-def compare(subject: Subject, peer: Subject, warmup: int) -> Comparison:
+def compare(subject: Subject, peer: Subject, warmup: int, launches: int = 1) -> Comparison:
     """Runs both, a step each in turn; who begins alternates from pair to pair.
+
+    Where the pages of a process come to lie makes it a few per cent faster or slower for its whole life, and no number
+    of pairs of one launch can tell that from a difference between the two. So the pairs come from several launches.
 
     Args:
         subject: What is examined.
         peer: What it is compared with; as many steps.
-        warmup: Pairs at the beginning that do not count.
+        warmup: Pairs at the beginning of each launch that do not count.
+        launches: How often both are started.
     """
     assert subject.steps == peer.steps > warmup
+    parts = [_launch(subject, peer, warmup) for _ in range(launches)]
+    steps = tuple(step for part in parts for step in part.steps)
+    peer_steps = tuple(step for part in parts for step in part.peer_steps)
+    return Comparison(steps, peer_steps, parts[-1].facts, parts[-1].peer_facts)
+
+
+def _launch(subject: Subject, peer: Subject, warmup: int) -> Comparison:
     with _process(subject) as ours, _process(peer) as theirs:
         for connection in (ours, theirs):
             assert _receive(connection) is None

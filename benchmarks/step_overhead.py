@@ -1,6 +1,6 @@
 """What the strategy costs per training step on the CPU, as a ratio to plain Lightning measured in the same run.
 
-    python -m benchmarks.step_overhead --case resident --pairs 40
+    python -m benchmarks.step_overhead --case resident --pairs 16
     python -m benchmarks.step_overhead --results step-overhead
 
 On the CPU, device and host are the same memory: nothing is won by streaming, and all that it costs can be seen.
@@ -29,19 +29,20 @@ class Case:
     """A comparison and what it is wanted to show.
 
     Attributes:
-        plan: Arguments of `ProTrainStrategy`.
+        plan: Arguments of `ProTrainStrategy`; None: the peer against itself, which shows how fine the measurement is.
         checkpointed: Whether the peer checkpoints its blocks.
         wanted: The most that the upper limit of the interval may be.
         hooked: Whether the strategy may attach to the model at all.
     """
 
-    plan: dict[str, Any]
+    plan: dict[str, Any] | None
     checkpointed: bool
     wanted: float
     hooked: bool
 
 
 CASES = {
+    "plain": Case(None, checkpointed=False, wanted=1.03, hooked=False),
     "resident": Case({"plan": "resident"}, checkpointed=False, wanted=1.03, hooked=False),
     "offload": Case({"plan": "offload"}, checkpointed=True, wanted=1.15, hooked=True),
     "keep": Case(
@@ -69,14 +70,18 @@ def main(arguments: Sequence[str]) -> None:
     for name in args.case:
         case = CASES[name]
         comparison = compare(
-            replace(common, name=name, plan=case.plan), replace(common, checkpointed=case.checkpointed), args.warmup
+            replace(common, name=name, plan=case.plan),
+            replace(common, checkpointed=case.checkpointed),
+            args.warmup,
+            args.launches,
         )
         _check(name, case, comparison)
         results[name] = _as_json(case, comparison)
         rows.append(_row(name, case, comparison))
         print(table(HEADER, rows[-1:]), flush=True)
     shape = f"{comparison.facts.num_params / 1e6:.1f} million parameters, {batch} x {sequence} tokens, AdamW, fp32, "
-    text = f"{shape}{args.threads} thread(s), {args.pairs} pairs of steps.\n\n{table(HEADER, rows)}"
+    pairs = f"{args.launches} x {args.pairs} pairs of steps"
+    text = f"{shape}{args.threads} thread(s), {pairs}.\n\n{table(HEADER, rows)}"
     print(f"\n{text}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -89,13 +94,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
     parser.add_argument("--params", type=lambda text: int(float(text)), default=100_000_000, help="about, e.g. 1e8")
     parser.add_argument("--tokens", type=parse_tokens, default=(4, 128), help="sequences x tokens, e.g. 4x128")
-    parser.add_argument("--pairs", type=int, default=12, help="timed pairs; fewer than 6 give no 95 %% interval")
-    parser.add_argument("--warmup", type=int, default=2, help="pairs before those")
+    parser.add_argument("--pairs", type=int, default=6, help="timed pairs of each launch")
+    parser.add_argument("--launches", type=int, default=3, help="how often both are started")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs of each launch before those")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in both")
     parser.add_argument("--json", type=Path, help="file for every single time")
     parser.add_argument("--results", help="name of a folder for benchmarks/results")
     args = parser.parse_args(arguments)
-    if min(args.pairs, args.threads, args.params, *args.tokens) < 1 or args.warmup < 0:
+    if min(args.pairs, args.launches, args.threads, args.params, *args.tokens) < 1 or args.warmup < 0:
         parser.error("give positive numbers")
     return args
 

@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 80
 # What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "device": (),
+    "simulation": ("device",),
     "loss": (),
     "metrics": ("loss",),
     "profiler.records": (),

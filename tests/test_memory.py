@@ -219,7 +219,11 @@ def _activations(block: str, depth: int, strategy: Any) -> FirstStep:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_forward_saves_one_block_input_for_each_block(block: str) -> None:
     saved = [_activations(block, depth, ProTrainStrategy(plan="offload")).saved for depth in range(2, 6)]
-    assert [more - less for less, more in itertools.pairwise(saved)] == [HIDDEN_BYTES] * 3
+    # Buffers that a forward may change are kept as they were before it, for the recomputation.
+    buffers = sum(buffer.nbytes for buffer in _module(block, 1).buffers())
+    grown = [more - less for less, more in itertools.pairwise(saved)]
+    assert len(set(grown)) == 1
+    assert HIDDEN_BYTES <= grown[0] <= HIDDEN_BYTES + buffers
     plain = [_activations(block, depth, "auto").saved for depth in (2, 3)]
     assert plain[1] - plain[0] > 2 * HIDDEN_BYTES, "the count sees activations"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.runtime import hooks
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.gradients import Landing
-from tests.models import OPTIMIZERS, zoo
+from tests.models import HIDDEN, OPTIMIZERS, LanguageModel, ParityModule, variants, zoo
 from tests.parity import Result, differences, run
 from tests.plans import plans
 
@@ -107,6 +107,35 @@ def test_two_equal_runs_do_not_differ_and_two_seeds_do(reference: Reference) -> 
     assert any(name.startswith("losses") for name in differences(plain, run(MODELS["dropout"](), seed=1)))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", variants())
+def test_parity_of_variants(model: str, plan: str) -> None:
+    """Buffers that change in every forward, optimization by hand, validation between steps."""
+    module = variants()[model]()
+    assert differences(run(variants()[model]()), run(module, PLANS[plan](module))) == []
+
+
+class Spectral(nn.Module):
+    """Its power iteration moves a buffer in every forward, and the weight is divided by what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden).relu()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_where_a_forward_reads_a_buffer_that_it_changes(plan: str) -> None:
+    def make() -> ParityModule:
+        torch.manual_seed(0)
+        return ParityModule(LanguageModel([Spectral(), Spectral()]))
+
+    module = make()
+    assert differences(run(make()), run(module, PLANS[plan](module))) == []
+
+
 def test_clipping_and_accumulation_change_the_run(reference: Reference) -> None:
     runs = [reference("tied", clipping, accumulation, "sgd") for clipping in CLIPPING for accumulation in ACCUMULATION]
     for one, other in itertools.combinations(runs, 2):
@@ -146,14 +175,14 @@ def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def trust(self: Chunk, in_backward: bool) -> None:
         for slot in self.slots:
-            slot.seen_version = slot.host._version
+            slot.read_version = slot.seen_version = slot.host._version
         wait(self, in_backward)
 
     monkeypatch.setattr(Chunk, "wait", trust)
 
 
 def _recompute_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
         bound = functools.partial(function, **kwargs)
         return torch.utils.checkpoint.checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=False)
 

@@ -240,7 +240,9 @@ class Chunk:
                 f"{twin.dtype}{list(twin.shape)} in host memory. Change weights in place, or before fit."
             )
         self._device.settle()  # An upload may still read what is written over here.
-        self._adopt(slot)
+        with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
+            self._adopt(slot)
+        slot.seen_version = -1  # Other values, although the version says nothing of it.
 
 
 def _is_dense(tensor: Tensor) -> bool:

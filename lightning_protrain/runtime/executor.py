@@ -3,8 +3,9 @@
 [Note: Calls]
 Every call of a unit that autograd may go back through gets the next number. Autograd runs nodes in the reverse order of
 their creation, so when the gradient of the output of call k is there, no node of a later call is left to run: that is
-the pre-backward of k, and whatever later calls pinned may go. No counting of gradients, no pairing of hooks: frozen
-parameters, unused branches and recomputation need no rule of their own.
+the pre-backward of k, and whatever later calls pinned may go (calls inside of k have later numbers, but an earlier end:
+they stay). No counting of gradients, no pairing of hooks: frozen parameters, unused branches and recomputation need no
+rule of their own.
 
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
@@ -109,7 +110,7 @@ class Executor:
         self._timeline = Timeline([])
         self._backward_positions: dict[int, int] = {}
         self._cursor = 0
-        self._count = 0
+        self.num_calls = 0
         self._scope: _Scope | None = None
         self._backward: Unit | None = None
         self._backward_number = -1
@@ -142,8 +143,8 @@ class Executor:
 
     def begin_call(self, unit: Unit) -> int:
         """Numbers a call that autograd may go back through, see [Note: Calls]."""
-        number = self._count
-        self._count += 1
+        number = self.num_calls
+        self.num_calls += 1
         if unit.first_call is None:
             unit.first_call = number
         if self._scope is not None and self._scope.open:
@@ -200,8 +201,8 @@ class Executor:
         self._timeline = Timeline(_needs((), [unit for _, unit in awaited]))
         self._cursor = 0
 
-    def before_backward(self, unit: Unit, number: int) -> None:
-        """The gradient of the output of call `number` is there, see [Note: Calls].
+    def before_backward(self, unit: Unit, number: int, end: int) -> None:
+        """The gradient of the output of call `number` is there, see [Note: Calls]; calls from `end` on came after it.
 
         Raises:
             RuntimeError: Backward makes a graph itself, whose own backward nothing would announce.
@@ -213,11 +214,13 @@ class Executor:
             )
         self.begin_backward()
         for other in self.units:
-            if other.pinned_at is not None and other.pinned_at > number:
+            if other.pinned_at is not None and other.pinned_at >= end:
                 other.pinned_at = None
         self._backward, self._backward_number = unit, number
         self._pin(unit, number)
         self._require(unit, backward=True)
+        for _, slot in unit.sites:
+            slot.follow()
         position = self._backward_positions.get(number)
         if position is not None:
             self._cursor = position + 1
@@ -243,6 +246,9 @@ class Executor:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
         self.settle()
         for index in self._pinned():
+            # Fetched whatever the versions say: an optimizer may write through `parameter.data`.
+            self._chunks[index].release()
+            self._chunks[index].fetch()
             self._chunks[index].wait(in_backward=False)
 
     def release_all(self) -> None:

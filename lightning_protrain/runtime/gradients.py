@@ -68,12 +68,15 @@ class Landing:
                 assert slot.host.grad is not None
                 older.add_(slot.host.grad)
                 slot.host.grad = older
+        self._aside.clear()
         self.forget()
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
         for fence in (*self._fences, *(item.fence for item in self._sums)):
             self._device.land(fence)
+        for slot, older in self._aside.items():
+            slot.host.grad = older
         self._sums.clear()
         self._fences.clear()
         self._landed.clear()

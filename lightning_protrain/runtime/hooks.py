@@ -47,7 +47,7 @@ class Interception:
         number = executor.begin_call(unit)
         received = histories((args, kwargs))
         if unit.policy is BlockPolicy.CHECKPOINT:
-            outputs = checkpoint(self._compute, args, kwargs)
+            outputs = checkpoint(self._compute, args, kwargs, unit.module)
         else:
             outputs = self._compute(*args, **kwargs)
         if unit.chunks and unit.backward_reads:
@@ -108,7 +108,7 @@ def hook_outputs(
     awaited = False
     for tensor in find_tensors(outputs):
         if tensor.grad_fn is not None and tensor.grad_fn is not received.get(id(tensor)):
-            tensor.register_hook(functools.partial(_announce, executor, unit, number))
+            tensor.register_hook(functools.partial(_announce, executor, unit, number, executor.num_calls))
             if tensor._is_view():
                 watch.add(tensor, unit.name)
             awaited = True
@@ -116,8 +116,8 @@ def hook_outputs(
         executor.await_gradient(unit, number)
 
 
-def _announce(executor: Executor, unit: Unit, number: int, gradient: Tensor) -> None:
-    executor.before_backward(unit, number)
+def _announce(executor: Executor, unit: Unit, number: int, end: int, gradient: Tensor) -> None:
+    executor.before_backward(unit, number, end)
 
 
 class ViewWatch:

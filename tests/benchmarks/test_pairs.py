@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import pairs
 from benchmarks.pairs import Comparison, compare, median_ratio
 from benchmarks.subjects import Facts, Step, Subject
 
@@ -62,6 +63,17 @@ def test_losses_are_compared_bit_for_bit() -> None:
     assert same.same_losses
     assert not other.same_losses
     assert same.wall.median == same.cpu.median == 1.0
+
+
+def test_pairs_of_all_launches_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(num_params=1)
+    launches = [
+        Comparison(_steps(1.0, 0.5), _steps(1.0, 0.5), facts, facts),
+        Comparison(_steps(2.0), _steps(2.0), facts, facts),
+    ]
+    monkeypatch.setattr(pairs, "_launch", lambda *_: launches.pop(0))
+    comparison = compare(Subject("a", None, steps=2), Subject("b", None, steps=2), warmup=1, launches=2)
+    assert [step.loss for step in comparison.steps] == [step.loss for step in comparison.peer_steps] == [1.0, 0.5, 2.0]
 
 
 def test_both_runs_must_be_of_the_same_length() -> None:

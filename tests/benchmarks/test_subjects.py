@@ -25,7 +25,7 @@ def test_the_checkpointed_peer_computes_the_same_and_calls_every_block_twice() -
         module = Llama(llama_config(1_700_000, sequence=8), checkpointed)
         counted: list[int] = []
         for block in module.model.model.layers:
-            block.mlp.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+            block.mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
         module.training_step([tokens], 0).backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
         calls.append(len(counted))

@@ -177,7 +177,8 @@ def assert_parity(
                 assert state.device.counters.peak_live_bytes <= state.plan.memory.chunk_buffers
                 assert state.num_live == 0
                 assert state.device.counters.live_bytes == 0
-    assert differences(*results) == []
+    different = differences(*results)
+    assert not different, different
     return state
 
 

@@ -1,0 +1,300 @@
+"""A chunk: two parameters over one storage, true values at every use, and versions as autograd expects them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site
+from tests.runtime import applied
+from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
+
+
+def chunk_of(*parameters: nn.Parameter) -> tuple[Chunk, CPUDevice]:
+    device = CPUDevice(torch.device("cpu"))
+    names = tuple(f"p{index}" for index in range(len(parameters)))
+    _, nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return Chunk(ChunkPlan(names, "unit", dtype, True, nbytes, False), parameters, device), device
+
+
+def live(chunk: Chunk) -> Chunk:
+    if chunk.state is ChunkState.HOST:
+        chunk.fetch()
+    chunk.wait(in_backward=False)
+    return chunk
+
+
+class Scaled(nn.Parameter):
+    """A parameter class with attributes, as quantised ones have."""
+
+    scale: float
+
+
+def scaled() -> nn.Parameter:
+    parameter = Scaled(torch.randn(3, 5))
+    parameter.scale = 0.5
+    return parameter
+
+
+PARAMETERS: dict[str, Callable[[], nn.Parameter]] = {
+    "matrix": lambda: nn.Parameter(torch.randn(5, 7)),
+    "transposed": lambda: nn.Parameter(torch.randn(5, 7).t()),
+    "channels last": lambda: nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+    "part of a larger tensor": lambda: nn.Parameter(torch.randn(6, 8)[1:5, 2:4]),
+    "expanded": lambda: nn.Parameter(torch.randn(1, 4).expand(3, 4)),
+    "no elements": lambda: nn.Parameter(torch.randn(0, 3)),
+    "no dimension": lambda: nn.Parameter(torch.randn(())),
+    "complex": lambda: nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+    "complex128": lambda: nn.Parameter(torch.randn(3, 2, dtype=torch.complex128)),
+    "bfloat16": lambda: nn.Parameter(torch.randn(9).bfloat16()),
+    "float64": lambda: nn.Parameter(torch.randn(9).double()),
+    "uint8": lambda: nn.Parameter(torch.arange(9, dtype=torch.uint8), requires_grad=False),
+    "bool": lambda: nn.Parameter(torch.tensor([True, False]), requires_grad=False),
+    "frozen": lambda: nn.Parameter(torch.randn(4), requires_grad=False),
+    "subclass": scaled,
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_the_twin_is_like_the_parameter(kind: str) -> None:
+    host = PARAMETERS[kind]()
+    values, strides, size = host.detach().clone(), host.stride(), host.size()
+    dense = kind not in ("part of a larger tensor", "expanded")
+    chunk, _ = chunk_of(nn.Parameter(torch.zeros(3, dtype=host.dtype), requires_grad=host.requires_grad), host)
+    slot = live(chunk).slots[1]
+    assert slot.host is host
+    assert type(slot.twin) is type(host)
+    assert isinstance(slot.twin, nn.Parameter)
+    assert (slot.twin.dtype, slot.twin.requires_grad) == (values.dtype, host.requires_grad)
+    assert torch.equal(slot.twin, values)
+    assert torch.equal(host, values)
+    assert slot.twin.is_leaf
+    assert host.is_leaf
+    for tensor in (host, slot.twin):
+        assert tensor.size() == size
+        assert not dense or tensor.stride() == strides
+    if kind == "subclass":
+        assert isinstance(slot.twin, Scaled)
+        assert slot.twin.scale == 0.5
+
+
+@pytest.mark.parametrize("kind", [kind for kind, make in PARAMETERS.items() if make().requires_grad and kind != "expanded"])
+def test_every_kind_trains_bitwise(kind: str) -> None:
+    class Kind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = PARAMETERS[kind]()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + torch.sin(self.weight).abs().square().sum().float()
+
+    assert_parity(lambda: Net([Kind() for _ in range(3)]), PLANS["kept"])
+
+
+def test_convolutions_in_channels_last_train_bitwise() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + self.conv(hidden.view(1, 2, ROWS, WIDTH // 2)).reshape(hidden.shape)
+
+    state = assert_parity(lambda: Net([Convolution() for _ in range(3)]), PLANS["kept"])
+    assert state.model.blocks[0].conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_storage_is_one_for_life() -> None:
+    chunk, device = chunk_of(nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3)))
+    storage = chunk._storage
+    views = [slot.twin.detach().view(-1) for slot in live(chunk).slots]
+    versions = [slot.twin._version for slot in chunk.slots]
+    for _ in range(3):
+        chunk.release()
+        assert storage.nbytes() == 0
+        assert device.counters.live_bytes == 0
+        live(chunk)
+        assert device.counters.live_bytes == chunk.nbytes == storage.nbytes()
+        for slot, view in zip(chunk.slots, views, strict=True):
+            assert slot.twin.untyped_storage()._cdata == storage._cdata
+            assert torch.equal(view, slot.host.view(-1))
+    assert [slot.twin._version for slot in chunk.slots] == versions
+    assert device.counters.uploads == 4
+    assert device.counters.uploaded_bytes == 4 * chunk.nbytes
+
+
+def test_an_in_place_change_moves_the_version_once() -> None:
+    chunk, device = chunk_of(nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4)))
+    first, second = live(chunk).slots
+    versions = first.twin._version, second.twin._version
+    chunk.release()
+    with torch.no_grad():
+        first.host.mul_(2)
+    live(chunk)
+    assert (first.twin._version, second.twin._version) == (versions[0] + 1, versions[1])
+    chunk.release()
+    live(chunk)
+    assert first.twin._version == versions[0] + 1
+    assert device.counters.uploads == 3
+
+
+@pytest.mark.parametrize("moment", ["on the host", "under way", "live"])
+def test_a_use_in_forward_sees_a_change_made_at_any_moment(moment: str) -> None:
+    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
+    (slot,) = chunk.slots
+    if moment != "on the host":
+        chunk.fetch()
+    if moment == "live":
+        chunk.wait(in_backward=False)
+    with torch.no_grad():
+        slot.host.fill_(3.0)
+    assert torch.equal(live(chunk).slots[0].twin, torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_change_between_forward_and_backward_is_refused(is_live: bool) -> None:
+    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
+    live(chunk)
+    if not is_live:
+        chunk.release()
+    with torch.no_grad():
+        chunk.slots[0].host.add_(1)
+    if not is_live:
+        chunk.fetch()
+    with pytest.raises(RuntimeError, match=r"'p0' was changed in place between a forward and its backward"):
+        chunk.wait(in_backward=True)
+
+
+def test_data_pointed_elsewhere_is_followed() -> None:
+    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(2, 2)))
+    other = torch.arange(4.0)
+    host = chunk.slots[0].host
+    live(chunk).release()
+    host.data = other
+    assert torch.equal(live(chunk).slots[0].twin, other)
+    assert host.data_ptr() != other.data_ptr()
+    other.fill_(9)
+    chunk.release()
+    assert torch.equal(live(chunk).slots[0].twin, torch.arange(4.0))
+    host.data.mul_(2)
+    chunk.release()
+    assert torch.equal(live(chunk).slots[0].twin, 2 * torch.arange(4.0))
+
+
+def test_data_pointed_elsewhere_in_inference_mode_can_be_trained_on() -> None:
+    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
+    host = chunk.slots[0].host
+    host.data = torch.full((4,), 2.0)
+    with torch.inference_mode():
+        live(chunk).release()
+    assert not host.is_inference()
+    host.square().sum().backward()
+    assert torch.equal(host.grad, torch.full((4,), 4.0))
+
+
+def test_data_pointed_elsewhere_between_forward_and_backward_is_refused() -> None:
+    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        loss = mean_square(model, batch, index)
+        weight = model.blocks[0].up.weight
+        weight.data = weight.data * 2
+        return loss
+
+    torch.manual_seed(0)
+    with applied.applied(Net(), PLANS["kept"]) as state:
+        loss = state.step(step, state.model, applied.batches()[0], 0)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight"):
+            loss.backward()
+        state.runtime.reset()
+
+
+@pytest.mark.parametrize("data", [torch.zeros(4).double(), torch.zeros(5), torch.zeros(4).bfloat16()])
+def test_another_dtype_or_shape_is_refused(data: Tensor) -> None:
+    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
+    chunk.slots[0].host.data = data
+    with pytest.raises(RuntimeError, match=r"'p0' has become .* the plan placed it as torch.float32\[4\]"):
+        chunk.fetch()
+
+
+def test_every_parameter_has_a_host_storage_of_its_own(tmp_path: Path) -> None:
+    small, large = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(500, 500))
+    chunk_of(small, large)
+    written = io.BytesIO()
+    torch.save(small, written)
+    assert written.tell() < 5000
+    written.seek(0)
+    assert torch.equal(torch.load(written), small)
+    safetensors.torch.save_file({"small": small, "large": large}, tmp_path / "both.safetensors")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "both.safetensors")["large"], large)
+    assert small.untyped_storage().nbytes() == small.nbytes
+
+
+def test_a_twin_changed_by_the_forward_is_written_back_once() -> None:
+    chunk, device = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)))
+    first, second = live(chunk).slots
+    chunk.write_back()
+    assert device.counters.downloaded_bytes == 0
+    with torch.no_grad():
+        first.twin.mul_(3)
+    chunk.write_back()
+    chunk.write_back()
+    assert device.counters.downloaded_bytes == first.host.nbytes
+    assert torch.equal(first.host, torch.full((4,), 3.0))
+    assert torch.equal(second.host, torch.ones(4))
+    chunk.release()
+    assert torch.equal(live(chunk).slots[0].twin, torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
+def test_nothing_reads_released_memory(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    applied.poison_released_memory(monkeypatch)
+    assert_parity(Net, make)
+
+
+def test_the_poison_finds_a_chunk_that_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: memory is not freed, and backward believes it still holds the weights."""
+    applied.poison_released_memory(monkeypatch)
+    monkeypatch.setattr(CPUDevice, "resize", lambda device, storage, nbytes: None)
+    monkeypatch.setattr("lightning_protrain.runtime.executor.Executor.before_backward", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"grad"):
+        assert_parity(lambda: Net([Block() for _ in range(3)]), PLANS["kept"])
+
+
+def test_a_site_keeps_what_the_user_has_put_there() -> None:
+    module = nn.Linear(2, 2)
+    mine, twin, other = module.weight, nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
+    site = Site(module, "weight")
+    site.exchange(mine, twin)
+    assert module.weight is twin
+    module.weight = other
+    site.exchange(twin, mine)
+    assert module.weight is other
+
+
+def test_a_class_with_its_own_setattr_is_told() -> None:
+    lstm = nn.LSTM(2, 2)
+    mine, twin = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
+    Site(lstm, "weight_ih_l0").exchange(mine, twin)
+    assert lstm._flat_weights[0] is twin
+    Site(lstm, "weight_ih_l0").exchange(twin, mine)
+    assert lstm._flat_weights[0] is mine
+
+
+def test_detached_chunks_are_host_parameters_again() -> None:
+    host = nn.Parameter(torch.randn(4))
+    values = host.detach().clone()
+    chunk, device = chunk_of(host)
+    live(chunk).detach()
+    assert chunk.state is ChunkState.HOST
+    assert device.counters.live_bytes == 0
+    assert torch.equal(host, values)
+    assert not host._backward_hooks

@@ -1,0 +1,296 @@
+"""Gradients land as autograd would have summed them, and the device holds one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime.gradients import Landing
+from tests.plans import place
+from tests.runtime.applied import (
+    PLANS,
+    WIDTH,
+    Applied,
+    Block,
+    Net,
+    applied,
+    assert_parity,
+    batches,
+    differences,
+    mean_square,
+    train,
+)
+from tests.runtime.test_chunk import chunk_of, live
+
+each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
+
+
+class Words(Net):
+    """An embedding with sparse gradients; its weight may also be the head's, as a function or not at all."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, WIDTH, sparse=sparse)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + self.table(torch.tensor([0, 1, 1, 4])))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@each_plan
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation(make: Any, accumulate: int, set_to_none: bool) -> None:
+    class Zeroing(torch.optim.AdamW):
+        def zero_grad(self, set_to_none: bool = set_to_none) -> None:
+            super().zero_grad(set_to_none)
+
+    assert_parity(Net, make, accumulate=accumulate, optimizer=lambda model: Zeroing(model.parameters()))
+
+
+@each_plan
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_sparse_gradients(make: Any, accumulate: int) -> None:
+    assert_parity(Words, make, accumulate=accumulate, optimizer=sgd)
+
+
+@pytest.mark.parametrize("first_sparse", [True, False])
+def test_sparse_and_dense_gradients_of_one_weight(first_sparse: bool) -> None:
+    """A micro-batch may look words up (sparse) or go through all of them (dense)."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, WIDTH))
+
+        def forward(self, hidden: Tensor, sparse: bool) -> Tensor:
+            if sparse:
+                words = torch.tensor([0, 1, 1, 4])
+                return hidden + nn.functional.embedding(words, self.weight, sparse=True)
+            return hidden + (hidden @ self.weight.t()) @ self.weight
+
+    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        sparse = (index % 2 == 0) is first_sparse
+        hidden = model.inp(batch)
+        for block in model.blocks:
+            hidden = block(hidden, sparse)
+        return model.head(hidden).square().mean()
+
+    assert_parity(lambda: Net([Both() for _ in range(3)]), PLANS["kept"], step, accumulate=2, optimizer=sgd)
+
+
+def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> list[int]:
+    """Counts, whenever a gradient lands, how many twins have one."""
+    seen: list[int] = []
+    land = Landing._land
+
+    def counted(landing: Landing, slot: Any) -> None:
+        seen.append(sum(other.twin.grad is not None for chunk in state.chunks for other in chunk.slots))
+        land(landing, slot)
+        assert slot.twin.grad is None
+
+    monkeypatch.setattr(Landing, "_land", counted)
+    return seen
+
+
+@each_plan
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_device_holds_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, make: Any, accumulate: int) -> None:
+    with applied(Net(), make) as state:
+        seen = one_gradient_at_a_time(monkeypatch, state)
+        train(state.model, mean_square, state, accumulate=accumulate)
+        offloaded = sum(len(chunk.slots) for chunk in state.chunks)
+        assert seen == [1] * 4 * offloaded
+
+
+def test_downloads_are_counted_to_the_byte() -> None:
+    with applied(Net()) as state:
+        nbytes = sum(parameter.nbytes for parameter in state.model.parameters())
+        state.step(mean_square, state.model, batches()[0], 0).backward()
+        assert state.device.counters.downloaded_bytes == nbytes
+        state.step(mean_square, state.model, batches()[0], 0).backward()
+        assert state.device.counters.downloaded_bytes == 2 * nbytes
+
+
+def test_gradients_lie_on_the_host_like_their_parameters() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    chunk, device = chunk_of(parameter)
+    landing = Landing([chunk], device, lambda: None)
+    live(chunk).slots[0].twin.square().sum().backward()
+    landing.finish()
+    assert parameter.grad.stride() == parameter.stride()
+    assert torch.equal(parameter.grad, 2 * parameter)
+    assert chunk.slots[0].twin.grad is None
+
+
+def test_memory_of_gradients_is_used_again() -> None:
+    with applied(Net()) as state:
+        train(state.model, mean_square, state, num_steps=2)
+        before = state.device.host.allocated_bytes
+        train(state.model, mean_square, state, num_steps=6)
+        assert state.device.host.allocated_bytes == before
+
+
+def test_a_gradient_that_somebody_holds_is_not_written_over() -> None:
+    with applied(Net()) as state:
+        held = []
+        for batch in batches(3):
+            state.step(mean_square, state.model, batch, 0).backward()
+            gradient = state.model.blocks[0].up.weight.grad
+            held.append((gradient, gradient.clone()))
+            state.model.zero_grad()
+        assert all(torch.equal(gradient, copy) for gradient, copy in held)
+        assert not torch.equal(held[0][0], held[1][0])
+
+
+# --- weights used outside their blocks ------------------------------------------------------------------------------
+
+
+def penalty_after(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    return mean_square(model, batch, index) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalty_before(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    penalty = 0.1 * sum(p.square().sum() for p in model.parameters())
+    return penalty + mean_square(model, batch, index)
+
+
+def two_penalties_after(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    loss = mean_square(model, batch, index)
+    return loss + sum(0.1 * (p * p).sum() + 0.3 * p.abs().sum() for p in model.parameters())
+
+
+def two_penalties_before(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    penalty = sum(0.1 * (p * p).sum() + 0.3 * p.abs().sum() for p in model.parameters())
+    return penalty + mean_square(model, batch, index)
+
+
+def penalties_around(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    before = sum(0.1 * p.square().sum() for p in model.parameters())
+    return before + penalty_after(model, batch, index)
+
+
+def penalty_alone(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    return sum((p * p).sum() for p in model.parameters())
+
+
+def functional_after(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    return nn.functional.linear(model(batch).expand(-1, WIDTH), model.blocks[0].up.weight).square().mean()
+
+
+def functional_before(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    return model(nn.functional.linear(batch, model.blocks[0].up.weight)[:, :WIDTH]).square().mean()
+
+
+def penalty_of_a_reused_block(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    hidden = model.blocks[0](model.blocks[0](model.inp(batch)))
+    return model.head(hidden).square().mean() + 0.1 * model.blocks[0].up.weight.square().sum()
+
+
+DIRECT = [
+    penalty_after,
+    penalty_before,
+    two_penalties_after,
+    two_penalties_before,
+    penalties_around,
+    penalty_alone,
+    functional_after,
+    functional_before,
+    penalty_of_a_reused_block,
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("plan", ["kept", "checkpointed", "small chunks"])
+@pytest.mark.parametrize("step", DIRECT, ids=lambda step: step.__name__)
+def test_a_weight_used_outside_its_block_is_exact_or_refused(
+    step: Callable[..., Tensor], plan: str, accumulate: int
+) -> None:
+    try:
+        assert_parity(Net, PLANS[plan], step, accumulate=accumulate)
+    except RuntimeError as error:
+        assert "used outside its own block" in str(error)
+        assert step not in (penalty_after, penalty_alone, functional_after)
+
+
+def test_a_penalty_over_all_parameters_is_exact() -> None:
+    assert_parity(Net, PLANS["kept"], penalty_after, accumulate=2)
+
+
+def test_the_refusal_names_the_weight_and_the_remedy() -> None:
+    with applied(Net()) as state:
+        state.step(penalty_before, state.model, batches()[0], 0).backward()
+        with pytest.raises(RuntimeError, match=r"'head\.\w+' is used outside its own block .*num_persistent_chunks"):
+            state.step(penalty_before, state.model, batches()[1], 1).backward()
+        state.runtime.reset()
+
+
+def test_a_resident_weight_may_be_used_anywhere() -> None:
+    make = lambda model: place(model, resident=lambda index: True)  # noqa: E731
+    for step in DIRECT:
+        torch.manual_seed(0)
+        expected = train(Net(), step, accumulate=2)
+        torch.manual_seed(0)
+        with applied(Net(), make) as state:
+            assert differences(expected, train(state.model, step, state, accumulate=2)) == [], step.__name__
+
+
+@each_plan
+def test_a_frozen_weight_takes_no_gradient(make: Any) -> None:
+    def build() -> nn.Module:
+        model = Net()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    state = assert_parity(build, make)
+    assert all(parameter.grad is None for parameter in state.model.blocks[1].parameters())
+
+
+def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
+    with applied(Net()) as state:
+        loss = state.step(mean_square, state.model, batches()[0], 0)
+        state.model.blocks[1].requires_grad_(False)
+        loss.backward()
+        assert all(parameter.grad is None for parameter in state.model.blocks[1].parameters())
+        assert all(parameter.grad is not None for parameter in state.model.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("limit", [0, 1, 100, 1 << 30])
+def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """With copies that end late, sums are made in the order of landing, and never too many wait."""
+
+    class Late(CPUDevice):
+        def download(self, source: Tensor, target: Tensor) -> Any:
+            late = source.clone()
+            return lambda: target.copy_(late)
+
+        def land(self, fence: Any) -> None:
+            fence()
+
+    device = Late(torch.device("cpu"))
+    parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
+    chunk, _ = chunk_of(*parameters)
+    landing = Landing([chunk], device, lambda: None, pending_bytes=limit)
+    slots = live(chunk).slots
+    for factor in (1.0, 2.0, 3.0):
+        sum((factor * slot.twin).sum() for slot in slots).backward()
+        assert sum(item.part.nbytes for item in landing._sums) <= limit
+        landing.finish()
+        assert landing._sums == []
+    assert all(torch.equal(parameter.grad, torch.full((5,), 6.0)) for parameter in parameters)
+
+
+def test_blocks_of_one_shape_share_nothing() -> None:
+    """Gradients of equal size land in memory of their own."""
+    with applied(Net([Block() for _ in range(6)])) as state:
+        state.step(mean_square, state.model, batches()[0], 0).backward()
+        addresses = [parameter.grad.data_ptr() for parameter in state.model.parameters()]
+        assert len(set(addresses)) == len(addresses)

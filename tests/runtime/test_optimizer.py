@@ -1,0 +1,315 @@
+"""The optimizer step is the user's own: its state is measured without touching it, its groups come back as they were."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.optimizer import (
+    ASSUMED_STATE_BYTES,
+    check_one_device,
+    fused_host_step,
+    move_state_beside_parameters,
+    state_bytes_per_element,
+)
+
+SHAPE = (32, 32)
+Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def optimizers() -> dict[str, Maker]:
+    """Every class of torch.optim that this version has, with the options that change its state."""
+    found: dict[str, Maker] = {}
+    for name in torch.optim.__all__ if hasattr(torch.optim, "__all__") else dir(torch.optim):
+        kind = getattr(torch.optim, name)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            found[name] = lambda parameters, kind=kind: kind(parameters, lr=0.01)
+    for name, kind, options in [
+        ("SGD with momentum", torch.optim.SGD, {"momentum": 0.9}),
+        ("Adam with amsgrad", torch.optim.Adam, {"amsgrad": True}),
+        ("AdamW with foreach", torch.optim.AdamW, {"foreach": True}),
+        ("AdamW fused", torch.optim.AdamW, {"fused": True}),
+        ("RMSprop centered", torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+        ("SGD differentiable", torch.optim.SGD, {"momentum": 0.9, "differentiable": True}),
+        ("Adam with a tensor as rate", torch.optim.Adam, {"lr": torch.tensor(0.01)}),
+    ]:
+        found[name] = lambda parameters, kind=kind, options=options: kind(parameters, **{"lr": 0.01, **options})
+    return found
+
+
+OPTIMIZERS = optimizers()
+MEASURED = sorted(set(OPTIMIZERS) - {"LBFGS"})
+
+
+def with_gradient(sparse: bool = False) -> nn.Parameter:
+    parameter = nn.Parameter(torch.randn(SHAPE))
+    parameter.grad = torch.randn(SHAPE).to_sparse() if sparse else torch.randn(SHAPE)
+    return parameter
+
+
+def kept_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    state = optimizer.state[parameter].values()
+    return sum(value.nbytes for value in state if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def test_every_class_of_pytorch_is_covered() -> None:
+    expected = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"}
+    assert expected | {"Rprop", "SGD", "LBFGS", "SparseAdam"} <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_measured_state_is_that_of_a_real_step(name: str) -> None:
+    parameter = with_gradient(sparse=name == "SparseAdam")
+    optimizer = OPTIMIZERS[name]([parameter])
+    measured = state_bytes_per_element([optimizer])
+    optimizer.step()
+    assert measured * parameter.numel() == kept_bytes(optimizer, parameter)
+    assert state_bytes_per_element([optimizer]) == measured
+
+
+def test_lbfgs_keeps_no_more_than_is_said() -> None:
+    parameter = with_gradient()
+    optimizer = torch.optim.LBFGS([parameter], history_size=3, max_iter=12)
+    target = torch.randn(SHAPE)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter - target).pow(4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    tensors: list[Tensor] = []
+    for value in optimizer.state[parameter].values():
+        tensors += [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor)]
+    kept = sum(tensor.nbytes for tensor in tensors if tensor.numel() == parameter.numel())
+    assert kept > 4 * parameter.nbytes
+    assert kept <= state_bytes_per_element([optimizer]) * parameter.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_dtype_counts(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+    assert state_bytes_per_element([torch.optim.Adam([parameter])]) == 2 * dtype.itemsize
+
+
+def test_groups_and_optimizers_are_averaged_by_elements() -> None:
+    small, large = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(30))
+    both = torch.optim.SGD([{"params": [small], "momentum": 0.9}, {"params": [large]}], lr=0.1)
+    assert state_bytes_per_element([both]) == 4 * 10 / 40
+    assert state_bytes_per_element([both, torch.optim.Adam([large])]) == (4 * 10 + 8 * 30) / 70
+    assert state_bytes_per_element([]) == 0.0
+
+
+def test_an_optimizer_of_somebody_else_is_assumed() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("not to be tried")
+
+    assert state_bytes_per_element([Own([nn.Parameter(torch.zeros(3))])]) == ASSUMED_STATE_BYTES
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("stepped", [True, False])
+def test_measuring_touches_nothing(name: str, stepped: bool) -> None:
+    parameter = with_gradient(sparse=name == "SparseAdam")
+    calls: list[str] = []
+    optimizer = OPTIMIZERS[name]([parameter])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    if stepped:
+        optimizer.step()
+        calls.clear()
+    weights, groups = parameter.detach().clone(), [dict(group) for group in optimizer.param_groups]
+    state = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in optimizer.state[parameter].items()
+    }
+    held = dict(vars(optimizer))
+    generator = torch.get_rng_state()
+    state_bytes_per_element([optimizer])
+    assert calls == []
+    assert torch.equal(parameter, weights)
+    assert optimizer.param_groups == groups
+    assert vars(optimizer).keys() == held.keys()
+    assert all(vars(optimizer)[key] is value for key, value in held.items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert list(optimizer.state[parameter]) == list(state)
+    for key, value in state.items():
+        now = optimizer.state[parameter][key]
+        assert torch.equal(now, value) if isinstance(value, Tensor) else now == value
+
+
+def test_measuring_calls_no_hook_on_all_optimizers() -> None:
+    calls: list[str] = []
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
+    try:
+        state_bytes_per_element([torch.optim.AdamW([with_gradient()])])
+    finally:
+        handle.remove()
+    assert calls == []
+
+
+# --- the step itself ------------------------------------------------------------------------------------------------
+
+FUSIBLE = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
+
+
+class Watched:
+    """Records the groups that a step sees."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen: list[list[dict[str, Any]]] = []
+        optimizer.register_step_pre_hook(lambda opt, *_: self.seen.append([dict(group) for group in opt.param_groups]))
+
+
+@pytest.mark.parametrize("kind", FUSIBLE)
+def test_on_the_cpu_nothing_changes(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([with_gradient()], lr=0.01)
+    groups = optimizer.param_groups
+    with fused_host_step(optimizer, "cpu"):
+        assert optimizer.param_groups is groups
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("kind", FUSIBLE)
+def test_beside_a_gpu_the_host_part_is_fused(kind: type[torch.optim.Optimizer]) -> None:
+    one, other = with_gradient(), with_gradient()
+    optimizer = kind([{"params": [one]}, {"params": [other], "lr": 0.5, "fused": False}], lr=0.01)
+    groups, watched = optimizer.param_groups, Watched(optimizer)
+    before = one.detach().clone()
+    with fused_host_step(optimizer, "cuda"):
+        optimizer.step()
+    (seen,) = watched.seen
+    assert [(group["fused"], group["lr"], group["params"]) for group in seen] == [
+        (True, 0.01, [one]),
+        (False, 0.5, [other]),
+    ]
+    assert optimizer.param_groups is groups
+    assert groups[0]["fused"] is None
+    assert not torch.equal(one, before)
+
+
+@pytest.mark.parametrize("kind", FUSIBLE)
+def test_the_fused_step_does_the_same(kind: type[torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    results = []
+    for device_type in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        parameter = with_gradient()
+        optimizer = kind([parameter], lr=0.01)
+        for _ in range(3):
+            with fused_host_step(optimizer, device_type):
+                optimizer.step()
+        results.append((parameter, optimizer.state_dict()))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert results[0][1]["param_groups"] == results[1][1]["param_groups"]
+    assert results[0][1]["state"].keys() == results[1][1]["state"].keys()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": False}, {"fused": True}, {"differentiable": True}])
+def test_a_choice_of_the_user_stays(options: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW([with_gradient()], **options)
+    before = [dict(group) for group in optimizer.param_groups]
+    with fused_host_step(optimizer, "cuda"):
+        assert [dict(group) for group in optimizer.param_groups] == before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adafactor])
+def test_an_optimizer_without_a_fused_kernel_stays(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([with_gradient()])
+    with fused_host_step(optimizer, "cuda"):
+        optimizer.step()
+        assert not any(group.get("fused") for group in optimizer.param_groups)
+
+
+def test_complex_parameters_are_not_fused() -> None:
+    parameter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    parameter.grad = torch.randn(4, dtype=torch.complex64)
+    optimizer = torch.optim.Adam([parameter])
+    with fused_host_step(optimizer, "cuda"):
+        optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_are_stepped_beside_a_gpu(kind: type[torch.optim.Optimizer]) -> None:
+    """The fused kernels take no sparse gradients, and which gradients come is known only after the closure."""
+    results = []
+    for device_type in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 4, sparse=True)
+        optimizer = kind(table.parameters(), lr=0.1)
+
+        def closure(table: nn.Embedding = table) -> Tensor:
+            loss = table(torch.tensor([1, 1, 3])).square().sum()
+            loss.backward()
+            return loss
+
+        with fused_host_step(optimizer, device_type):
+            optimizer.step(closure)
+        results.append(table.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_groups_come_back_after_an_exception() -> None:
+    optimizer = torch.optim.AdamW([with_gradient()])
+    groups = optimizer.param_groups
+    with pytest.raises(KeyError), fused_host_step(optimizer, "cuda"):
+        raise KeyError
+    assert optimizer.param_groups is groups
+    assert groups[0]["fused"] is None
+
+
+def test_step_hooks_fire_once() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.AdamW([{"params": [with_gradient()]}, {"params": [with_gradient()]}])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    with fused_host_step(optimizer, "cuda"):
+        optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_a_rate_set_inside_the_closure_stays() -> None:
+    """`training_step` and `on_before_optimizer_step` run inside of `optimizer.step(closure)`."""
+    parameter = with_gradient()
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+
+    def closure() -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        return torch.zeros(())
+
+    with fused_host_step(optimizer, "cuda"):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_state_goes_where_its_parameter_is() -> None:
+    """The device here is `meta`, which stands for any other than the CPU."""
+    host, away = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.Adam([host, away])
+    for parameter in (host, away):
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "name": "text"}
+    optimizer.state["global"] = defaultdict(int)
+    move_state_beside_parameters([optimizer])
+    assert optimizer.state[host]["exp_avg"].device.type == "cpu"
+    assert optimizer.state[away]["exp_avg"].device.type == "meta"
+    assert optimizer.state[away]["step"].device.type == "cpu"
+    assert torch.equal(optimizer.state[host]["exp_avg"], torch.ones(3))
+
+
+def test_lbfgs_on_two_devices_is_refused() -> None:
+    host, away = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="meta"))
+    check_one_device([torch.optim.LBFGS([host]), torch.optim.Adam([host, away])])
+    with pytest.raises(ValueError, match="LBFGS works on all parameters as one vector"):
+        check_one_device([torch.optim.LBFGS([host, away])])

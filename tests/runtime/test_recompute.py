@@ -1,0 +1,149 @@
+"""Checkpointed blocks repeat their forward bit for bit, and what cannot be repeated is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
+from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
+
+
+def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:
+    """Runs a function through `checkpoint` and says when it ran."""
+    calls: list[str] = []
+
+    def function(value: Tensor, *, scale: Tensor, name: str) -> Tensor:
+        calls.append(name)
+        return torch.tanh(value * scale)
+
+    return checkpoint(function, (tensor,), {"scale": torch.tensor(2.0), "name": "block"}, nn.Module()), calls
+
+
+def test_a_function_runs_again_in_backward_with_the_same_arguments() -> None:
+    value = torch.randn(3, requires_grad=True)
+    output, calls = forget(value)
+    assert calls == ["block"]
+    output.sum().backward()
+    assert calls == ["block", "block"]
+    other = value.detach().clone().requires_grad_()
+    torch.tanh(other * 2).sum().backward()
+    assert torch.equal(value.grad, other.grad)
+
+
+@pytest.mark.parametrize("reserved", ["use_reentrant", "context_fn", "debug", "preserve_rng_state"])
+def test_arguments_of_any_name_reach_the_function(reserved: str) -> None:
+    value = torch.randn(3, requires_grad=True)
+    output = checkpoint(lambda value, **named: value * named[reserved], (value,), {reserved: 3}, nn.Module())
+    output.sum().backward()
+    assert torch.equal(value.grad, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_input_changed_before_the_recomputation_raises(named: bool) -> None:
+    weight = torch.randn(3, requires_grad=True)
+    value = torch.randn(3)
+    arguments: Any = ((), {"value": value}) if named else ((value,), {})
+    output = checkpoint(lambda value: (value * weight).tanh(), *arguments, nn.Module())
+    value.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+class Dropping(Block):
+    """Draws random numbers."""
+
+    def forward(self, hidden: Tensor, *, rate: float = 0.3) -> Tensor:
+        return super().forward(nn.functional.dropout(hidden, rate)) * torch.rand(WIDTH)
+
+
+class Counting(nn.Module):
+    """Has buffers that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.block(hidden)) * 2
+
+
+class Spectral(Block):
+    """Has buffers that every forward first reads and then changes: one iteration towards a singular vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+
+
+@pytest.mark.parametrize("plan", ["checkpointed", "alternating", "offload"])
+@pytest.mark.parametrize("block", [Dropping, Counting, Spectral])
+def test_parity(block: type[nn.Module], plan: str) -> None:
+    assert_parity(lambda: Net([block() for _ in range(3)]), PLANS[plan])
+
+
+def test_random_numbers_after_the_step_are_those_of_a_plain_one() -> None:
+    drawn = []
+    for make in (None, PLANS["checkpointed"]):
+        torch.manual_seed(0)
+        model = Net([Dropping() for _ in range(3)])
+        if make is None:
+            mean_square(model, batches()[0], 0).backward()
+        else:
+            with applied(model, make) as state:
+                state.step(mean_square, model, batches()[0], 0).backward()
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)
+
+
+def test_every_checkpointed_block_runs_twice_and_no_other() -> None:
+    calls: list[int] = []
+    model = Net()
+    with applied(model, PLANS["alternating"]) as state:
+        for index, block in enumerate(model.blocks):
+            block.norm.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        loss = state.step(mean_square, model, batches()[0], 0)
+        assert calls == [0, 1, 2, 3]
+        loss.backward()
+        assert calls == [0, 1, 2, 3, 3, 1]
+
+
+def test_activations_are_not_kept() -> None:
+    """What autograd saves for a checkpointed block is its input alone."""
+
+    def saved_bytes(plan: str) -> int:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = Net()
+        with applied(model, PLANS[plan]) as state, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            state.step(mean_square, model, batches()[0], 0).backward()
+        return sum(saved.values())
+
+    assert saved_bytes("checkpointed") < saved_bytes("kept") / 2
+
+
+def test_two_kinds_of_checkpointing_at_once_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    refuse_own_checkpointing(model)
+    model[0].gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"'0', but the plan decides .*gradient_checkpointing_disable"):
+        refuse_own_checkpointing(model)
+
+
+def test_caches_are_switched_off_once_each() -> None:
+    on, off = SimpleNamespace(use_cache=True), SimpleNamespace(use_cache=False)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].config = model[1].config = on
+    model[2].config = off
+    assert stop_caching(model) == [on]
+    assert on.use_cache is False
+    assert stop_caching(model) == []
