@@ -316,7 +316,8 @@ class ProTrainStrategy(ParallelStrategy):
         refuse_meta(model)
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
-        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info)
+        manual = not model.automatic_optimization
+        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, manual)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,11 @@
-"""From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model."""
+"""From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model.
+
+[Note: Manual optimization]
+A root that has weights is entered for the whole of a step, since a step may use them anywhere. Under manual
+optimization a step also runs backward, clips gradients, calls `zero_grad` and steps, so it must see the host
+parameters. There the root's weights are handed to its outermost callable children, each a unit of its own, and the
+step itself is none.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,12 @@ T = TypeVar("T")
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, layout: ModelLayout, device: Device, say: Callable[[str], None]
+    model: nn.Module,
+    plan: Plan,
+    layout: ModelLayout,
+    device: Device,
+    say: Callable[[str], None],
+    manual: bool = False,
 ) -> Runtime:
     """Places the model as the plan says; no name, module or parameter object changes.
 
@@ -30,6 +42,7 @@ def apply_plan(
         layout: What the model is made of.
         device: Where it trains.
         say: Takes sentences that the user should read once.
+        manual: Whether backward runs inside of steps, see [Note: Manual optimization].
 
     Returns:
         The handle that runs steps and takes everything off again.
@@ -43,10 +56,12 @@ def apply_plan(
     _move_resident(model, plan, parameters, device)
     chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
     units = _make_units(model, plan, layout, offloaded, chunks)
+    if manual:
+        units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     executor = Executor(chunks, units, Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers), device, say)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch) for unit in units if _has_forward(unit.module)]
-    return Runtime(plan, device, chunks, executor, interceptions, watch)
+    return Runtime(plan, device, chunks, executor, interceptions, watch, manual)
 
 
 class Runtime:
@@ -64,8 +79,10 @@ class Runtime:
         executor: Executor,
         interceptions: list[Interception],
         watch: ViewWatch,
+        manual: bool,
     ) -> None:
         self.plan = plan
+        self._manual = manual
         self._device = device
         self._chunks = chunks
         self._executor = executor
@@ -86,7 +103,8 @@ class Runtime:
         """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout."""
         if not self._interceptions and not self._chunks:
             return function(*args, **kwargs)
-        executor, root = self._executor, self._executor.root
+        executor = self._executor
+        root = None if training and self._manual else executor.root
         with executor.scope(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
@@ -184,6 +202,25 @@ def _make_units(
         if needed or policy is not BlockPolicy.KEEP:
             reads = type(module).forward is not nn.Embedding.forward
             units.append(Unit(info.name, module, needed, tuple(sites.get(info.name, ())), policy, reads))
+    return units
+
+
+def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:
+    """The root as several units, one for each outermost callable child; what is registered outside of them stays."""
+    paths = {id(module): path for path, module in root.module.named_modules()}
+    groups: dict[str, list[tuple[Site, Slot]]] = {}
+    for site, slot in root.sites:
+        parts = paths[id(site.module)].split(".")
+        prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        owner = next((path for path in prefixes if path and _has_forward(root.module.get_submodule(path))), "")
+        groups.setdefault(owner, []).append((site, slot))
+    units = []
+    for path, sites in groups.items():
+        used = {slot for _, slot in sites}
+        needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].slots))
+        module = root.module.get_submodule(path)
+        reads = type(module).forward is not nn.Embedding.forward
+        units.append(Unit(path, module, needed, tuple(sites), root.policy, reads))
     return units
 
 

@@ -107,7 +107,7 @@ class Landing:
         self._landed.add(slot)
         if grad.is_sparse:
             grad = grad.to(slot.host.device)
-            slot.host.grad = grad if slot.host.grad is None else slot.host.grad + grad
+            slot.host.grad = grad if slot.host.grad is None else slot.host.grad.add_(grad)
         elif slot.host.grad is None:
             slot.host.grad = self._device.host.empty_like(grad)
             self._fences.append(self._device.download(grad, slot.host.grad))
@@ -129,7 +129,7 @@ class Landing:
             if item.slot.host.grad is None:
                 item.slot.host.grad = item.part
             elif item.slot.host.grad.is_sparse:
-                item.slot.host.grad = item.slot.host.grad + item.part
+                item.slot.host.grad = item.part + item.slot.host.grad
             else:
                 item.slot.host.grad.add_(item.part)
 
@@ -138,11 +138,9 @@ class Landing:
         self._begin()
         if slot in self._onto_older:
             raise _refusal(slot, "a gradient of an earlier micro-batch was added to first")
-        if slot in self._landed and self.uses.get(slot, 0) > 1:
-            raise _refusal(slot, "it is also used by several calls of its block")
         if slot in self._landed:
-            self._finish_copies()
-        elif slot not in self._aside:
+            raise _refusal(slot, "that use comes before its block's forward (one that comes after it is summed exactly)")
+        if slot not in self._aside:
             self._aside[slot] = slot.host.grad
             slot.host.grad = None
 

@@ -126,4 +126,4 @@ def _any_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _like(value: Any, probe: Tensor) -> Any:
-    return torch.zeros_like(probe) if isinstance(value, Tensor) and value.dim() > 0 else copy.copy(value)
+    return torch.zeros_like(probe) if isinstance(value, Tensor) and value.dim() > 0 else copy.deepcopy(value)
