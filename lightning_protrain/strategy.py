@@ -374,8 +374,8 @@ class ProTrainStrategy(ParallelStrategy):
             runtime.settle()
             return result
 
-        with fused_host_step(optimizer, self.root_device.type):
-            result = super().optimizer_step(optimizer, settled, model, **kwargs)
+        with fused_host_step(optimizer, settled, self.root_device.type) as final:
+            result = super().optimizer_step(optimizer, final, model, **kwargs)
         runtime.refresh()
         return result
 

@@ -48,9 +48,10 @@ def apply_plan(
         The handle that runs steps and takes everything off again.
 
     Raises:
-        ValueError: A parameter has no data yet (meta device).
+        ValueError: A parameter has no data yet (meta device), or a plan is applied already.
     """
     refuse_meta(model)
+    _refuse_applied(model)
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
@@ -164,6 +165,12 @@ def refuse_meta(model: nn.Module) -> None:
                 f"{fqn!r} is on the meta device: it has no values to train. Load or initialise the weights in "
                 "`configure_model` before fit."
             )
+
+
+def _refuse_applied(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Interception):
+            raise ValueError(f"A plan is applied to {name!r} already. Remove it first (end the fit that applied it).")
 
 
 def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:

@@ -53,7 +53,6 @@ class Landing:
         self._sums: list[_Sum] = []
         self._fences: list[object] = []
         self._landed: set[Slot] = set()
-        self._onto_older: set[Slot] = set()
         self._aside: dict[Slot, Tensor | None] = {}
         self.uses: dict[Slot, int] = {}
         for chunk in chunks:
@@ -80,7 +79,6 @@ class Landing:
         self._sums.clear()
         self._fences.clear()
         self._landed.clear()
-        self._onto_older.clear()
         self._aside.clear()
 
     def _attach(self, slot: Slot) -> None:
@@ -112,8 +110,6 @@ class Landing:
             slot.host.grad = self._device.host.empty_like(grad)
             self._fences.append(self._device.download(grad, slot.host.grad))
         else:
-            if slot not in self._aside:
-                self._onto_older.add(slot)
             part = self._device.host.empty_like(grad)
             self._sums.append(_Sum(self._device.download(grad, part), slot, part))
             self._add(self._pending_bytes if self._sums[-1].fence is not None else 0)
@@ -136,10 +132,8 @@ class Landing:
     def _use_directly(self, slot: Slot) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
         self._begin()
-        if slot in self._onto_older:
-            raise _refusal(slot, "a gradient of an earlier micro-batch was added to first")
         if slot in self._landed:
-            raise _refusal(slot, "that use comes before its block's forward (one that comes after it is summed exactly)")
+            raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
         if slot not in self._aside:
             self._aside[slot] = slot.host.grad
             slot.host.grad = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,17 +68,23 @@ def check_one_device(optimizers: Iterable[Optimizer]) -> None:
 
 
 @contextmanager
-def fused_host_step(optimizer: Optimizer, device_type: str) -> Iterator[None]:
-    """Within it, `optimizer.step()` uses PyTorch's fused kernel for host parameters, see [Note: Host step].
+def fused_host_step(optimizer: Optimizer, closure: Callable[[], Any], device_type: str) -> Iterator[Callable[[], Any]]:
+    """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
-    Nothing changes where the accelerator is the CPU itself, where the user chose an implementation, or where the
-    optimizer has no fused one.
+    The groups are split when the closure has run: only then the gradients are known, and what it changes in the groups
+    (a learning rate) is the user's. They are put back at the end. Nothing changes where the accelerator is the CPU
+    itself, where the user chose an implementation, or where the optimizer has no fused one. See [Note: Host step].
     """
     groups = optimizer.param_groups
-    split = [part for group in groups for part in _split(group)] if device_type != "cpu" else groups
-    optimizer.param_groups = split
+
+    def then_split() -> Any:
+        result = closure()
+        if device_type != "cpu":
+            optimizer.param_groups = [part for group in groups for part in _split(group)]
+        return result
+
     try:
-        yield
+        yield then_split
     finally:
         optimizer.param_groups = groups
 
@@ -86,7 +92,10 @@ def fused_host_step(optimizer: Optimizer, device_type: str) -> Iterator[None]:
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
     open_choice = "fused" in group and group["fused"] is None and not group.get("foreach")
     host = [parameter for parameter in group["params"] if parameter.device.type == "cpu"]
-    fusible = open_choice and all(parameter.is_floating_point() for parameter in host)
+    fusible = open_choice and all(
+        parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
+        for parameter in host
+    )
     if not host or not fusible or group.get("differentiable"):
         return [group]
     rest = [parameter for parameter in group["params"] if parameter.device.type != "cpu"]

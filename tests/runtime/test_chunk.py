@@ -88,7 +88,9 @@ def test_the_twin_is_like_the_parameter(kind: str) -> None:
         assert slot.twin.scale == 0.5
 
 
-@pytest.mark.parametrize("kind", [kind for kind, make in PARAMETERS.items() if make().requires_grad and kind != "expanded"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, make in PARAMETERS.items() if make().requires_grad and kind != "expanded"]
+)
 def test_every_kind_trains_bitwise(kind: str) -> None:
     class Kind(nn.Module):
         def __init__(self) -> None:

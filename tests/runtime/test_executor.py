@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from lightning_protrain.runtime.executor import Executor
 from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
-    WIDTH,
-    Applied,
     Block,
     Net,
     applied,
@@ -26,264 +23,9 @@ from tests.runtime.applied import (
     poison_released_memory,
     train,
 )
+from tests.runtime.cases import CASES, InPlace, InPlaceNet, Normed, through
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
-
-
-class InPlace(Block):
-    """Changes its input and returns it."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden += torch.sin(self.up(hidden.clone()))[:, :WIDTH]
-        return hidden
-
-
-class InPlaceNet(Net):
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = self.inp(hidden)
-        for block in self.blocks:
-            hidden = block(hidden.clone())
-        return self.head(hidden)
-
-
-class WithAux(Block):
-    """Returns a second value and keeps a third one to itself."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        self.kept = self.up(hidden).square().mean()
-        return super().forward(hidden), self.down(self.up(hidden)).mean()
-
-
-class AuxNet(Net):
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden, aux = self.inp(hidden), torch.zeros(())
-        for block in self.blocks:
-            hidden, value = block(hidden)
-            aux = aux + value + block.kept
-        return self.head(hidden) + aux
-
-
-class Container(nn.Module):
-    """Has parameters of its own around blocks, which it uses before and after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden * self.scale
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden * self.scale
-
-
-class Nested(nn.Module):
-    """The root has parameters of its own, and so has the container inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.rand(WIDTH))
-        self.container = Container()
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.head(self.container(hidden + self.bias) + self.bias)
-
-
-class Passing(Container):
-    """Returns what its last block returns: the call inside and the call around it have one output."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden * self.scale
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
-class NestedPassing(Nested):
-    def __init__(self) -> None:
-        super().__init__()
-        self.container = Passing()
-
-
-class Reentrant(Block):
-    """Checkpoints a part of itself in the way that runs a backward inside the backward."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.up(x)), hidden, use_reentrant=True)
-        return hidden + self.down(inner)
-
-
-class Attention(nn.Module):
-    """A library's composite, which reads its children's weights without calling them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden.unsqueeze(0)).squeeze(0)
-
-
-class Clamped(Block):
-    """Changes its own weight in every forward."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.clamp_(-0.2, 0.2)
-        return super().forward(hidden)
-
-
-class Normed(Net):
-    """An embedding that normalises the rows it is asked for, in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, WIDTH, max_norm=0.5)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden + self.table(torch.tensor([0, 1, 1, 4])))
-
-
-class Parametrised(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.utils.parametrizations.weight_norm(self.up)
-
-
-class Tied(Net):
-    """Block 2 shares a weight with block 0, the head with the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].down.weight = self.blocks[0].down.weight
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out.weight = self.inp.weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = self.inp(hidden)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.out(hidden)
-
-
-def half_frozen() -> nn.Module:
-    model = Net()
-    for module in (model.inp, model.blocks[0], model.blocks[2], model.blocks[3].norm):
-        module.requires_grad_(False)
-    return model
-
-
-def through(*order: int) -> Callable[[nn.Module, Tensor, int], Tensor]:
-    """A step that runs these blocks, in this order."""
-
-    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-        hidden = model.inp(batch)
-        for at in order:
-            hidden = model.blocks[at](hidden)
-        return model.head(hidden).square().mean()
-
-    return step
-
-
-def changing_order(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    return through(*((0, 1, 2, 3), (3, 1, 0, 2), (2, 3), (0, 1, 2, 3))[index % 4])(model, batch, index)
-
-
-def skipping(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    return through(*((0, 3) if index % 2 else (0, 1, 2, 3)))(model, batch, index)
-
-
-def unused(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    """Runs blocks whose outputs take no part in the loss."""
-    hidden = model.inp(batch)
-    for block in model.blocks[:3]:
-        block(hidden)
-        hidden = model.blocks[3](hidden)
-    return model.head(hidden).square().mean()
-
-
-def twice_backward(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    loss = mean_square(model, batch, index)
-    loss.backward(retain_graph=True)
-    return loss
-
-
-def two_losses(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    """A backward inside the step; the second loss comes from blocks that the first has used, too."""
-    hidden = model.blocks[0](model.inp(batch))
-    first = model.blocks[1](hidden).square().mean()
-    first.backward(retain_graph=True)
-    return model.head(model.blocks[2](hidden)).square().mean()
-
-
-def two_forwards(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    return mean_square(model, batch, index) + mean_square(model, batch.flip(0), index)
-
-
-def without_gradients_first(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    with torch.no_grad():
-        target = model(batch.flip(0))
-    return (model(batch) - target).square().mean()
-
-
-def unfreezing(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    model.blocks[1].requires_grad_(index >= 2)
-    model.head.bias.requires_grad_(index < 2)
-    return mean_square(model, batch, index)
-
-
-def scaling(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    """Changes weights right before they are used, when they may have been fetched ahead already."""
-    hidden = model.inp(batch)
-    for block in model.blocks:
-        with torch.no_grad():
-            block.up.weight.mul_(0.9)
-        hidden = block(hidden)
-    return model.head(hidden).square().mean()
-
-
-def changing_outputs(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    hidden = model.inp(batch)
-    for block in model.blocks:
-        hidden = block(hidden.clone())
-        hidden += 1
-    return model.head(hidden).square().mean()
-
-
-def sometimes_none(model: nn.Module, batch: Tensor, index: int) -> Tensor | None:
-    loss = mean_square(model, batch, index)
-    return None if index == 1 else loss
-
-
-Case = tuple[Callable[[], nn.Module], Callable[..., Any], dict[str, Any]]
-CASES: dict[str, Case] = {
-    "plain": (Net, mean_square, {}),
-    "accumulation": (Net, mean_square, {"accumulate": 2}),
-    "frozen": (half_frozen, mean_square, {"accumulate": 2}),
-    "tied": (Tied, mean_square, {}),
-    "nested": (Nested, mean_square, {"accumulate": 2}),
-    "nested, one output": (NestedPassing, mean_square, {}),
-    "reused": (Net, through(0, 1, 1, 3, 1), {}),
-    "skipping": (Net, skipping, {}),
-    "changing order": (Net, changing_order, {"accumulate": 2}),
-    "unused": (Net, unused, {}),
-    "two outputs": (lambda: AuxNet([WithAux() for _ in range(3)]), mean_square, {}),
-    "two backwards": (Net, twice_backward, {}),
-    "two losses": (Net, two_losses, {}),
-    "two forwards": (Net, two_forwards, {}),
-    "no gradients first": (Net, without_gradients_first, {}),
-    "unfreezing": (Net, unfreezing, {}),
-    "weights change in the step": (Net, scaling, {}),
-    "outputs change in place": (Net, changing_outputs, {}),
-    "no loss": (Net, sometimes_none, {"accumulate": 2}),
-    "reentrant": (lambda: Net([Reentrant() for _ in range(3)]), mean_square, {}),
-    "attention": (lambda: Net([Attention() for _ in range(3)]), mean_square, {}),
-    "weights change in forward": (lambda: Net([Clamped() for _ in range(3)]), mean_square, {}),
-    "embedding with max_norm": (Normed, mean_square, {}),
-    "parametrised": (lambda: Net([Parametrised() for _ in range(3)]), mean_square, {}),
-}
 
 
 @each_plan
@@ -378,9 +120,11 @@ def test_an_exception_keeps_the_gradients_of_earlier_micro_batches() -> None:
         with pytest.raises(Broken):
             state.step(step, model, batches()[1], 1).backward()
         state.runtime.reset()
-        lost = [name for name in before if name.startswith("inp.") and not torch.equal(
-            model.get_parameter(name).grad, before[name]
-        )]
+        lost = [
+            name
+            for name in before
+            if name.startswith("inp.") and not torch.equal(model.get_parameter(name).grad, before[name])
+        ]
         assert lost == []
 
 
@@ -473,7 +217,7 @@ def test_the_graph_of_an_older_step_is_refused_after_an_optimizer_step() -> None
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         state.runtime.refresh()
         state.step(mean_square, model, batches()[2], 2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|changed in place"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
             older.backward()
         state.runtime.reset()
 
@@ -540,168 +284,6 @@ def test_what_forward_leaves_is_not_fetched_again() -> None:
             state.step(mean_square, model, batches()[0], index).backward()
         uploads = state.device.counters.uploads - before
         assert uploads == num_chunks + (num_chunks - buffers)
-
-
-@each_plan
-def test_true_weights_are_seen_outside_of_blocks(make: Any) -> None:
-    seen: list[list[str]] = []
-
-    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-        hidden = model.inp(batch)
-        for block in model.blocks:
-            hidden = block(hidden)
-            check()
-        return model.head(hidden).square().mean()
-
-    torch.manual_seed(0)
-    with applied(Net(), make) as state:
-        model = state.model
-        truth = {name: value.clone() for name, value in model.state_dict().items()}
-        objects = dict(model.named_parameters())
-
-        def check(*_: Any) -> None:
-            seen.append(differences(truth, dict(model.state_dict())))
-            assert all(objects[name] is parameter for name, parameter in model.named_parameters())
-
-        for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_: check())
-            block.register_forward_hook(lambda *_: check())
-        loss = state.step(step, model, batches()[0], 0)
-        loss.register_hook(check)
-        model.inp.weight.register_hook(check)
-        check()
-        loss.backward()
-        check()
-        assert len(seen) >= 15
-        assert not any(seen)
-
-
-@each_plan
-def test_true_weights_are_seen_inside_of_blocks(make: Any) -> None:
-    """What the block itself holds is the twin; everything else, and all values, are as ever."""
-    seen: list[list[str]] = []
-    with applied(Net(), make) as state:
-        model = state.model
-        truth = {name: value.clone() for name, value in model.state_dict().items()}
-
-        def look(module: nn.Module, inputs: Any) -> None:
-            seen.append(differences(truth, dict(model.state_dict())))
-
-        model.blocks[2].up.register_forward_pre_hook(look)
-        state.step(mean_square, model, batches()[0], 0).backward()
-        assert seen
-        assert not any(seen)
-
-
-@each_plan
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradient_hooks_of_the_user_fire_once_with_the_right_values(make: Any, accumulate: int) -> None:
-    def run(state: Applied | None, model: nn.Module) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
-        turn = iter(range(1000))
-
-        def on_gradient(gradient: Tensor, name: str = "") -> Tensor:
-            seen[f"{next(turn):03} gradient {name}"] = gradient.clone()
-            return gradient * 2
-
-        def on_accumulated(parameter: Tensor, name: str = "") -> None:
-            assert isinstance(parameter, nn.Parameter)
-            seen[f"{next(turn):03} accumulated {name}"] = parameter.grad.clone()
-
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda gradient, name=name: on_gradient(gradient, name))
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: on_accumulated(p, name))
-        return seen | train(model, mean_square, state, accumulate=accumulate)
-
-    torch.manual_seed(0)
-    expected = run(None, Net())
-    torch.manual_seed(0)
-    with applied(Net(), make) as state:
-        found = run(state, state.model)
-    assert len([name for name in expected if "accumulated" in name]) == 4 * len(list(Net().parameters()))
-    assert differences(expected, found) == []
-
-
-def test_hooks_come_and_go_in_mid_run() -> None:
-    seen: list[int] = []
-    with applied(Net()) as state:
-        model = state.model
-        handle = None
-        for index, batch in enumerate(batches(4)):
-            if index == 1:
-                handle = model.blocks[0].up.weight.register_hook(lambda gradient: seen.append(1))
-            if index == 3:
-                handle.remove()
-            state.step(mean_square, model, batch, index).backward()
-    assert seen == [1, 1]
-
-
-@each_plan
-def test_a_hook_set_between_forward_and_backward_fires(make: Any) -> None:
-    seen: list[Tensor] = []
-    with applied(Net(), make) as state:
-        loss = state.step(mean_square, state.model, batches()[0], 0)
-        state.model.blocks[0].up.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        loss.backward()
-        assert len(seen) == 1
-        assert torch.equal(seen[0], state.model.blocks[0].up.weight.grad)
-
-
-@each_plan
-def test_an_optimizer_inside_backward(make: Any) -> None:
-    """Steps each parameter as soon as its gradient is there, and drops the gradient."""
-
-    def run(state: Applied | None, model: nn.Module) -> dict[str, Tensor]:
-        steppers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
-
-        def step(parameter: Tensor) -> None:
-            steppers[parameter].step()
-            steppers[parameter].zero_grad()
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        return train(model, mean_square, state, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.0))
-
-    torch.manual_seed(0)
-    expected = run(None, Net())
-    torch.manual_seed(0)
-    with applied(Net(), make) as state:
-        assert differences(expected, run(state, state.model)) == []
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("through_data", [True, False])
-def test_a_step_inside_the_step_is_seen_by_the_root(fused: bool, through_data: bool) -> None:
-    """The root's own weights are live all through a step; an optimizer step inside it must reach them."""
-
-    def run(state: Applied | None, model: Nested) -> dict[str, Tensor]:
-        parameters = list(model.parameters())
-        stepper = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
-
-        def step(model: nn.Module, batch: Tensor, index: int) -> None:
-            for part in (batch, batch.flip(0)):
-                mean_square(model, part, index).backward()
-                if through_data:
-                    for parameter in parameters:
-                        parameter.data.sub_(parameter.grad, alpha=0.01)
-                else:
-                    stepper.step()
-                if state is not None:
-                    state.runtime.refresh()
-                stepper.zero_grad()
-
-        for index, batch in enumerate(batches()):
-            if state is None:
-                step(model, batch, index)
-            else:
-                state.step(step, model, batch, index)
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    torch.manual_seed(0)
-    expected = run(None, Nested())
-    torch.manual_seed(0)
-    with applied(Nested()) as state:
-        assert differences(expected, run(state, state.model)) == []
 
 
 def test_a_unit_outside_its_enclosing_names_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,9 @@ def test_outputs_of_any_form(monkeypatch: pytest.MonkeyPatch, form: str, make: A
 
 def test_tensors_are_found_in_depth_and_in_order() -> None:
     a, b, c, d = (torch.zeros(index) for index in range(4))
-    found = list(find_tensors({"x": [a, (b, 1, None)], "y": Packed(c), "z": BaseModelOutput(hidden_states=(d,)), 1: Packed}))
+    found = list(
+        find_tensors({"x": [a, (b, 1, None)], "y": Packed(c), "z": BaseModelOutput(hidden_states=(d,)), 1: Packed})
+    )
     assert [tensor.numel() for tensor in found] == [0, 1, 2, 3]
     assert list(find_tensors("text")) == []
 
@@ -213,7 +215,10 @@ def test_a_unit_that_returns_a_copy_of_its_weight(make: Any) -> None:
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
 def test_copies_of_an_applied_model_are_refused(copying: Callable[[nn.Module], Any]) -> None:
     model = Net()
-    with applied(model), pytest.raises(ValueError, match=r"cannot be (copied|pickled) while its plan is applied \('inp'"):
+    with (
+        applied(model),
+        pytest.raises(ValueError, match=r"cannot be (copied|pickled) while its plan is applied \('inp'"),
+    ):
         copying(model)
     copying(copy.deepcopy(model))
 
@@ -223,12 +228,7 @@ def attributes(model: nn.Module) -> list[tuple[str, list[str], list[int]]]:
     found = []
     for name, module in model.named_modules():
         held = [id(value) for value in vars(module).values()]
-        inner = [
-            id(value)
-            for values in vars(module).values()
-            if isinstance(values, dict)
-            for value in values.values()
-        ]
+        inner = [id(value) for values in vars(module).values() if isinstance(values, dict) for value in values.values()]
         found.append((name, list(vars(module)), held + inner))
     return found
 
@@ -314,6 +314,6 @@ def test_outputs_in_an_unknown_form_are_no_silent_error() -> None:
 
     with applied(HiddenNet([Hidden() for _ in range(3)])) as state:
         loss = state.step(mean_square, state.model, batches()[0], 0)
-        with pytest.raises(RuntimeError, match="not allocated|storage of size 0"):
+        with pytest.raises(RuntimeError, match=r"not allocated|storage of size 0"):
             loss.backward()
         state.runtime.reset()

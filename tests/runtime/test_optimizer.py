@@ -1,4 +1,4 @@
-"""The optimizer step is the user's own: its state is measured without touching it, its groups come back as they were."""
+"""The optimizer step is the user's own: its state is measured, not touched, and its groups come back as they were."""
 
 from __future__ import annotations
 
@@ -167,14 +167,15 @@ class Watched:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.seen: list[list[dict[str, Any]]] = []
-        optimizer.register_step_pre_hook(lambda opt, *_: self.seen.append([dict(group) for group in opt.param_groups]))
+        optimizer.register_step_post_hook(lambda opt, *_: self.seen.append([dict(group) for group in opt.param_groups]))
 
 
 @pytest.mark.parametrize("kind", FUSIBLE)
 def test_on_the_cpu_nothing_changes(kind: type[torch.optim.Optimizer]) -> None:
     optimizer = kind([with_gradient()], lr=0.01)
     groups = optimizer.param_groups
-    with fused_host_step(optimizer, "cpu"):
+    with fused_host_step(optimizer, lambda: None, "cpu") as final:
+        final()
         assert optimizer.param_groups is groups
         assert optimizer.param_groups[0]["fused"] is None
 
@@ -185,8 +186,8 @@ def test_beside_a_gpu_the_host_part_is_fused(kind: type[torch.optim.Optimizer]) 
     optimizer = kind([{"params": [one]}, {"params": [other], "lr": 0.5, "fused": False}], lr=0.01)
     groups, watched = optimizer.param_groups, Watched(optimizer)
     before = one.detach().clone()
-    with fused_host_step(optimizer, "cuda"):
-        optimizer.step()
+    with fused_host_step(optimizer, lambda: None, "cuda") as final:
+        optimizer.step(final)
     (seen,) = watched.seen
     assert [(group["fused"], group["lr"], group["params"]) for group in seen] == [
         (True, 0.01, [one]),
@@ -206,8 +207,8 @@ def test_the_fused_step_does_the_same(kind: type[torch.optim.Optimizer]) -> None
         parameter = with_gradient()
         optimizer = kind([parameter], lr=0.01)
         for _ in range(3):
-            with fused_host_step(optimizer, device_type):
-                optimizer.step()
+            with fused_host_step(optimizer, lambda: None, device_type) as final:
+                optimizer.step(final)
         results.append((parameter, optimizer.state_dict()))
     torch.testing.assert_close(results[0][0], results[1][0])
     assert results[0][1]["param_groups"] == results[1][1]["param_groups"]
@@ -218,15 +219,16 @@ def test_the_fused_step_does_the_same(kind: type[torch.optim.Optimizer]) -> None
 def test_a_choice_of_the_user_stays(options: dict[str, bool]) -> None:
     optimizer = torch.optim.AdamW([with_gradient()], **options)
     before = [dict(group) for group in optimizer.param_groups]
-    with fused_host_step(optimizer, "cuda"):
+    with fused_host_step(optimizer, lambda: None, "cuda") as final:
+        final()
         assert [dict(group) for group in optimizer.param_groups] == before
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adafactor])
 def test_an_optimizer_without_a_fused_kernel_stays(kind: type[torch.optim.Optimizer]) -> None:
     optimizer = kind([with_gradient()])
-    with fused_host_step(optimizer, "cuda"):
-        optimizer.step()
+    with fused_host_step(optimizer, lambda: None, "cuda") as final:
+        optimizer.step(final)
         assert not any(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -234,8 +236,8 @@ def test_complex_parameters_are_not_fused() -> None:
     parameter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
     parameter.grad = torch.randn(4, dtype=torch.complex64)
     optimizer = torch.optim.Adam([parameter])
-    with fused_host_step(optimizer, "cuda"):
-        optimizer.step()
+    with fused_host_step(optimizer, lambda: None, "cuda") as final:
+        optimizer.step(final)
         assert optimizer.param_groups[0]["fused"] is None
 
 
@@ -253,8 +255,8 @@ def test_sparse_gradients_are_stepped_beside_a_gpu(kind: type[torch.optim.Optimi
             loss.backward()
             return loss
 
-        with fused_host_step(optimizer, device_type):
-            optimizer.step(closure)
+        with fused_host_step(optimizer, closure, device_type) as final:
+            optimizer.step(final)
         results.append(table.weight.detach().clone())
     assert torch.equal(*results)
 
@@ -262,8 +264,8 @@ def test_sparse_gradients_are_stepped_beside_a_gpu(kind: type[torch.optim.Optimi
 def test_groups_come_back_after_an_exception() -> None:
     optimizer = torch.optim.AdamW([with_gradient()])
     groups = optimizer.param_groups
-    with pytest.raises(KeyError), fused_host_step(optimizer, "cuda"):
-        raise KeyError
+    with pytest.raises(ZeroDivisionError), fused_host_step(optimizer, lambda: None, "cuda") as final:
+        1 / len(final() or ())
     assert optimizer.param_groups is groups
     assert groups[0]["fused"] is None
 
@@ -273,8 +275,8 @@ def test_step_hooks_fire_once() -> None:
     optimizer = torch.optim.AdamW([{"params": [with_gradient()]}, {"params": [with_gradient()]}])
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    with fused_host_step(optimizer, "cuda"):
-        optimizer.step()
+    with fused_host_step(optimizer, lambda: None, "cuda") as final:
+        optimizer.step(final)
     assert calls == ["before", "after"]
 
 
@@ -288,8 +290,8 @@ def test_a_rate_set_inside_the_closure_stays() -> None:
             group["lr"] = 0.5
         return torch.zeros(())
 
-    with fused_host_step(optimizer, "cuda"):
-        optimizer.step(closure)
+    with fused_host_step(optimizer, closure, "cuda") as final:
+        optimizer.step(final)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["fused"] is None
 

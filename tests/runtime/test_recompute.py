@@ -124,7 +124,10 @@ def test_activations_are_not_kept() -> None:
             return tensor
 
         model = Net()
-        with applied(model, PLANS[plan]) as state, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            applied(model, PLANS[plan]) as state,
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             state.step(mean_square, model, batches()[0], 0).backward()
         return sum(saved.values())
 

@@ -131,9 +131,7 @@ def test_what_is_pinned_stays_and_nothing_goes_without_need(
     sizes=SIZES,
     nbytes=st.integers(1, 60),
 )
-def test_nothing_of_earlier_use_is_given_up(
-    needs: Needs, live: set[int], sizes: dict[int, int], nbytes: int
-) -> None:
+def test_nothing_of_earlier_use_is_given_up(needs: Needs, live: set[int], sizes: dict[int, int], nbytes: int) -> None:
     timeline = Timeline(needs)
     capacity = Capacity(4, max(nbytes, sum(sizes[chunk] for chunk in live)))
     released, fetched = choose_prefetch(live, set(), timeline, 0, capacity, sizes)

@@ -1,0 +1,235 @@
+"""On a GPU the streamed model trains as the plain one does, and stays inside its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
+from tests.plans import plans
+
+pytestmark = pytest.mark.cuda
+
+# What two kernels of one sum in another order differ by, over seven optimizer steps.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+WIDTH = 512
+NUM_BLOCKS = 12
+
+
+@pytest.fixture(autouse=True)
+def _exact_matmul() -> Iterator[None]:
+    """TF32 would hide real errors below its own."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def train(module: L.LightningModule, **options: Any) -> L.Trainer:
+    return fit(module, **{"accelerator": "cuda", "devices": 1, **options})
+
+
+@pytest.mark.parametrize("plan", plans())
+@pytest.mark.parametrize("trait", zoo())
+def test_parity(trait: str, plan: str) -> None:
+    """The optimizer is SGD: Adam turns differences of gradients near zero into whole steps."""
+    expected, found = zoo()[trait](optimizer="sgd"), zoo()[trait](optimizer="sgd")
+    options = {"limit_train_batches": 7}
+    train(expected, **options)
+    train(found, strategy=ProTrainStrategy(plan=plans()[plan](zoo()[trait]())), **options)
+    torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(
+            found.state_dict()[name], value, **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("plan", ["offload", "kept", "alternating"])
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}])
+def test_parity_of_the_loop(plan: str, options: dict[str, Any]) -> None:
+    make = zoo()["reused"]
+    expected, found = make(optimizer="sgd"), make(optimizer="sgd")
+    train(expected, limit_train_batches=9, **options)
+    train(found, strategy=ProTrainStrategy(plan=plans()[plan](make())), limit_train_batches=9, **options)
+    torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["offload", "half"])
+def test_the_loss_falls_with_every_optimizer(optimizer: str, plan: str) -> None:
+    make = zoo()["reused"]
+    module = make(optimizer=optimizer)
+    train(module, strategy=ProTrainStrategy(plan=plans()[plan](make())), max_epochs=5)
+    assert torch.stack(module.losses[-14:]).mean() < torch.stack(module.losses[:14]).mean()
+    assert all(torch.isfinite(value).all() for value in module.state_dict().values())
+
+
+@pytest.mark.parametrize("plan", ["offload", "kept"])
+def test_two_runs_are_bitwise_equal(plan: str) -> None:
+    """A missing fence shows as two runs that differ."""
+    make = zoo()["reused"]
+    runs = []
+    for _ in range(2):
+        module = make()
+        train(module, strategy=ProTrainStrategy(plan=plans()[plan](make())))
+        runs.append(torch.stack(module.losses))
+    assert torch.equal(*runs)
+
+
+class Wide(nn.Module):
+    """(B, WIDTH) to (B, WIDTH), 8 MiB of weights: long copies, short computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class WideModule(L.LightningModule):
+    """Records the most bytes that the allocator ever held during a step, activations included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Wide() for _ in range(NUM_BLOCKS))
+        self.losses: list[Tensor] = []
+        self.peaks: list[int] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        torch.cuda.reset_peak_memory_stats()
+        hidden = batch
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = hidden.square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.cuda.synchronize()
+        self.peaks.append(torch.cuda.max_memory_allocated())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(4, WIDTH, generator=generator) for _ in range(6)]
+
+
+@pytest.mark.parametrize("plan", ["offload", "kept", "half"])
+def test_the_peak_stays_inside_the_plan(plan: str) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    module = WideModule()
+    made = plans()[plan](WideModule())
+    strategy = ProTrainStrategy(plan=made)
+    bounds: list[int] = []
+    counters: list[Any] = []
+
+    class Read(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert isinstance(strategy.plan, Plan)
+            bounds.append(strategy.plan.memory.total)
+            counters.append(strategy.counters)
+
+    train(module, strategy=strategy, callbacks=[Read()])
+    assert counters[0].peak_live_bytes <= made.memory.chunk_buffers if isinstance(made, Plan) else True
+    activations = 4 * WIDTH * 4 * 8 * NUM_BLOCKS  # Rows, width, bytes, tensors that autograd keeps of each block.
+    workspace = 40 << 20  # What cuBLAS allocates for itself.
+    assert max(module.peaks[1:]) - before <= bounds[0] + activations + workspace
+    nbytes = sum(parameter.nbytes for parameter in module.parameters())
+    # The model with gradients and moments would be four times that.
+    assert plan == "half" or bounds[0] < nbytes
+
+
+def test_gradients_do_not_pile_up_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies down that are slower than backward must hold it back, or every gradient is on the device at once."""
+    module = WideModule()
+    strategy = ProTrainStrategy(plan=plans()["offload"](WideModule()))
+    held: list[int] = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            device = strategy._device
+            download = device.download
+
+            def slow(source: Tensor, target: Tensor) -> Any:
+                with torch.cuda.stream(device._down):
+                    torch.cuda._sleep(20_000_000)
+                fence = download(source, target)
+                held.append(sum(tensor.nbytes for _, tensor in device._held))
+                return fence
+
+            monkeypatch.setattr(device, "download", slow)
+
+    train(module, strategy=strategy, callbacks=[Watch()], limit_train_batches=2)
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    assert strategy.plan is None
+    assert max(held) <= 4 * largest
+
+
+def test_pageable_memory_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = zoo()["reused"]
+    losses = []
+    for lockable in (True, False):
+        if not lockable:
+            monkeypatch.setattr("lightning_protrain.device.CUDADevice._lock", lambda device, address, size: False)
+        module = make()
+        train(module, strategy=ProTrainStrategy(plan="offload"))
+        losses.append(torch.stack(module.losses))
+    assert torch.equal(*losses)
+
+
+def test_after_training_everything_is_on_the_host_and_nothing_on_the_device() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    module: ParityModule = zoo()["reused"]()
+    train(module, strategy="protrain")
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    module.losses.clear()
+    module.zero_grad()
+    assert torch.cuda.memory_allocated() - before <= 1 << 20
+
+
+def test_gradients_and_states_are_where_their_parameters_are() -> None:
+    module = zoo()["reused"]()
+    strategy = ProTrainStrategy(plan=plans()["half"](zoo()["reused"]()))
+    seen: list[set[str]] = []
+
+    class Look(L.Callback):
+        def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+            for parameter in pl_module.parameters():
+                state = optimizer.state.get(parameter, {})
+                places = {value.device.type for value in state.values() if isinstance(value, Tensor) and value.dim()}
+                gradients = {parameter.grad.device.type} if parameter.grad is not None else set()
+                seen.append(places | gradients | {parameter.device.type})
+
+    train(module, strategy=strategy, callbacks=[Look()], limit_train_batches=3)
+    assert seen
+    assert all(len(places) == 1 for places in seen)
+    assert {"cpu"} in seen
+    assert {"cuda"} in seen
+
+
+def test_validation_and_prediction_stream_too() -> None:
+    from_blocks = plans()["offload"]
+    expected = ValidationModule(_language_model())
+    found = ValidationModule(_language_model())
+    train(expected, limit_train_batches=2)
+    train(found, strategy=ProTrainStrategy(plan=from_blocks(found)), limit_train_batches=2)
+    torch.testing.assert_close(found.val_losses, expected.val_losses, rtol=5e-2, atol=5e-2)
+
+
+def _language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return zoo()["reused"]().network

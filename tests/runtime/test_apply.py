@@ -1,0 +1,343 @@
+"""Applying a plan changes no name and no object; removing it leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device import CPUDevice, HostMemory
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from tests.plans import place, preset
+from tests.runtime.applied import (
+    PLANS,
+    WIDTH,
+    Applied,
+    Block,
+    Net,
+    applied,
+    assert_parity,
+    batches,
+    differences,
+    mean_square,
+    train,
+)
+
+each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
+
+
+class Locks:
+    """Page-locking that only counts; `broken` addresses cannot be unlocked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.broken = False
+
+    def lock(self, address: int, size: int) -> bool:
+        assert address not in self.locked
+        self.locked[address] = size
+        return True
+
+    def unlock(self, address: int) -> None:
+        if self.broken:
+            raise RuntimeError(f"cannot unlock {address}")
+        del self.locked[address]
+
+
+def locking(model: nn.Module, make: Any = PLANS["kept"]) -> tuple[Runtime, CPUDevice, Locks]:
+    locks = Locks()
+    device = CPUDevice(torch.device("cpu"), host=HostMemory(locks.lock, locks.unlock))
+    return apply_plan(model, make(model), describe_model(model), device, lambda sentence: None), device, locks
+
+
+def left_behind(model: nn.Module) -> list[str]:
+    """Every hook and attribute that a plan has put on the model."""
+    found = [f"{name}.forward" for name, module in model.named_modules() if "forward" in vars(module)]
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, kind):
+                found.append(f"{name}.{kind}")
+    for name, module in model.named_modules():
+        for kind, hooks in vars(module).items():
+            if kind.endswith("_hooks") and hooks:
+                found.append(f"{name}.{kind}")
+    return found
+
+
+@each_plan
+def test_no_name_and_no_object_changes(make: Any) -> None:
+    model = Net()
+    modules, parameters = list(model.named_modules()), list(model.named_parameters())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with applied(model, make) as state:
+        for moment in ("applied", "after a step"):
+            assert list(model.named_modules()) == modules, moment
+            assert [(name, id(p)) for name, p in model.named_parameters()] == [(n, id(p)) for n, p in parameters]
+            assert differences(values, dict(model.state_dict())) == []
+            state.step(mean_square, model, batches()[0], 0).backward()
+    assert list(model.named_modules()) == modules
+    assert [(name, id(p)) for name, p in model.named_parameters()] == [(n, id(p)) for n, p in parameters]
+
+
+@each_plan
+def test_removal_leaves_nothing(make: Any) -> None:
+    model = Net()
+    assert left_behind(model) == []
+    with applied(model, make) as state:
+        assert left_behind(model)
+        train(model, mean_square, state)
+        trained = {name: value.clone() for name, value in model.state_dict().items()}
+    assert left_behind(model) == []
+    assert differences(trained, dict(model.state_dict())) == []
+    assert state.device.counters.live_bytes == 0
+    state.runtime.remove()
+    assert left_behind(model) == []
+    assert torch.isfinite(mean_square(model, batches()[0], 0))
+
+
+def test_hooks_of_the_user_survive_removal() -> None:
+    calls: list[str] = []
+    model = Net()
+    weight = model.blocks[0].up.weight
+    handles = [weight.register_hook(lambda gradient: calls.append("gradient"))]
+    with applied(model) as state:
+        handles.append(weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated")))
+        handles.append(model.blocks[0].register_forward_hook(lambda *_: calls.append("forward")))
+        state.step(mean_square, model, batches()[0], 0).backward()
+    assert calls == ["forward", "gradient", "accumulated"]
+    mean_square(model, batches()[0], 0).backward()
+    assert calls == 2 * ["forward", "gradient", "accumulated"]
+    for handle in handles:
+        handle.remove()
+    assert left_behind(model) == []
+
+
+@each_plan
+def test_a_model_is_applied_and_removed_again_and_again(make: Any) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = Net()
+    for _ in range(3):
+        with applied(model, make) as state:
+            assert differences(train(plain, mean_square), train(model, mean_square, state)) == []
+
+
+def test_applying_twice_is_refused() -> None:
+    model = Net()
+    with applied(model) as state, pytest.raises(ValueError, match="already"):
+        apply_plan(model, state.plan, describe_model(model), CPUDevice(torch.device("cpu")), print)
+
+
+def test_page_locks_are_given_back() -> None:
+    model = Net()
+    runtime, device, locks = locking(model)
+    runtime.run_step(mean_square, (model, batches()[0], 0), {}, True).backward()
+    assert device.host.locked_bytes == sum(locks.locked.values()) > 0
+    runtime.remove()
+    assert device.host.locked_bytes == 0
+    assert locks.locked == {}
+
+
+def test_a_removal_that_fails_raises_and_can_be_tried_again() -> None:
+    model = Net()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    runtime, device, locks = locking(model)
+    locks.broken = True
+    with pytest.raises(RuntimeError, match="cannot unlock"):
+        runtime.remove()
+    assert left_behind(model) == []
+    locks.broken = False
+    runtime.remove()
+    assert device.host.locked_bytes == 0
+    assert differences(values, dict(model.state_dict())) == []
+
+
+def test_removal_in_the_middle_of_a_step() -> None:
+    model = Net()
+    objects = dict(model.named_parameters())
+    with applied(model) as state:
+        loss = state.step(mean_square, model, batches()[0], 0)
+    assert dict(model.named_parameters()).items() == objects.items()
+    assert left_behind(model) == []
+    del loss
+
+
+def test_nothing_lives_on() -> None:
+    model = Net()
+    held: list[weakref.ref[Any]] = []
+    state: Applied | None
+    for _ in range(20):
+        with applied(model, PLANS["offload"]) as state:
+            train(model, mean_square, state, num_steps=1)
+            held += [weakref.ref(chunk) for chunk in state.chunks]
+            held += [weakref.ref(state.runtime._executor), weakref.ref(state.chunks[0].slots[0].twin)]
+        state = None
+    gc.collect()
+    assert [reference for reference in held if reference() is not None] == []
+
+
+def test_host_memory_does_not_grow_over_cycles() -> None:
+    model = Net()
+    allocated = []
+    for _ in range(20):
+        with applied(model) as state:
+            train(model, mean_square, state, num_steps=2)
+            allocated.append(state.device.host.allocated_bytes)
+        model.zero_grad()
+    assert len(set(allocated)) == 1
+
+
+def test_a_resident_plan_attaches_nothing() -> None:
+    model = Net()
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    with applied(model, lambda module: preset(module, "resident")) as state:
+        assert left_behind(model) == []
+        assert state.runtime.num_hooks == 0
+        state.step(mean_square, model, batches()[0], 0).backward()
+        assert state.device.counters.uploads == 0
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+
+
+def test_resident_blocks_may_be_checkpointed() -> None:
+    make = lambda model: place(model, resident=lambda index: True, checkpointed=lambda index: True)  # noqa: E731
+    state = assert_parity(Net, make)
+    assert state.device.counters.uploads == 0
+    with applied(Net(), make) as state:
+        assert state.runtime.num_hooks == 4
+
+
+@pytest.mark.parametrize("num_resident", range(8))
+def test_any_number_of_resident_chunks(num_resident: int) -> None:
+    assert_parity(Net, lambda model: place(model, resident=lambda index: index < num_resident))
+
+
+def test_parameters_without_values_are_refused() -> None:
+    model = Net()
+    plan, layout = PLANS["kept"](model), describe_model(model)
+    model.blocks[1].up.to("meta")
+    with pytest.raises(ValueError, match=r"'blocks\.1\.up\.weight' is on the meta device"):
+        apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), print)
+    assert left_behind(model) == []
+
+
+def test_steps_return_what_the_function_returns() -> None:
+    with applied(Net()) as state:
+        assert state.step(lambda: None) is None
+        assert state.step(lambda: {"loss": 3}, training=False) == {"loss": 3}
+        with pytest.raises(KeyError, match="inside"):
+            state.step(lambda: {}["inside"])
+        assert state.step(lambda: state.step(lambda: "a step in a step")) == "a step in a step"
+
+
+def test_gradients_that_were_there_before_are_kept() -> None:
+    gradients = []
+    for streamed in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        mean_square(model, batches()[0], 0).backward()
+        if streamed:
+            with applied(model) as state:
+                state.step(mean_square, model, batches()[1], 1).backward()
+        else:
+            mean_square(model, batches()[1], 1).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class Own(nn.Module):
+    """A model without blocks, whose own parameter is used in the step as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden)
+
+
+def with_temperature(model: Own, batch: Tensor, index: int) -> Tensor:
+    return (model(batch) / model.temperature).square().mean() + model.temperature.log()
+
+
+def test_the_roots_own_parameters_are_live_throughout_a_step() -> None:
+    assert_parity(Own, lambda module: preset(module, "offload"), with_temperature, accumulate=2)
+
+
+def test_under_manual_optimization_a_step_sees_host_parameters_and_their_gradients() -> None:
+    def step(model: Own, batch: Tensor, index: int) -> None:
+        model.zero_grad()
+        with_temperature(model, batch, index).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad)
+
+    results = []
+    for streamed in (True, False):
+        torch.manual_seed(0)
+        model = Own()
+        if streamed:
+            plan, layout = preset(model, "offload"), describe_model(model)
+            runtime = apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), print, manual=True)
+        for index, batch in enumerate(batches()):
+            if streamed:
+                runtime.run_step(step, (model, batch, index), {}, True)
+                runtime.refresh()
+            else:
+                step(model, batch, index)
+        if streamed:
+            runtime.remove()
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert differences(*results) == []
+
+
+class Instance(nn.Module):
+    """Has no forward but the one of the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.forward = lambda hidden: self.inner[1](self.inner[0](hidden * self.scale))
+
+
+def test_a_forward_of_the_instance_makes_a_module_callable() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.instance = Instance()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.instance(hidden)
+
+    assert_parity(Outer, PLANS["kept"])
+
+
+def test_buffers_stay_the_objects_they_are_on_the_cpu() -> None:
+    class Buffered(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(hidden)
+
+    model = Net([Buffered(), Buffered()])
+    count = model.blocks[0].count
+    with applied(model, PLANS["checkpointed"]) as state:
+        train(model, mean_square, state)
+    assert model.blocks[0].count is count
+    assert float(count) == 4
+
+
+def test_a_plan_given_as_json_runs() -> None:
+    assert_parity(Net, lambda model: Plan.from_json(place(model).to_json()))
