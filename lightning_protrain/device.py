@@ -9,7 +9,7 @@ up (host to device), one down. Five fences order them, and no other is needed:
    read by an earlier kernel under another name.
 2. The compute stream waits for an upload where its bytes are first used, or where its memory is freed unused.
 3. A download waits for everything the compute stream has been given so far; its source is held until it has ended,
-   which costs nothing and replaces `record_stream`.
+   which replaces `record_stream`; no more than two are held.
 4. The host waits for a download before it reads what has landed.
 5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
    of every evaluation step.
@@ -258,8 +258,9 @@ class StreamDevice(Device):
         self.compute_stream().wait_event(fence)
 
     def download(self, source: Tensor, target: Tensor) -> Event:
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
+        while len(self._held) > 1 or (self._held and self._held[0][0].query()):
+            # The host runs ahead: without a bound all gradients would pile up on the device.
+            self._drop_held()
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)
         self.counters.downloaded_bytes += source.nbytes
@@ -278,8 +279,12 @@ class StreamDevice(Device):
     def close(self) -> None:
         self.settle()
         while self._held:
-            self._held.popleft()[0].synchronize()
+            self._drop_held()
         super().close()
+
+    def _drop_held(self) -> None:
+        self._held[0][0].synchronize()  # Before it is let go, not after.
+        self._held.popleft()
 
 
 class CUDADevice(StreamDevice):

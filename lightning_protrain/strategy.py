@@ -123,6 +123,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._has_trainer = False
         self._runtime: Runtime | None = None
+        self._plan: Plan | None = None
         self._device: Device | None = None
         self._budget: int | None = None
         self._caching: list[Any] = []
@@ -131,8 +132,8 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """The applied plan; None before `setup` and after `teardown`."""
-        return self._runtime.plan if self._runtime is not None else None
+        """The plan of the present or the latest run; None before the first `setup`."""
+        return self._plan
 
     @property
     def counters(self) -> TransferCounters:
@@ -317,6 +318,7 @@ class ProTrainStrategy(ParallelStrategy):
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         manual = not model.automatic_optimization
+        self._plan = plan
         self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, manual)
         _update_properties(model, device=self.root_device)
 
@@ -348,7 +350,7 @@ class ProTrainStrategy(ParallelStrategy):
         try:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except RuntimeError as error:
-            if "data is not allocated yet" not in str(error):
+            if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
                 raise
             raise RuntimeError(
                 "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take "

@@ -337,7 +337,6 @@ def test_a_source_is_held_until_its_download_has_ended() -> None:
     assert not device._held
 
 
-@pytest.mark.xfail(strict=True, reason="downloads slower than backward pile their sources up on the device")
 def test_sources_do_not_pile_up() -> None:
     device = LateDevice()
     for _ in range(6):

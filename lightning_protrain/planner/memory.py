@@ -58,8 +58,8 @@ def memory_terms(
     - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
       than that many and evicts before it exceeds these bytes, which never are fewer than one unit and all units around
       it need.
-    - Gradients in flight: those of offloaded parameters land one at a time, so the largest counts; but a parameter that
-      several modules share accumulates until its last use, so all of these count on top.
+    - Gradients in flight: one lands while the next is computed, so the two largest of offloaded parameters count; but
+      a parameter that several modules share accumulates until its last use, so all of these count on top.
 
     Args:
         layout: The model.
@@ -94,7 +94,7 @@ def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> i
 
 def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
     users = users_of(layout)
-    shared = largest = 0
+    shared, others = 0, [0]
     for chunk in chunks:
         if chunk.resident or not chunk.trainable:
             continue
@@ -103,8 +103,9 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
             if len(info.sites) > 1 or len(users[fqn]) > 1:
                 shared += info.nbytes
             else:
-                largest = max(largest, info.nbytes)
-    return shared + largest
+                others.append(info.nbytes)
+    # While one lands, the next is computed.
+    return shared + sum(sorted(others)[-2:])
 
 
 def check_fits(plan: Plan, layout: ModelLayout, device_budget: int | None) -> None:

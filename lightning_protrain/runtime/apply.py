@@ -1,10 +1,10 @@
 """From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model.
 
-[Note: Manual optimization]
-A root that has weights is entered for the whole of a step, since a step may use them anywhere. Under manual
-optimization a step also runs backward, clips gradients, calls `zero_grad` and steps, so it must see the host
-parameters. There the root's weights are handed to its outermost callable children, each a unit of its own, and the
-step itself is none.
+[Note: Root]
+A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters. So
+the weights of a root that is one block are brought by its outermost callable children, each a unit of its own. What is
+left are parameters of the root itself; a step may use them anywhere, so they are entered for the whole of it. Under
+manual optimization, where backward and optimizers run inside of the step, they stay host parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor, Unit
-from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs
+from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
 from lightning_protrain.runtime.schedule import Capacity
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def apply_plan(
         layout: What the model is made of.
         device: Where it trains.
         say: Takes sentences that the user should read once.
-        manual: Whether backward runs inside of steps, see [Note: Manual optimization].
+        manual: Whether backward runs inside of steps, see [Note: Root].
 
     Returns:
         The handle that runs steps and takes everything off again.
@@ -57,8 +57,7 @@ def apply_plan(
     _move_resident(model, plan, parameters, device)
     chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
     units = _make_units(model, plan, layout, offloaded, chunks)
-    if manual:
-        units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
+    units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     executor = Executor(chunks, units, Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers), device, say)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch) for unit in units if _has_forward(unit.module)]
@@ -146,6 +145,7 @@ class Runtime:
         executor.enter(root)
         try:
             outputs = function(*args, **kwargs)
+            refuse_weights(outputs, root)
         finally:
             executor.exit(root)
         if number is not None:

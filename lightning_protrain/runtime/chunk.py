@@ -88,18 +88,22 @@ class Slot:
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
 
+    @property
+    def is_repointed(self) -> bool:
+        """Whether `host.data` has become another tensor since the chunk adopted it."""
+        return self.host.data_ptr() != self.pointer
+
     def follow(self) -> None:
         """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
         if self.host.requires_grad is not self.twin.requires_grad:
             self.twin.requires_grad_(self.host.requires_grad)
         hooks = self.host._backward_hooks or {}
-        if len(hooks) - (self.own_hook in hooks) == len(self.mirrored) and self.mirrored.keys() <= hooks.keys():
+        wanted = [key for key in hooks if key != self.own_hook]
+        if wanted == list(self.mirrored) or not self.twin.requires_grad:
             return
-        for key in self.mirrored.keys() - hooks.keys():
-            self.mirrored.pop(key).remove()
-        for key in hooks.keys() - self.mirrored.keys() - {self.own_hook}:
-            if self.twin.requires_grad:
-                self.mirrored[key] = self.twin.register_hook(hooks[key])
+        for handle in self.mirrored.values():
+            handle.remove()
+        self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
 
 
 class Chunk:
@@ -158,15 +162,17 @@ class Chunk:
         Raises:
             RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
         """
-        changed = [slot for slot in self.slots if slot.host._version != slot.seen_version]
+        changed = [slot for slot in self.slots if slot.host._version != slot.seen_version or slot.is_repointed]
         if changed and in_backward:
             slot = changed[0]
             raise RuntimeError(
-                f"{slot.fqn!r} was changed in place between a forward and its backward (version "
+                f"{slot.fqn!r} was changed between a forward and its backward (version "
                 f"{slot.host._version}, the forward used {slot.seen_version}): the gradient would be wrong. "
                 "Step optimizers and change weights after backward."
             )
-        if self.state is not ChunkState.HOST and any(slot.host._version != slot.read_version for slot in self.slots):
+        if self.state is not ChunkState.HOST and any(
+            slot.host._version != slot.read_version or slot.is_repointed for slot in self.slots
+        ):
             self.release()
             self.fetch()
         for slot in changed:
@@ -192,11 +198,17 @@ class Chunk:
         self._device.counters.add_live(-self.nbytes)
 
     def write_back(self) -> None:
-        """Copies twins that the forward changed in place (an embedding with `max_norm`) to the host."""
+        """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
         for slot in self.slots:
-            if slot.twin._version != slot.twin_version:
+            left = slot.twin.numel() and slot.twin.data_ptr() != self._storage.data_ptr() + slot.offset
+            if left or slot.twin._version != slot.twin_version:
                 self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
-                slot.twin_version = slot.twin._version
+            if left:
+                place = torch.empty(0, dtype=slot.host.dtype, device=self._device.torch_device)
+                place.set_(self._storage, slot.offset // slot.host.element_size(), slot.host.shape, slot.host.stride())
+                place.copy_(slot.twin.detach())
+                slot.twin.data = place
+            slot.twin_version = slot.twin._version
 
     def detach(self) -> None:
         """Releases the storage for good and takes every hook off; the host parameters stay as they are."""
@@ -232,7 +244,7 @@ class Chunk:
     def _rebind(self, slot: Slot) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
         host, twin = slot.host, slot.twin
-        if host.data_ptr() == slot.pointer:
+        if not slot.is_repointed:
             return
         if host.dtype != twin.dtype or host.shape != twin.shape or host.device.type != "cpu":
             raise RuntimeError(

@@ -134,6 +134,8 @@ class Landing:
         self._begin()
         if slot in self._landed:
             raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
+        if slot.mirrored or slot.host._post_accumulate_grad_hooks:
+            raise _refusal(slot, "it has hooks, which would see a part of its gradient")
         if slot not in self._aside:
             self._aside[slot] = slot.host.grad
             slot.host.grad = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -47,7 +47,7 @@ class Interception:
         number = executor.begin_call(unit)
         received = histories((args, kwargs))
         if unit.policy is BlockPolicy.CHECKPOINT:
-            outputs = checkpoint(self._compute, args, kwargs, unit.module)
+            outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name)
         else:
             outputs = self._compute(*args, **kwargs)
         if unit.chunks and unit.backward_reads:
@@ -65,7 +65,7 @@ class Interception:
         self._executor.enter(self._unit)
         try:
             outputs = self._forward(*args, **kwargs)
-            _refuse_weights(outputs, self._unit)
+            refuse_weights(outputs, self._unit)
             return outputs
         finally:
             self._executor.exit(self._unit)
@@ -83,10 +83,15 @@ class Interception:
         )
 
 
-def _refuse_weights(outputs: Any, unit: Unit) -> None:
+def refuse_weights(outputs: Any, unit: Unit) -> None:
+    """Refuses outputs that lie in memory which is freed when the call has ended.
+
+    Raises:
+        ValueError: An output is one of the unit's weights or a view of one.
+    """
     storages = {slot.twin.untyped_storage()._cdata for _, slot in unit.sites}
     for tensor in find_tensors(outputs) if storages else ():
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
             raise ValueError(
                 f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be freed "
                 "before it is read. Return `weight.clone()`, or make its chunk resident (`num_persistent_chunks`)."
@@ -151,16 +156,23 @@ class ViewWatch:
                 )
 
 
-def find_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dictionaries (Hugging Face's model outputs are such) and dataclasses."""
+def find_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in `value`, in the order met: in containers, dataclasses, and attributes of other objects.
+
+    Modules and classes are not entered, and nothing twice.
+    """
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, (tuple, list, set)):
-        for item in value:
-            yield from find_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name, None))
+        return
+    if value is None or isinstance(value, (int, float, str, bytes, type, torch.nn.Module)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: Iterable[Any] = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        inner = value
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+    for item in inner:
+        yield from find_tensors(item, seen)

@@ -3,42 +3,58 @@
 [Note: Recomputation]
 `torch.utils.checkpoint` in its non-reentrant form keeps what the block is given and nothing of what it computes. When
 backward asks for the first saved tensor, the block's forward runs again, in the middle of backward and perhaps not to
-its end. The random state is the one of the forward, so dropout repeats bit for bit. Buffers are those of
-before the forward meanwhile, or running statistics would count every batch twice.
+its end. Random states and buffers are those of before the forward meanwhile: dropout repeats bit for bit, and running
+statistics do not count a batch twice. What else a forward leaves behind (a counter on the module, an attribute) it
+leaves twice.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Any:
-    """Calls `function(*args, **kwargs)`, the forward of `module`, and forgets activations: [Note: Recomputation]."""
+def checkpoint(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module, name: str
+) -> Any:
+    """Calls `function(*args, **kwargs)`, the forward of `module`, and forgets activations, see [Note: Recomputation].
 
-    def positional(*values: Any) -> Any:
-        return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    Raises:
+        ValueError: The forward changes a tensor that it is given: it would run again on the changed values.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    # The first run gets the caller's own containers, which it may fill; the second gets them as they were.
+    own = [(args, kwargs)]
 
-    # PyTorch notices that an input was changed in place before the recomputation only where it is positional.
-    buffers = _EarlierBuffers(module)
-    return torch.utils.checkpoint.checkpoint(
-        positional,
-        *args,
-        *kwargs.values(),
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), buffers),
-    )
+    def run(*values: Any) -> Any:
+        positional, keywords = own.pop() if own else tree_unflatten(list(values), structure)
+        return function(*positional, **keywords)
+
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in given]
+    contexts = (nullcontext(), _EarlierState(module))
+    outputs = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+    if versions != [tensor._version for tensor in given]:
+        raise ValueError(
+            f"{name!r} is checkpointed and changes a tensor that it is given in place: it cannot run again on the same "
+            "values. Change it out of place (`x = x + y` for `x += y`), or keep its activations "
+            "(`num_checkpoint_blocks`)."
+        )
+    return outputs
 
 
-class _EarlierBuffers:
-    """Within it, `module` has copies of the buffers that it had when this was made; what happens to them is forgotten.
+class _EarlierState:
+    """Within it, buffers and the random states of Python and NumPy are those of when this was made.
 
-    Copies stand in for the buffers: to write the old values back would look to autograd like a change of what the
-    recomputation has saved.
+    What happens to them inside is forgotten. Copies stand in for the buffers: to write the old values back would look
+    to autograd like a change of what the recomputation has saved.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,8 +66,11 @@ class _EarlierBuffers:
         ]
         self._earlier = {id(buffer): buffer.clone() for _, _, buffer in self._places}
         self._now: list[torch.Tensor | None] = []
+        self._random = self._random_now = _random_states()
 
     def __enter__(self) -> None:
+        self._random_now = _random_states()
+        _set_random_states(self._random)
         self._now = [buffers[name] for buffers, name, _ in self._places]
         copies = {key: buffer.clone() for key, buffer in self._earlier.items()}
         for buffers, name, buffer in self._places:
@@ -60,6 +79,16 @@ class _EarlierBuffers:
     def __exit__(self, *exception: object) -> None:
         for (buffers, name, _), buffer in zip(self._places, self._now, strict=True):
             buffers[name] = buffer
+        _set_random_states(self._random_now)
+
+
+def _random_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 (users draw from this one)
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:

@@ -114,10 +114,10 @@ def test_gradients_in_flight_lie_between_the_largest_and_all(layout: ModelLayout
 @pytest.mark.parametrize(
     ("tied", "resident_embedding", "expected"),
     [
-        (True, False, 4096 * 4 + 1024 * 4),  # the tied embedding accumulates while one matrix of a block lands
-        (True, True, 1024 * 4),
-        (False, False, 4096 * 4),
-        (False, True, 4096 * 4),  # the head is as large
+        (True, False, 4096 * 4 + 2 * 1024 * 4),  # the tied embedding accumulates while two matrices of a block land
+        (True, True, 2 * 1024 * 4),
+        (False, False, 2 * 4096 * 4),
+        (False, True, 4096 * 4 + 1024 * 4),  # the head and a matrix of a block
     ],
 )
 def test_gradients_in_flight_of_a_transformer(tied: bool, resident_embedding: bool, expected: int) -> None:

@@ -95,8 +95,8 @@ def test_offload_prefetches_a_whole_unit(chunk_bytes: int | None, buffers: int) 
 
 
 def test_offload_lowers_its_buffers_to_what_fits() -> None:
-    # Blocks of two chunks: two buffers and one gradient of 4096 bytes, that of the tied embedding, and module buffers.
-    least = 2 * 4096 + 4096 + NORM + 96
+    # Blocks of two chunks: two buffers and two gradients of 4096 bytes, that of the tied embedding, and module buffers.
+    least = 2 * 4096 + 2 * 4096 + NORM + 96
     for more, buffers in ((0, 2), (4095, 2), (4096, 3), (8191, 3), (8192, 4), (10**6, 4)):
         plan = plan_of(transformer(vocabulary=64), "offload", least + more, chunk_bytes=4096)
         assert plan.num_chunk_buffers == buffers
@@ -136,11 +136,11 @@ def test_auto_fits_or_refuses(layout: ModelLayout, device: int, min_num_params: 
         # With two buffers: the states of the embedding come, its gradient and its buffer go.
         (True, 49151, []),
         (True, 49152, ["embed"]),
-        # The head's gradient and buffer stay, until its states come too.
-        (False, 65791, []),
-        (False, 65792, ["embed"]),
-        (False, 118783, ["embed"]),
-        (False, 118784, ["embed", "head"]),
+        # The head's gradient and buffer stay, until its states come too; a matrix of a block lands beside it.
+        (False, 53503, []),
+        (False, 53504, ["embed"]),
+        (False, 106495, ["embed"]),
+        (False, 106496, ["embed", "head"]),
     ],
 )
 def test_auto_keeps_large_embeddings_while_they_fit(tied: bool, room: int, resident: list[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
@@ -77,7 +77,7 @@ class Applied:
     model: nn.Module
     plan: Plan
     runtime: Runtime
-    device: CPUDevice
+    device: Device
     sentences: list[str] = field(default_factory=list)
 
     @property
@@ -93,9 +93,11 @@ class Applied:
 
 
 @contextmanager
-def applied(model: nn.Module, make: Callable[[nn.Module], Plan] = kept) -> Iterator[Applied]:
-    """Applies the plan that `make` makes, and takes it off at the end."""
-    device = CPUDevice(torch.device("cpu"))
+def applied(
+    model: nn.Module, make: Callable[[nn.Module], Plan] = kept, device: Device | None = None
+) -> Iterator[Applied]:
+    """Applies the plan that `make` makes, on the CPU unless told, and takes it off at the end."""
+    device = device or CPUDevice(torch.device("cpu"))
     sentences: list[str] = []
     plan = make(model)
     runtime = apply_plan(model, plan, describe_model(model), device, sentences.append)
@@ -139,6 +141,8 @@ def train(
             loss.backward()
         if (index + 1) % accumulate == 0:
             seen |= {f"grad {index} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            if state is not None:
+                state.runtime.settle()
             stepper.step()
             if state is not None:
                 state.runtime.refresh()

@@ -204,7 +204,7 @@ def test_weights_changed_before_backward_are_refused(plan: str) -> None:
 
     with applied(Net(), PLANS[plan]) as state:
         loss = state.step(step, state.model, batches()[0], 0)
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight.*changed in place between a forward"):
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight.*changed (in place )?between a forward"):
             loss.backward()
         state.runtime.reset()
 
@@ -217,7 +217,7 @@ def test_the_graph_of_an_older_step_is_refused_after_an_optimizer_step() -> None
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         state.runtime.refresh()
         state.step(mean_square, model, batches()[2], 2)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed"):
             older.backward()
         state.runtime.reset()
 

@@ -21,7 +21,7 @@ def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:
         calls.append(name)
         return torch.tanh(value * scale)
 
-    return checkpoint(function, (tensor,), {"scale": torch.tensor(2.0), "name": "block"}, nn.Module()), calls
+    return checkpoint(function, (tensor,), {"scale": torch.tensor(2.0), "name": "block"}, nn.Module(), "block"), calls
 
 
 def test_a_function_runs_again_in_backward_with_the_same_arguments() -> None:
@@ -38,7 +38,7 @@ def test_a_function_runs_again_in_backward_with_the_same_arguments() -> None:
 @pytest.mark.parametrize("reserved", ["use_reentrant", "context_fn", "debug", "preserve_rng_state"])
 def test_arguments_of_any_name_reach_the_function(reserved: str) -> None:
     value = torch.randn(3, requires_grad=True)
-    output = checkpoint(lambda value, **named: value * named[reserved], (value,), {reserved: 3}, nn.Module())
+    output = checkpoint(lambda value, **named: value * named[reserved], (value,), {reserved: 3}, nn.Module(), "block")
     output.sum().backward()
     assert torch.equal(value.grad, torch.full((3,), 3.0))
 
@@ -48,7 +48,7 @@ def test_an_input_changed_before_the_recomputation_raises(named: bool) -> None:
     weight = torch.randn(3, requires_grad=True)
     value = torch.randn(3)
     arguments: Any = ((), {"value": value}) if named else ((value,), {})
-    output = checkpoint(lambda value: (value * weight).tanh(), *arguments, nn.Module())
+    output = checkpoint(lambda value: (value * weight).tanh(), *arguments, nn.Module(), "block")
     value.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
