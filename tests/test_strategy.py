@@ -235,7 +235,7 @@ def test_nothing_is_left_after_fit(make: Callable[[nn.Module], Plan | str]) -> N
         assert not parameter._backward_hooks
         assert not parameter._post_accumulate_grad_hooks
     assert module.network.config.use_cache
-    assert strategy.plan is None
+    assert strategy.plan is not None  # what has run can still be read
     assert strategy.num_hooks == 0
     assert strategy.counters.live_bytes == 0
 
@@ -260,7 +260,7 @@ def test_teardown_twice_and_without_a_run() -> None:
     trainer = fit(zoo()["reused"](), strategy=strategy, max_steps=1)
     trainer.strategy.teardown()
     trainer.strategy.teardown()
-    assert strategy.plan is None
+    assert strategy.num_hooks == 0
     fresh = L.Trainer(strategy=ProTrainStrategy(), accelerator="cpu", devices=1, **QUIET)
     fresh.strategy.teardown()
     assert fresh.strategy.plan is None
