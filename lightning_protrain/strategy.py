@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_protrain.device import Device, TransferCounters, open_device
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits
-from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
+from lightning_protrain.planner.plan import Plan, check_plan
 from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
@@ -40,7 +40,7 @@ from lightning_protrain.runtime.optimizer import (
     move_state_beside_parameters,
     state_bytes_per_element,
 )
-from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
+from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 
 PRESETS = ("auto", "resident", "offload")
 # Of the memory that a GPU reports as free, the part that "auto" gives to model states; the rest is for activations.
@@ -75,6 +75,7 @@ class ProTrainStrategy(ParallelStrategy):
     """
 
     strategy_name = "protrain"
+    _has_trainer = False
 
     def __init__(
         self,
@@ -99,7 +100,6 @@ class ProTrainStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.accelerator = accelerator
         if not isinstance(plan, (Plan, str, os.PathLike)):
             raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
         self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
@@ -116,17 +116,17 @@ class ProTrainStrategy(ParallelStrategy):
         if isinstance(self._choice, Plan):
             self._knobs.refuse("a Plan")
         self._blocks: BlockChoice = blocks
+        if type(min_num_params) is not int or min_num_params < 1:
+            raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
         self._min_num_params = min_num_params
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
         self._num_nodes = 1
-        self._has_trainer = False
         self._runtime: Runtime | None = None
         self._plan: Plan | None = None
         self._device: Device | None = None
         self._budget: int | None = None
-        self._caching: list[Any] = []
 
     # --- what others may read -----------------------------------------------------------------------------------------
 
@@ -178,16 +178,30 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        return self._accelerator
+        return self._own_accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        # A Trainer reads this of a strategy object that it is given, before it complains of what another has set.
+        if self._has_trainer:
+            raise ValueError(
+                "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
+                'strategy="protrain".'
+            )
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
         if isinstance(accelerator, MPSAccelerator):
             raise ValueError(
                 'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so '
                 'nothing can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
             )
-        self._accelerator = accelerator
+        self._own_accelerator = accelerator
 
     @property
     def precision_plugin(self) -> ProTrainPrecision:
@@ -198,11 +212,6 @@ class ProTrainStrategy(ParallelStrategy):
         self._precision = as_protrain_precision(plugin)
 
     def _configure_launcher(self) -> None:
-        if self._has_trainer:
-            raise ValueError(
-                "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
-                'strategy="protrain".'
-            )
         self._has_trainer = True
         if self.is_distributed:
             raise ValueError(
@@ -270,9 +279,6 @@ class ProTrainStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
-        for config in self._caching:
-            config.use_cache = True
-        self._caching = []
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
@@ -310,16 +316,11 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
         assert self._device is not None
-        if any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks):
-            self._caching = stop_caching(model)
-            if self._caching:
-                rank_zero_info("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
         refuse_meta(model)
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
-        manual = not model.automatic_optimization
         self._plan = plan
-        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, manual)
+        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, not model.automatic_optimization)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------

@@ -303,3 +303,9 @@ def test_spawned_runs_bring_their_weights_back() -> None:
     for kind in ("spawn", "offload"):
         assert results[kind].keys() == results["plain"].keys()
         assert all(torch.equal(value, results["plain"][name]) for name, value in results[kind].items()), kind
+
+
+@pytest.mark.parametrize("number", [0, -5, "x", 2.5, True, None])
+def test_a_number_of_parameters_that_is_none(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"min_num_params=.*: give a positive number of parameters"):
+        ProTrainStrategy(min_num_params=number)

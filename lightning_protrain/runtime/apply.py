@@ -21,6 +21,7 @@ from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor, Unit
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
+from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.schedule import Capacity
 
 T = TypeVar("T")
@@ -61,7 +62,11 @@ def apply_plan(
     executor = Executor(chunks, units, Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers), device, say)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch) for unit in units if _has_forward(unit.module)]
-    return Runtime(plan, device, chunks, executor, interceptions, watch, manual)
+    recomputes = any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
+    caching = stop_caching(model) if recomputes else []
+    if caching:
+        say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
+    return Runtime(plan, device, chunks, executor, interceptions, watch, manual, caching)
 
 
 class Runtime:
@@ -80,6 +85,7 @@ class Runtime:
         interceptions: list[Interception],
         watch: ViewWatch,
         manual: bool,
+        caching: list[Any],
     ) -> None:
         self.plan = plan
         self._manual = manual
@@ -88,6 +94,7 @@ class Runtime:
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
+        self._caching = caching
 
     @property
     def counters(self) -> TransferCounters:
@@ -130,6 +137,8 @@ class Runtime:
     def remove(self) -> None:
         """Takes everything off the model; safe to call again, also after it has failed."""
         self._executor.reset()
+        while self._caching:
+            self._caching.pop().use_cache = True
         while self._interceptions:
             self._interceptions[-1].remove()
             self._interceptions.pop()

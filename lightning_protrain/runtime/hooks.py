@@ -156,10 +156,11 @@ class ViewWatch:
                 )
 
 
-def find_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def find_tensors(value: Any, depth: int = 3, seen: set[int] | None = None) -> Iterator[Tensor]:
     """All tensors in `value`, in the order met: in containers, dataclasses, and attributes of other objects.
 
-    Modules and classes are not entered, and nothing twice.
+    Modules and classes are not entered, nothing twice, and no more than `depth` objects within each other: an argument
+    may hold on to half of the program.
     """
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
@@ -173,6 +174,7 @@ def find_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         inner = value
     else:
-        inner = getattr(value, "__dict__", {}).values()
+        depth -= 1
+        inner = list(vars(value).values()) if depth >= 0 and hasattr(value, "__dict__") else ()
     for item in inner:
-        yield from find_tensors(item, seen)
+        yield from find_tensors(item, depth, seen)
