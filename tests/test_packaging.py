@@ -70,7 +70,7 @@ def test_the_pins_leave_out_the_compromised_releases() -> None:
 def test_readme_commands_install_with_the_pins() -> None:
     install = "python -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e "
     assert _command("quickstart").startswith(install + ". && lightning-protrain fit --config ")
-    assert _command("tests") == install + '".[dev]" && pytest'
+    assert _command("tests") == install + '".[dev]" && pytest -n logical --dist worksteal'
 
 
 def test_the_readme_command_names_a_config_that_exists() -> None:
@@ -84,7 +84,7 @@ def test_ci_runs_the_readme_command() -> None:
     extracted = subprocess.run(["awk", program, str(ROOT / "README.md")], capture_output=True, text=True, check=True)
     assert extracted.stdout.strip() == _command("tests")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    assert all(step in script for step in ("pytest -m slow", "ruff check", "ruff format --check", "mypy"))
+    assert all(step in script for step in ("pytest -n logical --dist worksteal -m slow", "ruff check", "ruff format --check", "mypy"))
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
