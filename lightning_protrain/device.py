@@ -13,22 +13,23 @@ up (host to device), one down. Five fences order them, and no other is needed:
 4. The host waits for a download before it reads what has landed.
 5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
    of every evaluation step.
+6. An upload of weights that the host's worker is about to step is issued when that job has ended (see [Note: Jobs]),
+   and the host waits for it to be issued where fence 2 needs it.
 """
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-PAGE = mmap.PAGESIZE
+from lightning_protrain.host import HostMemory, HostWorker, Job, Later, worker_cores
 
 
 @dataclass
@@ -59,75 +60,6 @@ class TransferCounters:
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
 
-class HostMemory:
-    """Exact-size, page-aligned host memory whose blocks return by themselves.
-
-    PyTorch's pinned allocator rounds up to powers of two, which can double what is locked; these blocks are anonymous
-    maps of whole pages. A block goes back to the free list when the last tensor over it dies, so a gradient that
-    somebody still holds is never overwritten.
-
-    Args:
-        lock: Called with (address, bytes) of a new block; returns whether it is page-locked now.
-        unlock: Called with the address of a locked block when the memory is closed.
-    """
-
-    def __init__(
-        self, lock: Callable[[int, int], bool] | None = None, unlock: Callable[[int], None] | None = None
-    ) -> None:
-        self._lock = lock
-        self._unlock = unlock
-        self._free: dict[int, deque[mmap.mmap]] = {}
-        self._locked: dict[int, mmap.mmap] = {}
-        self._open = True
-        self.allocated_bytes = 0
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes that are page-locked now."""
-        return sum(len(block) for block in self._locked.values())
-
-    def empty(self, nbytes: int) -> memoryview:
-        """A block of at least `nbytes` uninitialised bytes; returned to the free list when no tensor uses it."""
-        assert self._open, "host memory asked for after it was closed"
-        size = max(-(-nbytes // PAGE) * PAGE, PAGE)
-        free = self._free.get(size)
-        block = free.popleft() if free else self._new_block(size)
-        view = memoryview(block)
-        weakref.finalize(view, self._give_back, block).atexit = False
-        return view
-
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
-        empty = torch.empty(0, dtype=tensor.dtype)
-        if tensor.numel() == 0:
-            return empty.new_empty(tensor.shape)
-        flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
-        return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
-
-    def close(self) -> None:
-        """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
-        while self._locked:
-            address, _ = next(iter(self._locked.items()))
-            assert self._unlock is not None
-            self._unlock(address)
-            del self._locked[address]
-        self._free.clear()
-        self._open = False
-
-    def _new_block(self, size: int) -> mmap.mmap:
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.allocated_bytes += size
-        if self._lock is not None:
-            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
-            if self._lock(address, size):
-                self._locked[address] = block
-        return block
-
-    def _give_back(self, block: mmap.mmap) -> None:
-        if self._open:
-            self._free.setdefault(len(block), deque()).append(block)
-
-
 @dataclass
 class Device(ABC):
     """A place to train on: moves bytes between it and the host, and counts them.
@@ -136,15 +68,17 @@ class Device(ABC):
         torch_device: What PyTorch calls it.
         counters: What has been moved.
         host: Host memory that this device can copy to and from at full speed.
+        worker: The host's thread beside the main one.
     """
 
     torch_device: torch.device
     counters: TransferCounters = field(default_factory=TransferCounters)
     host: HostMemory = field(default_factory=HostMemory)
+    worker: HostWorker = field(default_factory=HostWorker)
 
     @abstractmethod
-    def upload(self, source: Tensor, target: Tensor) -> Any:
-        """Copies `source` (host) to `target` (device); returns a fence that `wait` takes."""
+    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
+        """Copies `source` (host) to `target` (device), once `after` has ended; returns a fence that `wait` takes."""
 
     @abstractmethod
     def wait(self, fence: Any) -> None:
@@ -171,19 +105,24 @@ class Device(ABC):
         """Bytes a plan may use, or None where no budget is known (the CPU has only the one it is given)."""
 
     def close(self) -> None:
-        """Releases page-locked memory; the device is of no use afterwards."""
+        """Ends the worker and releases page-locked memory; the device is of no use afterwards."""
+        self.worker.close()
         self.host.close()
 
 
 class CPUDevice(Device):
     """The CPU as a device: copies are synchronous, the budget is the one the user names."""
 
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Later[Tensor] | None:
         self.counters.uploaded_bytes += source.nbytes
+        if after is not None:
+            return Later(after, lambda: target.copy_(source))
+        target.copy_(source)
+        return None
 
-    def wait(self, fence: None) -> None:
-        return
+    def wait(self, fence: Later[Tensor] | None) -> None:
+        if fence is not None:
+            fence.result()
 
     def download(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -236,7 +175,7 @@ class StreamDevice(Device):
         super().__init__(torch_device, host=host)
         self._up = up
         self._down = down
-        self._uploaded: Event | None = None
+        self._uploads: deque[Event | Later[Event]] = deque()
         self._held: deque[tuple[Event, Tensor]] = deque()
 
     @abstractmethod
@@ -247,15 +186,24 @@ class StreamDevice(Device):
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
         """Gives `stream` a copy that does not block the host."""
 
-    def upload(self, source: Tensor, target: Tensor) -> Event:
-        self._up.wait_stream(self.compute_stream())
-        self.copy(self._up, source, target)
+    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Event | Later[Event]:
         self.counters.uploaded_bytes += source.nbytes
-        self._uploaded = self._up.record_event()
-        return self._uploaded
+        given = self.compute_stream().record_event()
 
-    def wait(self, fence: Event) -> None:
-        self.compute_stream().wait_event(fence)
+        def issue() -> Event:
+            self._up.wait_event(given)
+            self.copy(self._up, source, target)
+            event: Event = self._up.record_event()
+            return event
+
+        while self._uploads and not isinstance(self._uploads[0], Later) and self._uploads[0].query():
+            self._uploads.popleft()
+        fence = issue() if after is None else Later(after, issue)
+        self._uploads.append(fence)
+        return fence
+
+    def wait(self, fence: Event | Later[Event]) -> None:
+        self.compute_stream().wait_event(_issued(fence))
 
     def download(self, source: Tensor, target: Tensor) -> Event:
         while len(self._held) > 1 or (self._held and self._held[0][0].query()):
@@ -272,9 +220,9 @@ class StreamDevice(Device):
         fence.synchronize()
 
     def settle(self) -> None:
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
-            self._uploaded = None
+        while self._uploads:
+            _issued(self._uploads[0]).synchronize()
+            self._uploads.popleft()
 
     def close(self) -> None:
         self.settle()
@@ -285,6 +233,10 @@ class StreamDevice(Device):
     def _drop_held(self) -> None:
         self._held[0][0].synchronize()  # Before it is let go, not after.
         self._held.popleft()
+
+
+def _issued(fence: Event | Later[Event]) -> Event:
+    return fence.result() if isinstance(fence, Later) else fence
 
 
 class CUDADevice(StreamDevice):
@@ -298,6 +250,8 @@ class CUDADevice(StreamDevice):
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
         up, down = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
         super().__init__(torch_device, HostMemory(self._lock, self._unlock), up, down)
+        cores = worker_cores(node=_numa_node(torch_device))
+        self.worker = HostWorker(len(cores), cores)
         self._say = say
         self._pageable = False
 
@@ -329,6 +283,17 @@ class CUDADevice(StreamDevice):
         code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code != 0:
             raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
+
+
+def _numa_node(torch_device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node."""
+    properties = torch.cuda.get_device_properties(torch_device)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = (f"{part or 0:02x}" for part in parts)
+    told = devices / f"{domain:0>4}:{bus}:{device}.0" / "numa_node"
+    if None in parts:
+        return None
+    return int(told.read_text()) if told.is_file() else None
 
 
 def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:

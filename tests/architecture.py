@@ -16,14 +16,15 @@ MAX_FUNCTION_LINES = 80
 
 # What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
-    "device": (),
-    "simulation": ("device",),
+    "host": (),
+    "device": ("host",),
+    "simulation": ("simulation", "device", "host"),
     "loss": (),
     "metrics": ("loss",),
     "profiler.records": (),
     "profiler": ("profiler", "device"),
     "planner": ("planner", "profiler.records"),
-    "runtime": ("runtime", "planner.plan", "profiler.records", "device"),
+    "runtime": ("runtime", "planner.plan", "profiler.records", "device", "host"),
     "checkpoint": ("checkpoint",),
     "data": ("data",),
     "module": ("data", "loss", "metrics"),

@@ -16,7 +16,8 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from torch import Tensor, nn
 
-from lightning_protrain.device import HostMemory, TransferCounters
+from lightning_protrain.device import TransferCounters
+from lightning_protrain.host import HostMemory
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo

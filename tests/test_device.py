@@ -1,202 +1,18 @@
-"""Host memory is exact, page-locked where it can be, used again exactly when nobody holds it; copies are counted."""
+"""Copies are ordered and counted; the live bytes of a step are exact."""
 
 from __future__ import annotations
 
-import copy
-import gc
-from collections.abc import Callable
-from typing import Any
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.device import PAGE, CPUDevice, Device, HostMemory, StreamDevice, TransferCounters, open_device
+from lightning_protrain.device import CPUDevice, Device, StreamDevice, TransferCounters, _numa_node, open_device
+from lightning_protrain.host import HostMemory
 from tests.runtime.applied import PLANS, Net, applied, batches, mean_square
-
-
-class Locks:
-    """Page-locking that records its calls and can be made to fail."""
-
-    def __init__(self, most: int = 1 << 30) -> None:
-        self.most = most
-        self.held: dict[int, int] = {}
-        self.failures = 0
-
-    def lock(self, address: int, size: int) -> bool:
-        assert size % PAGE == 0
-        assert address % PAGE == 0
-        assert address not in self.held
-        if sum(self.held.values()) + size > self.most:
-            return False
-        self.held[address] = size
-        return True
-
-    def unlock(self, address: int) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("unlock")
-        del self.held[address]
-
-
-def address_of(memory: HostMemory, nbytes: int) -> int:
-    return torch.frombuffer(memory.empty(nbytes), dtype=torch.uint8).data_ptr()
-
-
-@pytest.mark.parametrize(("nbytes", "pages"), [(0, 1), (1, 1), (PAGE, 1), (PAGE + 1, 2), (10 * PAGE, 10)])
-def test_blocks_are_whole_pages_and_no_more(nbytes: int, pages: int) -> None:
-    memory = HostMemory()
-    block = memory.empty(nbytes)
-    assert len(block) == memory.allocated_bytes == pages * PAGE
-    assert torch.frombuffer(block, dtype=torch.uint8).data_ptr() % PAGE == 0
-    assert memory.locked_bytes == 0
-
-
-def test_a_block_comes_back_when_the_last_tensor_dies() -> None:
-    memory = HostMemory()
-    first = memory.empty_like(torch.empty(1000))
-    address = first.data_ptr()
-    view = first[10:20]
-    del first
-    second = memory.empty_like(torch.empty(1000))
-    assert second.data_ptr() != address
-    assert memory.allocated_bytes == 2 * PAGE
-    del view
-    third = memory.empty_like(torch.empty(1000))
-    assert third.data_ptr() == address
-    assert memory.allocated_bytes == 2 * PAGE
-
-
-def as_gradient(tensor: Tensor) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.zeros_like(tensor))
-    parameter.grad = tensor
-    return parameter
-
-
-@pytest.mark.parametrize("hold", [Tensor.untyped_storage, Tensor.detach, Tensor.numpy, as_gradient, lambda one: [one]])
-def test_whatever_holds_a_block_keeps_it(hold: Callable[[Tensor], Any]) -> None:
-    memory = HostMemory()
-    tensor = memory.empty_like(torch.empty(16))
-    tensor.fill_(7)
-    held = hold(tensor)
-    address = tensor.data_ptr()
-    del tensor
-    other = memory.empty_like(torch.empty(16))
-    other.fill_(1)
-    assert other.data_ptr() != address
-    del held
-    gc.collect()
-    assert address_of(memory, 16) == address
-
-
-def test_only_blocks_of_the_same_size_are_used_again() -> None:
-    memory = HostMemory()
-    small = address_of(memory, 1)
-    assert address_of(memory, PAGE + 1) != small
-    assert address_of(memory, PAGE) == small
-    assert memory.allocated_bytes == 3 * PAGE
-
-
-@given(sizes=st.lists(st.integers(0, 5 * PAGE), max_size=12), keep=st.lists(st.booleans(), min_size=12, max_size=12))
-def test_no_two_tensors_share_a_byte(sizes: list[int], keep: list[bool]) -> None:
-    memory = HostMemory()
-    held: list[tuple[int, Tensor]] = []
-    for value, (size, stays) in enumerate(zip(sizes, keep, strict=False)):
-        tensor = torch.frombuffer(memory.empty(size), dtype=torch.uint8)
-        tensor.fill_(value)
-        if stays:
-            held.append((value, tensor))
-        del tensor
-    assert all(bool((tensor == value).all()) for value, tensor in held)
-    assert memory.allocated_bytes % PAGE == 0
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 4),
-        torch.randn(3, 4).t(),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(()),
-        torch.randn(0, 3),
-        torch.randn(4, dtype=torch.complex128),
-        torch.randn(5).bfloat16(),
-        torch.ones(3, dtype=torch.bool),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
-)
-def test_empty_like(tensor: Tensor) -> None:
-    empty = HostMemory().empty_like(tensor)
-    assert (empty.dtype, empty.shape, empty.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    empty.copy_(tensor)
-    assert torch.equal(empty, tensor)
-    assert empty.untyped_storage().nbytes() == tensor.nbytes
-    assert torch.equal(copy.deepcopy(empty), tensor)
-
-
-def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
-    locks = Locks()
-    memory = HostMemory(locks.lock, locks.unlock)
-    kept = memory.empty_like(torch.empty(PAGE))
-    for _ in range(3):
-        memory.empty_like(torch.empty(2 * PAGE))
-    assert memory.locked_bytes == memory.allocated_bytes == sum(locks.held.values()) == 12 * PAGE
-    memory.close()
-    assert locks.held == {}
-    assert memory.locked_bytes == 0
-    kept.fill_(3)
-    assert bool((kept == 3).all())
-    memory.close()
-
-
-def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
-    locks = Locks(most=2 * PAGE)
-    memory = HostMemory(locks.lock, locks.unlock)
-    held = [memory.empty(PAGE) for _ in range(5)]
-    assert memory.locked_bytes == 2 * PAGE
-    assert memory.allocated_bytes == 5 * PAGE
-    assert len({id(block) for block in held}) == 5
-    memory.close()
-    assert locks.held == {}
-
-
-def test_unlocking_that_fails_is_tried_again_from_where_it_stopped() -> None:
-    locks = Locks()
-    memory = HostMemory(locks.lock, locks.unlock)
-    held = [memory.empty(PAGE) for _ in range(3)]
-    locks.failures = 1
-    with pytest.raises(RuntimeError, match="unlock"):
-        memory.close()
-    assert memory.locked_bytes == 3 * PAGE
-    assert len(held) == 3
-    memory.close()
-    assert memory.locked_bytes == 0
-    assert locks.held == {}
-
-
-def test_locking_that_raises_leaves_nothing_locked() -> None:
-    def lock(address: int, size: int) -> bool:
-        raise OSError("no")
-
-    memory = HostMemory(lock, lambda address: None)
-    with pytest.raises(OSError, match="no"):
-        memory.empty(1)
-    assert memory.locked_bytes == 0
-    memory.close()
-
-
-def test_closed_memory_gives_nothing_and_takes_nothing_back() -> None:
-    memory = HostMemory()
-    held = memory.empty_like(torch.empty(4))
-    memory.close()
-    del held
-    with pytest.raises(AssertionError):
-        memory.empty(1)
-
-
-# --- the CPU as a device --------------------------------------------------------------------------------------------
 
 
 def test_copies_are_counted_to_the_byte() -> None:
@@ -272,6 +88,7 @@ class Late:
     def __init__(self) -> None:
         self.ended = False
         self.events: list[Late] = []
+        self.recorded: list[Late] = []
 
     def query(self) -> bool:
         return self.ended
@@ -286,7 +103,8 @@ class Late:
         self.events.append(stream)
 
     def record_event(self) -> Late:
-        return Late()
+        self.recorded.append(Late())
+        return self.recorded[-1]
 
 
 class LateDevice(StreamDevice):
@@ -310,7 +128,8 @@ def test_copies_wait_for_what_has_been_computed() -> None:
     device = LateDevice()
     fence = device.upload(torch.zeros(1), torch.zeros(1))
     device.download(torch.zeros(1), torch.zeros(1))
-    assert device._up.events == [device.computing]
+    assert device._up.events == device.computing.recorded
+    assert len(device._up.events) == 1
     assert device._down.events == [device.computing]
     assert device.computing.events == []
     device.wait(fence)
@@ -342,3 +161,51 @@ def test_sources_do_not_pile_up() -> None:
     for _ in range(6):
         device.download(torch.zeros(4), torch.zeros(4))
         assert sum(tensor.nbytes for _, tensor in device._held) <= 2 * 16
+
+
+def test_an_upload_after_a_job_waits_for_it_and_not_for_what_came_later() -> None:
+    device, host, target = LateDevice(), torch.zeros(1), torch.zeros(1)
+    gate = threading.Event()
+    job = device.worker.submit(lambda: (gate.wait(), host.fill_(3.0)))
+    fence = device.upload(host, target, after=job)
+    given = device.computing.recorded[:]
+    device.computing.record_event()
+    assert device._up.events == []
+    gate.set()
+    device.wait(fence)
+    assert device._up.events == given
+    assert target.item() == 3.0
+    assert device.computing.events == device._up.recorded
+    device.close()
+
+
+def test_settling_waits_for_uploads_that_are_yet_to_be_issued() -> None:
+    device, target = LateDevice(), torch.zeros(1)
+    job = device.worker.submit(lambda: None)
+    device.upload(torch.ones(1), target, after=job)
+    device.settle()
+    assert target.item() == 1.0
+    assert [event.query() for event in device._up.recorded] == [True]
+    device.close()
+
+
+def test_a_copy_on_the_cpu_comes_after_its_job() -> None:
+    device, host, target = CPUDevice(torch.device("cpu")), torch.zeros(1), torch.zeros(1)
+    fence = device.upload(host, target, after=device.worker.submit(lambda: host.fill_(2.0)))
+    device.wait(fence)
+    assert target.item() == 2.0
+    device.close()
+
+
+@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", -1), (None, None)])
+def test_the_node_of_a_gpu_is_read_from_linux(
+    told: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    if told is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "numa_node").write_text(told)
+    assert _numa_node(torch.device("cuda:0"), tmp_path) == node
+    del properties.pci_bus_id
+    assert _numa_node(torch.device("cuda:0"), tmp_path) is None

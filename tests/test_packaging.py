@@ -84,7 +84,10 @@ def test_ci_runs_the_readme_command() -> None:
     extracted = subprocess.run(["awk", program, str(ROOT / "README.md")], capture_output=True, text=True, check=True)
     assert extracted.stdout.strip() == _command("tests")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    assert all(step in script for step in ("pytest -n logical --dist worksteal -m slow", "ruff check", "ruff format --check", "mypy"))
+    assert all(
+        step in script
+        for step in ("pytest -n logical --dist worksteal -m slow", "ruff check", "ruff format --check", "mypy")
+    )
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

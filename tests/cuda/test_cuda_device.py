@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.device import PAGE, CUDADevice, open_device
+from lightning_protrain.device import CUDADevice, open_device
+from lightning_protrain.host import PAGE
 
 pytestmark = pytest.mark.cuda
 

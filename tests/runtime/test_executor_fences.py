@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.simulation import RaceError, SimulatedDevice
+from lightning_protrain.simulation.device import RaceError, SimulatedDevice
 from tests.runtime.applied import PLANS, Block, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES, Case
 

@@ -1,0 +1,210 @@
+"""What the host gives: exact-size memory, and a thread that works while others compute.
+
+[Note: Jobs]
+A *job* is work given to the host's worker: one thread that runs jobs one after the other in the order in which they
+were given. PyTorch's kernels let go of Python's lock while they run, so a job of few and large kernels costs the main
+thread next to nothing. What a job raises is raised where it is waited for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+T = TypeVar("T")
+
+
+class HostMemory:
+    """Exact-size, page-aligned host memory whose blocks return by themselves.
+
+    PyTorch's pinned allocator rounds up to powers of two, which can double what is locked; these blocks are anonymous
+    maps of whole pages. A block goes back to the free list when the last tensor over it dies, so a gradient that
+    somebody still holds is never overwritten.
+
+    Args:
+        lock: Called with (address, bytes) of a new block; returns whether it is page-locked now.
+        unlock: Called with the address of a locked block when the memory is closed.
+    """
+
+    def __init__(
+        self, lock: Callable[[int, int], bool] | None = None, unlock: Callable[[int], None] | None = None
+    ) -> None:
+        self._lock = lock
+        self._unlock = unlock
+        self._free: dict[int, deque[mmap.mmap]] = {}
+        self._locked: dict[int, mmap.mmap] = {}
+        self._open = True
+        self.allocated_bytes = 0
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are page-locked now."""
+        return sum(len(block) for block in self._locked.values())
+
+    def empty(self, nbytes: int) -> memoryview:
+        """A block of at least `nbytes` uninitialised bytes; returned to the free list when no tensor uses it."""
+        assert self._open, "host memory asked for after it was closed"
+        size = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        free = self._free.get(size)
+        block = free.popleft() if free else self._new_block(size)
+        view = memoryview(block)
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return view
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """An uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
+        empty = torch.empty(0, dtype=tensor.dtype)
+        if tensor.numel() == 0:
+            return empty.new_empty(tensor.shape)
+        flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
+        return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+    def close(self) -> None:
+        """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
+        while self._locked:
+            address, _ = next(iter(self._locked.items()))
+            assert self._unlock is not None
+            self._unlock(address)
+            del self._locked[address]
+        self._free.clear()
+        self._open = False
+
+    def _new_block(self, size: int) -> mmap.mmap:
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.allocated_bytes += size
+        if self._lock is not None:
+            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+            if self._lock(address, size):
+                self._locked[address] = block
+        return block
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        if self._open:
+            self._free.setdefault(len(block), deque()).append(block)
+
+
+class Job(Protocol):
+    """Work that has been given to the worker, see [Note: Jobs]; `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def result(self) -> Any:
+        """Waits for its end and returns what it returned, or raises what it raised."""
+
+    def exception(self) -> BaseException | None:
+        """Waits for its end and returns what it raised."""
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` with the job when it has ended, on the worker; at once if it has."""
+
+
+class Later(Generic[T]):
+    """What `function` returns, called as soon as `job` has ended, on the worker.
+
+    Args:
+        job: What has to end first.
+        function: What is called then; not if the job raised.
+    """
+
+    def __init__(self, job: Job, function: Callable[[], T]) -> None:
+        self._job = job
+        self._function = function
+        self._future: Future[T] = Future()
+        job.add_done_callback(self._run)
+
+    def result(self) -> T:
+        """Waits for the job and for the function.
+
+        Raises:
+            BaseException: What either of them raised.
+        """
+        self._job.result()
+        return self._future.result()
+
+    def _run(self, job: Job) -> None:
+        if job.exception() is not None:
+            return
+        try:
+            self._future.set_result(self._function())
+        except RuntimeError as error:
+            self._future.set_exception(error)  # raised in `result`, on the thread that needs it
+
+
+class HostWorker:
+    """One thread beside the main one, see [Note: Jobs]; it is started by the first job.
+
+    Args:
+        threads: Threads that a kernel of a job may use; None: as many as on the main thread.
+        cores: Cores it is bound to; empty: not bound.
+    """
+
+    def __init__(self, threads: int | None = None, cores: frozenset[int] = frozenset()) -> None:
+        self.threads = threads
+        self._cores = cores
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], object]) -> Job:
+        """Runs `work` after everything submitted before it."""
+        if self._pool is None:
+            threads = self.threads or torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (threads,))
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        """Waits for all jobs and ends the thread; a later job would start another one."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _prepare(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # of this thread: OpenMP counts for each thread on its own
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+
+
+def worker_cores(
+    local_rank: int = 0,
+    local_ranks: int = 1,
+    node: int | None = None,
+    nodes: Path = Path("/sys/devices/system/node"),
+) -> frozenset[int]:
+    """The cores of this machine that one of its ranks should step optimizers on.
+
+    The cores that the process may run on are shared out among the ranks, whatever `OMP_NUM_THREADS` says: torchrun sets
+    it to 1. Where the NUMA node of the device is known, its cores are taken: the copies from and to the device go
+    through its memory.
+
+    Args:
+        local_rank: Which of the ranks of this machine.
+        local_ranks: How many there are; all of them are taken to use the same node.
+        node: NUMA node of the device; None or negative: not known.
+        nodes: Where Linux describes its nodes.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    listed = nodes / f"node{node}" / "cpulist"
+    if node is not None and node >= 0 and listed.is_file():
+        allowed = (allowed & _parse_cores(listed.read_text())) or allowed
+    cores = sorted(allowed)
+    share = max(len(cores) // local_ranks, 1)
+    start = local_rank * share % len(cores)
+    return frozenset(cores[start : start + share])
+
+
+def _parse_cores(text: str) -> set[int]:
+    """The numbers in a list such as `0-3,8`."""
+    cores: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,202 @@
+"""Streams and a worker that do what they are given as late as the fences allow, see [Note: Lateness]."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_protrain.host import HostWorker
+
+
+@dataclass(eq=False)
+class Host:
+    """What runs on the host at present: the main thread, or the worker in the middle of a job.
+
+    Attributes:
+        stream: The stream that stands for it.
+    """
+
+    stream: SimulatedStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The main thread to begin with."""
+        self.stream = SimulatedStream("host", self, eager=True)
+
+
+@dataclass
+class SimulatedEvent:
+    """A point in a stream; `clock` is what is known to have ended when it has passed, at the virtual `time`."""
+
+    stream: SimulatedStream
+    clock: dict[str, int]
+    time: float
+    passed: bool = False
+
+    def query(self) -> bool:
+        """Whether everything before it has run."""
+        return self.passed
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.stream.run_until(self)
+        host = self.stream.host.stream
+        join(host.clock, self.clock)
+        host.time = max(host.time, self.time)
+
+
+@dataclass(eq=False)
+class SimulatedStream:
+    """A queue of work; one that is `eager` has run everything it has been given.
+
+    Attributes:
+        name: What errors call it.
+        host: What gives it work.
+        eager: Whether it runs at once what it is given.
+        clock: The vector clock, see [Note: Happens-before].
+        queue: What it has still to run.
+        time: When it is free, in virtual seconds.
+        busy: How many of them it has worked.
+    """
+
+    name: str
+    host: Host
+    eager: bool
+    clock: dict[str, int] = field(default_factory=dict)
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    time: float = 0.0
+    busy: float = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Works for `seconds`, from when it is free and the host has come this far."""
+        self.time = max(self.time, self.host.stream.time) + seconds
+        self.busy += seconds
+
+    def step(self) -> int:
+        """Counts one more step and returns its number; the host, which launches it, has come this far."""
+        join(self.clock, self.host.stream.clock)
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.clock[self.name]
+
+    def record_event(self) -> SimulatedEvent:
+        """An event after the work given so far."""
+        event = SimulatedEvent(self, dict(self.clock), self.time, passed=self.eager)
+        self.queue.append(lambda: setattr(event, "passed", True))
+        self._advance()
+        return event
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Later work comes after `event`."""
+        join(self.clock, event.clock)
+        self.time = max(self.time, event.time)
+        self.queue.append(lambda: event.stream.run_until(event))
+        self._advance()
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        """Later work comes after what `stream` has been given so far."""
+        self.wait_event(stream.record_event())
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Gives the stream something to do."""
+        self.queue.append(work)
+        self._advance()
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Runs what comes before `event`."""
+        while not event.passed:
+            self.queue.popleft()()
+
+    def _advance(self) -> None:
+        while self.eager and self.queue:
+            self.queue.popleft()()
+
+
+@dataclass(eq=False)
+class SimulatedJob:
+    """A job of the simulated worker: it runs when somebody waits for it, and not before, see [Note: Lateness]."""
+
+    worker: SimulatedWorker
+    work: Callable[[], object]
+    given: SimulatedEvent
+    ended: SimulatedEvent | None = None
+    error: BaseException | None = None
+    callbacks: list[Callable[[Any], object]] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether it has run."""
+        return self.ended is not None
+
+    def exception(self) -> BaseException | None:
+        """Runs it, after those before it; returns what it raised."""
+        self.worker.run_until(self)
+        assert self.ended is not None
+        host = self.worker.stream.host.stream
+        join(host.clock, self.ended.clock)
+        host.time = max(host.time, self.ended.time)
+        return self.error
+
+    def result(self) -> None:
+        """Runs it, after those before it.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        error = self.exception()
+        if error is not None:
+            raise error
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` when it has run."""
+        self.callbacks.append(function)
+        if self.ended is not None:
+            function(self)
+
+
+class SimulatedWorker(HostWorker):
+    """The host's worker as a stream of its own: as late as a thread can be.
+
+    Args:
+        host: What gives it jobs.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(1)
+        self.stream = SimulatedStream("worker", host, eager=True)
+        self._jobs: deque[SimulatedJob] = deque()
+
+    def submit(self, work: Callable[[], object]) -> SimulatedJob:
+        """Keeps `work` until it is waited for."""
+        job = SimulatedJob(self, work, self.stream.host.stream.record_event())
+        self._jobs.append(job)
+        return job
+
+    def run_until(self, job: SimulatedJob) -> None:
+        """Runs what comes before the end of `job`."""
+        while job.ended is None:
+            self._run(self._jobs.popleft())
+
+    def close(self) -> None:
+        while self._jobs:
+            self._run(self._jobs.popleft())
+
+    def _run(self, job: SimulatedJob) -> None:
+        stream, host = self.stream, self.stream.host
+        join(stream.clock, job.given.clock)
+        stream.time = max(stream.time, job.given.time)
+        main, host.stream = host.stream, stream
+        try:
+            job.work()
+        except RuntimeError as error:
+            job.error = error
+        finally:
+            job.ended = stream.record_event()
+            for function in job.callbacks:
+                function(job)
+            host.stream = main
+
+
+def join(clock: dict[str, int], other: Mapping[str, int]) -> None:
+    """Adds to `clock` what `other` knows."""
+    for name, step in other.items():
+        clock[name] = max(clock.get(name, 0), step)

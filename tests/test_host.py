@@ -1,0 +1,312 @@
+"""Host memory is exact, page-locked where it can be, used again exactly when nobody holds it; jobs run in order."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_protrain.host import PAGE, HostMemory, HostWorker, Later, worker_cores
+
+
+class Locks:
+    """Page-locking that records its calls and can be made to fail."""
+
+    def __init__(self, most: int = 1 << 30) -> None:
+        self.most = most
+        self.held: dict[int, int] = {}
+        self.failures = 0
+
+    def lock(self, address: int, size: int) -> bool:
+        assert size % PAGE == 0
+        assert address % PAGE == 0
+        assert address not in self.held
+        if sum(self.held.values()) + size > self.most:
+            return False
+        self.held[address] = size
+        return True
+
+    def unlock(self, address: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("unlock")
+        del self.held[address]
+
+
+def address_of(memory: HostMemory, nbytes: int) -> int:
+    return torch.frombuffer(memory.empty(nbytes), dtype=torch.uint8).data_ptr()
+
+
+@pytest.mark.parametrize(("nbytes", "pages"), [(0, 1), (1, 1), (PAGE, 1), (PAGE + 1, 2), (10 * PAGE, 10)])
+def test_blocks_are_whole_pages_and_no_more(nbytes: int, pages: int) -> None:
+    memory = HostMemory()
+    block = memory.empty(nbytes)
+    assert len(block) == memory.allocated_bytes == pages * PAGE
+    assert torch.frombuffer(block, dtype=torch.uint8).data_ptr() % PAGE == 0
+    assert memory.locked_bytes == 0
+
+
+def test_a_block_comes_back_when_the_last_tensor_dies() -> None:
+    memory = HostMemory()
+    first = memory.empty_like(torch.empty(1000))
+    address = first.data_ptr()
+    view = first[10:20]
+    del first
+    second = memory.empty_like(torch.empty(1000))
+    assert second.data_ptr() != address
+    assert memory.allocated_bytes == 2 * PAGE
+    del view
+    third = memory.empty_like(torch.empty(1000))
+    assert third.data_ptr() == address
+    assert memory.allocated_bytes == 2 * PAGE
+
+
+def as_gradient(tensor: Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros_like(tensor))
+    parameter.grad = tensor
+    return parameter
+
+
+@pytest.mark.parametrize("hold", [Tensor.untyped_storage, Tensor.detach, Tensor.numpy, as_gradient, lambda one: [one]])
+def test_whatever_holds_a_block_keeps_it(hold: Callable[[Tensor], Any]) -> None:
+    memory = HostMemory()
+    tensor = memory.empty_like(torch.empty(16))
+    tensor.fill_(7)
+    held = hold(tensor)
+    address = tensor.data_ptr()
+    del tensor
+    other = memory.empty_like(torch.empty(16))
+    other.fill_(1)
+    assert other.data_ptr() != address
+    del held
+    gc.collect()
+    assert address_of(memory, 16) == address
+
+
+def test_only_blocks_of_the_same_size_are_used_again() -> None:
+    memory = HostMemory()
+    small = address_of(memory, 1)
+    assert address_of(memory, PAGE + 1) != small
+    assert address_of(memory, PAGE) == small
+    assert memory.allocated_bytes == 3 * PAGE
+
+
+@given(sizes=st.lists(st.integers(0, 5 * PAGE), max_size=12), keep=st.lists(st.booleans(), min_size=12, max_size=12))
+def test_no_two_tensors_share_a_byte(sizes: list[int], keep: list[bool]) -> None:
+    memory = HostMemory()
+    held: list[tuple[int, Tensor]] = []
+    for value, (size, stays) in enumerate(zip(sizes, keep, strict=False)):
+        tensor = torch.frombuffer(memory.empty(size), dtype=torch.uint8)
+        tensor.fill_(value)
+        if stays:
+            held.append((value, tensor))
+        del tensor
+    assert all(bool((tensor == value).all()) for value, tensor in held)
+    assert memory.allocated_bytes % PAGE == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.randn(4, dtype=torch.complex128),
+        torch.randn(5).bfloat16(),
+        torch.ones(3, dtype=torch.bool),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)
+def test_empty_like(tensor: Tensor) -> None:
+    empty = HostMemory().empty_like(tensor)
+    assert (empty.dtype, empty.shape, empty.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    empty.copy_(tensor)
+    assert torch.equal(empty, tensor)
+    assert empty.untyped_storage().nbytes() == tensor.nbytes
+    assert torch.equal(copy.deepcopy(empty), tensor)
+
+
+def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
+    locks = Locks()
+    memory = HostMemory(locks.lock, locks.unlock)
+    kept = memory.empty_like(torch.empty(PAGE))
+    for _ in range(3):
+        memory.empty_like(torch.empty(2 * PAGE))
+    assert memory.locked_bytes == memory.allocated_bytes == sum(locks.held.values()) == 12 * PAGE
+    memory.close()
+    assert locks.held == {}
+    assert memory.locked_bytes == 0
+    kept.fill_(3)
+    assert bool((kept == 3).all())
+    memory.close()
+
+
+def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
+    locks = Locks(most=2 * PAGE)
+    memory = HostMemory(locks.lock, locks.unlock)
+    held = [memory.empty(PAGE) for _ in range(5)]
+    assert memory.locked_bytes == 2 * PAGE
+    assert memory.allocated_bytes == 5 * PAGE
+    assert len({id(block) for block in held}) == 5
+    memory.close()
+    assert locks.held == {}
+
+
+def test_unlocking_that_fails_is_tried_again_from_where_it_stopped() -> None:
+    locks = Locks()
+    memory = HostMemory(locks.lock, locks.unlock)
+    held = [memory.empty(PAGE) for _ in range(3)]
+    locks.failures = 1
+    with pytest.raises(RuntimeError, match="unlock"):
+        memory.close()
+    assert memory.locked_bytes == 3 * PAGE
+    assert len(held) == 3
+    memory.close()
+    assert memory.locked_bytes == 0
+    assert locks.held == {}
+
+
+def test_locking_that_raises_leaves_nothing_locked() -> None:
+    def lock(address: int, size: int) -> bool:
+        raise OSError("no")
+
+    memory = HostMemory(lock, lambda address: None)
+    with pytest.raises(OSError, match="no"):
+        memory.empty(1)
+    assert memory.locked_bytes == 0
+    memory.close()
+
+
+def test_closed_memory_gives_nothing_and_takes_nothing_back() -> None:
+    memory = HostMemory()
+    held = memory.empty_like(torch.empty(4))
+    memory.close()
+    del held
+    with pytest.raises(AssertionError):
+        memory.empty(1)
+
+
+# --- the CPU as a device --------------------------------------------------------------------------------------------
+
+
+def test_jobs_run_in_order_on_one_thread() -> None:
+    worker = HostWorker()
+    ran: list[tuple[int, int]] = []
+    jobs = [worker.submit(lambda index=index: ran.append((index, threading.get_ident()))) for index in range(20)]
+    for job in jobs:
+        job.result()
+    worker.close()
+    assert [index for index, _ in ran] == list(range(20))
+    assert len({thread for _, thread in ran} - {threading.get_ident()}) == 1
+
+
+def test_no_thread_without_a_job_and_none_after_the_end() -> None:
+    before = threading.enumerate()
+    worker = HostWorker()
+    assert threading.enumerate() == before
+    worker.submit(lambda: None)
+    worker.close()
+    worker.close()
+    assert threading.enumerate() == before
+
+
+def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
+    worker = HostWorker()
+    failing = worker.submit(lambda: 1 // 0)
+    later = Later(failing, lambda: pytest.fail("must not run"))
+    for waited in (failing, later):
+        with pytest.raises(ZeroDivisionError):
+            waited.result()
+    assert worker.submit(lambda: None).result() is None
+    worker.close()
+
+
+def test_later_runs_after_its_job() -> None:
+    worker, gate, ran = HostWorker(), threading.Event(), []
+    job = worker.submit(lambda: (gate.wait(), ran.append("job")))
+    later = Later(job, lambda: ran.append("later") or len(ran))
+    assert not ran
+    gate.set()
+    assert later.result() == 2
+    assert ran == ["job", "later"]
+    assert Later(job, lambda: 5).result() == 5
+    worker.close()
+
+
+def test_what_runs_later_may_fail() -> None:
+    worker = HostWorker()
+
+    def fail() -> None:
+        raise RuntimeError("the copy failed")
+
+    later = Later(worker.submit(lambda: None), fail)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        later.result()
+    worker.close()
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_kernels_of_a_job_have_their_own_number_of_threads(threads: int | None) -> None:
+    worker, seen = HostWorker(threads), []
+    here = torch.get_num_threads()
+    worker.submit(lambda: seen.append(torch.get_num_threads())).result()
+    worker.close()
+    assert seen == [threads or here]
+    assert torch.get_num_threads() == here
+
+
+def test_the_worker_is_bound_to_its_cores() -> None:
+    cores, seen = os.sched_getaffinity(0), []
+    one = frozenset({min(cores)})
+    worker = HostWorker(1, one)
+    worker.submit(lambda: seen.append(os.sched_getaffinity(0))).result()
+    worker.close()
+    assert seen == [one]
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize(
+    ("allowed", "ranks", "rank", "listed", "expected"),
+    [
+        (range(8), 1, 0, None, range(8)),
+        (range(8), 2, 1, None, range(4, 8)),
+        (range(8), 2, 0, "4-7", (4, 5)),
+        (range(8), 1, 0, "0-1,6", (0, 1, 6)),
+        (range(4), 1, 0, "4-7", range(4)),  # the process may not run there
+        (range(4), 1, 0, "", range(4)),  # a node of memory alone
+        (range(2), 8, 5, None, (1,)),  # more ranks than cores
+    ],
+)
+def test_cores_are_shared_out(
+    allowed: Sequence[int],
+    ranks: int,
+    rank: int,
+    listed: str | None,
+    expected: Sequence[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    if listed is not None:
+        (tmp_path / "node3").mkdir()
+        (tmp_path / "node3" / "cpulist").write_text(listed + "\n")
+    assert worker_cores(rank, ranks, 3, tmp_path) == set(expected)
+    assert worker_cores(rank, ranks, -1, tmp_path) == worker_cores(rank, ranks, None, tmp_path)
+
+
+def test_the_ranks_of_a_machine_share_every_core() -> None:
+    cores = os.sched_getaffinity(0)
+    shares = [worker_cores(rank, len(cores)) for rank in range(len(cores))]
+    assert frozenset().union(*shares) == cores
