@@ -2,8 +2,9 @@
 
 [Note: Streams]
 All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
-they share one heap with the activations and freed memory is reused without fragmentation. Two more streams copy: one
-up (host to device), one down. Five fences order them, and no other is needed:
+they share one heap with the activations and freed memory is reused without fragmentation. Four more streams copy: one
+up (host to device) and one down for chunks and gradients, one out and one in for activations that are swapped. These
+fences order them, and no other is needed:
 
 1. An upload waits for everything the compute stream has been given so far, because the memory it fills may still be
    read by an earlier kernel under another name.
@@ -15,6 +16,12 @@ up (host to device), one down. Five fences order them, and no other is needed:
    of every evaluation step.
 6. An upload of weights that the host's worker is about to step is issued when that job has ended (see [Note: Jobs]),
    and the host waits for it to be issued where fence 2 needs it.
+7. A swap-out waits for everything the compute stream has been given so far.
+8. The compute stream waits for a swap-out before its source is freed, or its host memory is read.
+9. A swap-in waits for everything the compute stream has been given so far: for the memory it fills as fence 1, for
+   what it reads by fence 8.
+10. The compute stream waits for a swap-in where its bytes are first used, or where its memory is freed unused.
+11. The host waits for both before their host memory goes to somebody else.
 """
 
 from __future__ import annotations
@@ -44,6 +51,8 @@ class TransferCounters:
         prefetch_misses: Number of uploads issued only when the chunk was needed at once.
         live_bytes: Offloaded chunks now on the device.
         peak_live_bytes: The most there ever were.
+        swapped_out_bytes: Device to host, activations.
+        swapped_in_bytes: Host to device, the same.
     """
 
     uploaded_bytes: int = 0
@@ -53,6 +62,8 @@ class TransferCounters:
     prefetch_misses: int = 0
     live_bytes: int = 0
     peak_live_bytes: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
 
     def add_live(self, nbytes: int) -> None:
         """Counts `nbytes` more (or fewer, if negative) on the device."""
@@ -96,6 +107,17 @@ class Device(ABC):
     def settle(self) -> None:
         """Blocks the host until every upload has ended, so that host weights may be written to."""
 
+    @abstractmethod
+    def swap_out(self, source: Tensor, target: Tensor) -> Any:
+        """Copies `source` (device) to `target` (host); returns a fence for `wait` and `land`.
+
+        The caller holds both until it has waited for the fence: no bound is known here.
+        """
+
+    @abstractmethod
+    def swap_in(self, source: Tensor, target: Tensor) -> Any:
+        """Copies `source` (host) to `target` (device); returns a fence for `wait` and `land`. The caller holds both."""
+
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Gives `storage` `nbytes` of device memory (0: frees it), in the order of the compute stream."""
         storage.resize_(nbytes)
@@ -134,6 +156,14 @@ class CPUDevice(Device):
     def settle(self) -> None:
         return
 
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        self.counters.swapped_out_bytes += source.nbytes
+
+    def swap_in(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        self.counters.swapped_in_bytes += source.nbytes
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -162,19 +192,18 @@ class Stream(Protocol):
 
 
 class StreamDevice(Device):
-    """A device with a compute stream and two copying streams, see [Note: Streams].
+    """A device with a compute stream and four copying streams, see [Note: Streams].
 
     Args:
         torch_device: What PyTorch calls it.
         host: Host memory that it copies to and from without blocking.
-        up: The stream of uploads.
-        down: The stream of downloads.
+        new_stream: Makes a stream; called once for each kind of copy, with its name.
     """
 
-    def __init__(self, torch_device: torch.device, host: HostMemory, up: Stream, down: Stream) -> None:
+    def __init__(self, torch_device: torch.device, host: HostMemory, new_stream: Callable[[str], Stream]) -> None:
         super().__init__(torch_device, host=host)
-        self._up = up
-        self._down = down
+        self._up, self._down = new_stream("up"), new_stream("down")
+        self._out, self._in = new_stream("out"), new_stream("in")
         self._uploads: deque[Event | Later[Event]] = deque()
         self._held: deque[tuple[Event, Tensor]] = deque()
 
@@ -224,11 +253,27 @@ class StreamDevice(Device):
             _issued(self._uploads[0]).synchronize()
             self._uploads.popleft()
 
+    def swap_out(self, source: Tensor, target: Tensor) -> Event:
+        self.counters.swapped_out_bytes += source.nbytes
+        return self._swap(self._out, source, target)
+
+    def swap_in(self, source: Tensor, target: Tensor) -> Event:
+        self.counters.swapped_in_bytes += source.nbytes
+        return self._swap(self._in, source, target)
+
     def close(self) -> None:
         self.settle()
         while self._held:
             self._drop_held()
+        for stream in (self._out, self._in):
+            stream.record_event().synchronize()
         super().close()
+
+    def _swap(self, stream: Stream, source: Tensor, target: Tensor) -> Event:
+        stream.wait_stream(self.compute_stream())
+        self.copy(stream, source, target)
+        fence: Event = stream.record_event()
+        return fence
 
     def _drop_held(self) -> None:
         self._held[0][0].synchronize()  # Before it is let go, not after.
@@ -248,8 +293,8 @@ class CUDADevice(StreamDevice):
     """
 
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
-        up, down = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
-        super().__init__(torch_device, HostMemory(self._lock, self._unlock), up, down)
+        memory = HostMemory(self._lock, self._unlock)
+        super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=_numa_node(torch_device))
         self.worker = HostWorker(len(cores), cores)
         self._say = say

@@ -15,39 +15,46 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.device import Device, TransferCounters, open_device
+from lightning_protrain.overlap import (
+    OverlapChoice,
+    OverlapPlan,
+    check_choice,
+    plan_overlap,
+    step_is_followed_by_forward,
+)
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits
 from lightning_protrain.planner.plan import Plan, check_plan
 from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.processes import ProcessStrategy, StartMethod
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
-    fused_host_step,
     move_state_beside_parameters,
     state_bytes_per_element,
 )
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
+from lightning_protrain.runtime.updates import Overlap
 
 PRESETS = ("auto", "resident", "offload")
 # Of the memory that a GPU reports as free, the part that "auto" gives to model states; the rest is for activations.
 AUTO_SHARE = 0.7
 
 
-class ProTrainStrategy(ParallelStrategy):
+class ProTrainStrategy(ProcessStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -67,6 +74,8 @@ class ProTrainStrategy(ParallelStrategy):
             `nn.ModuleList`s of the model.
         min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on
             the device under `"auto"` if it fits.
+        overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
+            first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
 
@@ -75,7 +84,6 @@ class ProTrainStrategy(ParallelStrategy):
     """
 
     strategy_name = "protrain"
-    _has_trainer = False
 
     def __init__(
         self,
@@ -95,11 +103,21 @@ class ProTrainStrategy(ParallelStrategy):
         chunk_bytes: int | None = None,
         blocks: Sequence[str | type[nn.Module]] | Literal["size"] | None = None,
         min_num_params: int = 100_000_000,
+        overlap_optimizer: OverlapChoice = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
         if not isinstance(plan, (Plan, str, os.PathLike)):
             raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
         self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
@@ -119,10 +137,10 @@ class ProTrainStrategy(ParallelStrategy):
         if type(min_num_params) is not int or min_num_params < 1:
             raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
         self._min_num_params = min_num_params
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._start_method = start_method
-        self._num_nodes = 1
+        check_choice(overlap_optimizer)
+        self._overlap_choice = overlap_optimizer
+        self._overlap = OverlapPlan()
+        self._handles: list[RemovableHandle] = []
         self._runtime: Runtime | None = None
         self._plan: Plan | None = None
         self._device: Device | None = None
@@ -150,59 +168,6 @@ class ProTrainStrategy(ParallelStrategy):
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
 
-    # --- processes ----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def accelerator(self) -> Accelerator | None:
-        return self._own_accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator = accelerator
-
-    @property
-    def _accelerator(self) -> Accelerator | None:
-        # A Trainer reads this of a strategy object that it is given, before it complains of what another has set.
-        if self._has_trainer:
-            raise ValueError(
-                "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
-                'strategy="protrain".'
-            )
-        return self._own_accelerator
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        if isinstance(accelerator, MPSAccelerator):
-            raise ValueError(
-                'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so '
-                'nothing can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
-            )
-        self._own_accelerator = accelerator
-
     @property
     def precision_plugin(self) -> ProTrainPrecision:
         return self._precision
@@ -210,31 +175,6 @@ class ProTrainStrategy(ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision = as_protrain_precision(plugin)
-
-    def _configure_launcher(self) -> None:
-        self._has_trainer = True
-        if self.is_distributed:
-            raise ValueError(
-                f'strategy="protrain" runs on one device in this version, {self.num_nodes * self.num_processes} were '
-                "asked for. Set Trainer(devices=1, num_nodes=1)."
-            )
-        if self._start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment which process of how many this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * max(self.num_processes, 1))
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
@@ -261,6 +201,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._device = open_device(self.root_device, rank_zero_info)
         if fitting:
             self.setup_optimizers(trainer)
+            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, self.root_device.type)
         layout = describe_model(model, self._blocks, self._min_num_params)
         plan = self._make_plan(layout, fitting)
         if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
@@ -273,12 +214,19 @@ class ProTrainStrategy(ParallelStrategy):
         if fitting:
             check_one_device(self.optimizers)
             move_state_beside_parameters(self.optimizers)
+            for optimizer in self.optimizers:
+                self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()))
+            if plan.num_offloaded_chunks and self._overlap.overlap is not Overlap.OFF:
+                rank_zero_info(self._overlap.describe(self._device.worker.threads))
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places the model as the plan says."""
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
+        while self._handles:
+            self._handles.pop().remove()
+        self.precision_plugin.attach(None, "cpu")
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
@@ -294,23 +242,24 @@ class ProTrainStrategy(ParallelStrategy):
         self._budget = self._device_memory
         if self._device_memory is None and free is not None:
             self._budget = int(free * AUTO_SHARE)
-        if isinstance(self._choice, Plan):
-            check_plan(self._choice, layout)
-            check_fits(self._choice, layout, self._budget)
-            return self._choice
-        if not fitting:
-            layout = replace(layout, parameters=tuple(replace(info, trainable=False) for info in layout.parameters))
         host_budget = self._host_memory
         if host_budget is None:
             # The weights are in host memory already.
             host_budget = psutil.virtual_memory().available + sum(info.nbytes for info in layout.parameters)
+        state_bytes = state_bytes_per_element(self.optimizers) if fitting else 0.0
+        if isinstance(self._choice, Plan):
+            check_plan(self._choice, layout)
+            check_fits(self._choice, layout, self._budget, host_budget, state_bytes)
+            return self._choice
+        if not fitting:
+            layout = replace(layout, parameters=tuple(replace(info, trainable=False) for info in layout.parameters))
         return make_plan(
             layout,
             cast(Preset, self._choice),
             self._knobs,
             self._budget,
             host_budget,
-            state_bytes_per_element(self.optimizers) if fitting else 0.0,
+            state_bytes,
             self._min_num_params,
         )
 
@@ -321,6 +270,7 @@ class ProTrainStrategy(ParallelStrategy):
             model.to(self.root_device)
         self._plan = plan
         self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, not model.automatic_optimization)
+        self.precision_plugin.attach(self._runtime.updates, self.root_device.type)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -370,17 +320,38 @@ class ProTrainStrategy(ParallelStrategy):
     ) -> Any:
         """One step of one optimizer, whole, over resident and offloaded parameters, see [Note: Host step]."""
         assert self._runtime is not None
-        runtime = self._runtime
+        assert self.lightning_module is not None
+        runtime, overlap = self._runtime, self._overlap
+        runtime.updates.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms)
 
         def settled() -> Any:
             result = closure()
             runtime.settle()
             return result
 
-        with fused_host_step(optimizer, settled, self.root_device.type) as final:
-            result = super().optimizer_step(optimizer, final, model, **kwargs)
+        result = super().optimizer_step(optimizer, settled, model, **kwargs)
         runtime.refresh()
+        if overlap.ends_before or not step_is_followed_by_forward(self.lightning_module.trainer):
+            runtime.updates.finish_all()
         return result
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._finish_updates()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._finish_updates()
+        return super().optimizer_state(optimizer)
+
+    def _finish_updates(self) -> None:
+        """Before weights or optimizer states are saved.
+
+        Raises:
+            RuntimeError: They belong to no step, see [Note: Torn].
+        """
+        if self._runtime is not None:
+            self._runtime.updates.finish_all()
+            self._runtime.updates.refuse_torn()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):

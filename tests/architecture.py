@@ -28,14 +28,16 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "checkpoint": ("checkpoint",),
     "data": ("data",),
     "module": ("data", "loss", "metrics"),
-    "precision": ("device",),
+    "precision": ("device", "runtime"),
+    "overlap": ("runtime",),
+    "processes": (),
     "callbacks": ("callbacks", "checkpoint", "data", "device", "metrics", "planner", "profiler.records", "strategy"),
     "strategy": None,
     "cli": None,
     "": None,  # lightning_protrain/__init__.py
 }
 # Who may import Lightning, and who must not import torch.
-MAY_IMPORT_LIGHTNING = ("strategy", "precision", "cli", "module", "data", "callbacks", "")
+MAY_IMPORT_LIGHTNING = ("strategy", "overlap", "processes", "precision", "cli", "module", "data", "callbacks", "")
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records")
 # The only imports inside functions: dependencies that may be absent, with the reason.
 OPTIONAL_IMPORTS = {

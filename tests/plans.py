@@ -31,19 +31,27 @@ def place(
     resident: Callable[[int], bool] = lambda index: False,
     checkpointed: Callable[[int], bool] = lambda index: False,
     chunk_bytes: int | None = None,
+    swap_bytes: Callable[[int], int] = lambda index: 0,
 ) -> Plan:
-    """A plan by the index of each chunk and each block, with the fewest chunk buffers that can work."""
+    """A plan by the index of each chunk and each block, with the fewest chunk buffers that can work.
+
+    A block with `swap_bytes` is swapped; if it is checkpointed as well, then its inputs are. The root cannot be.
+    """
     layout = describe_model(module)
     offload = preset(module, "offload", chunk_bytes=chunk_bytes)
     chunks = tuple(replace(chunk, resident=resident(index)) for index, chunk in enumerate(offload.chunks))
     num_buffers = minimum_chunk_buffers(layout, chunks)
-    policies = {True: BlockPolicy.CHECKPOINT, False: BlockPolicy.KEEP}
+    blocks = []
+    for index, block in enumerate(offload.blocks):
+        nbytes = swap_bytes(index) if block.name else 0
+        without = BlockPolicy.SWAP if nbytes else BlockPolicy.KEEP
+        blocks.append(BlockPlan(block.name, BlockPolicy.CHECKPOINT if checkpointed(index) else without, nbytes))
     return replace(
         offload,
         chunks=chunks,
-        blocks=tuple(BlockPlan(block.name, policies[checkpointed(i)]) for i, block in enumerate(offload.blocks)),
+        blocks=tuple(blocks),
         num_chunk_buffers=num_buffers,
-        memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES),
+        memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES, blocks),
     )
 
 

@@ -141,10 +141,8 @@ def test_a_chunk_of_no_bytes() -> None:
         ProTrainStrategy(chunk_bytes=0)
 
 
-def test_swap_is_not_there_yet() -> None:
-    with pytest.raises(ValueError, match=r"num_swap_blocks=1: activation swap is not available.* use checkpoint"):
-        ProTrainStrategy(num_swap_blocks=1)
-    assert ProTrainStrategy(num_swap_blocks=0).plan is None
+def test_swap_needs_to_know_activations(made_blocks: list[int]) -> None:
+    _refused(zoo()["reused"](), r"num_swap_blocks=1.*activations", made_blocks, num_swap_blocks=1)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def test_swap_is_not_there_yet() -> None:
         ({"num_keep_offloaded_blocks": 4}, r"num_keep_offloaded_blocks=4: 3 of 3 blocks have offloaded chunks"),
         (
             {"num_keep_offloaded_blocks": 1, "num_checkpoint_blocks": 1},
-            r"num_keep_offloaded_blocks=1 contradicts num_checkpoint_blocks=1, which leaves 2 .* Give one of the two",
+            r"num_keep_offloaded_blocks=1 contradicts num_checkpoint_blocks=1, which leaves 2 .* Leave one of them out",
         ),
         (
             {"plan": "resident", "num_chunk_buffers": 2},
@@ -200,7 +198,7 @@ def _swapping(plan: Plan) -> Plan:
         (lambda plan: replace(plan, chunks=(*plan.chunks, plan.chunks[0])), r"names twice parameters: 'network\."),
         (lambda plan: replace(plan, blocks=plan.blocks[1:]), r"lacks blocks: 'network\.blocks\.0'"),
         (lambda plan: replace(plan, num_chunk_buffers=0), r"offloaded chunks and 0 chunk buffers\. Give at least one"),
-        (_swapping, r"swaps block 'network\.blocks\.0': activation swap is not available"),
+        (_swapping, r"block 'network\.blocks\.0' \(swap\) swap_bytes=0: give the host bytes"),
         (
             lambda plan: replace(plan, memory=replace(plan.memory, chunk_buffers=10)),
             r"memory\.chunk_buffers is 10 bytes, its chunks need at least .*\d+ bytes.*Make the plan again",
@@ -238,10 +236,10 @@ def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int])
     [
         (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
         ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
-        ("[1, 2]", r"The plan has format 'list', this version reads format 1"),
-        ("{}", r"The plan has format None, this version reads format 1"),
-        ('{"format": 99}', r"The plan has format 99, this version reads format 1\. Make the plan again"),
-        ('{"format": 1}', r"The plan's plan has the fields \[\], not \['blocks'"),
+        ("[1, 2]", r"The plan has format 'list', this version reads format 2"),
+        ("{}", r"The plan has format None, this version reads format 2"),
+        ('{"format": 99}', r"The plan has format 99, this version reads format 2\. Make the plan again"),
+        ('{"format": 2}', r"The plan's plan has the fields \[\], not \['blocks'"),
     ],
 )
 def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:

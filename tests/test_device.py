@@ -24,6 +24,12 @@ def test_copies_are_counted_to_the_byte() -> None:
     assert torch.equal(target[:3], 2 * source[:3])
     device.settle()
     assert device.counters == TransferCounters(uploaded_bytes=40, downloaded_bytes=12)
+    for copy in (device.swap_out, device.swap_in):
+        device.wait(copy(3 * source[:5], target[:5]))
+        assert torch.equal(target[:5], 3 * source[:5])
+        device.land(copy(source[:1], target[:1]))
+    expected = TransferCounters(uploaded_bytes=40, downloaded_bytes=12, swapped_out_bytes=24, swapped_in_bytes=24)
+    assert device.counters == expected
 
 
 def test_live_bytes_and_their_peak() -> None:
@@ -111,7 +117,7 @@ class LateDevice(StreamDevice):
     """Copies at once, and pretends that it has not ended."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), HostMemory(), Late(), Late())
+        super().__init__(torch.device("cpu"), HostMemory(), lambda name: Late())
         self.computing = Late()
 
     def compute_stream(self) -> Late:
@@ -135,6 +141,20 @@ def test_copies_wait_for_what_has_been_computed() -> None:
     device.wait(fence)
     assert device.computing.events == [fence]
     assert not fence.query()
+
+
+def test_swaps_have_streams_of_their_own() -> None:
+    device = LateDevice()
+    out, back = (copy(torch.zeros(1), torch.zeros(1)) for copy in (device.swap_out, device.swap_in))
+    assert device._out.events == device._in.events == [device.computing]
+    assert (device._out.recorded, device._in.recorded) == ([out], [back])
+    assert device._up.events == device._down.events == device.computing.events == []
+    device.wait(back)
+    device.land(out)
+    assert device.computing.events == [back]
+    assert (out.query(), back.query()) == (True, False)
+    device.close()
+    assert all(stream.recorded[-1].query() for stream in (device._out, device._in))
 
 
 def test_settling_waits_for_the_last_upload() -> None:

@@ -141,7 +141,7 @@ def test_inside_a_block_the_twin_has_the_name(plan: str) -> None:
     def look(block: nn.Module, name: str) -> None:
         for inner, parameter in block.named_parameters():
             registered = parameters[f"{name}.{inner}"]
-            assert type(parameter) is type(registered)
+            assert isinstance(parameter, type(registered))
             assert torch.equal(parameter, registered)
             seen.append(parameter is registered)
 

@@ -162,7 +162,7 @@ def _upload_first_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device never sees what the optimizer did."""
     first: dict[int, Tensor] = {}
 
-    def upload(self: CPUDevice, source: Tensor, target: Tensor) -> None:
+    def upload(self: CPUDevice, source: Tensor, target: Tensor, after: Any = None) -> None:
         target.copy_(first.setdefault(source.data_ptr(), source.clone()))
 
     monkeypatch.setattr(CPUDevice, "upload", upload)

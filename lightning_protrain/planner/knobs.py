@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
-from lightning_protrain.planner.plan import SWAP_UNAVAILABLE
-
 
 @dataclass(frozen=True)
 class Knobs:
@@ -15,8 +13,8 @@ class Knobs:
     Attributes:
         num_persistent_chunks: The first so many chunks are resident (n_persist).
         num_chunk_buffers: So many offloaded chunks may be on the device at one time (n_buffer).
-        num_swap_blocks: So many blocks swap their activations (n_swap); must be 0 in this version.
-        num_checkpoint_blocks: The first so many blocks recompute their activations (n_checkpoint).
+        num_swap_blocks: So many blocks swap their activations (n_swap), spread over the first ones.
+        num_checkpoint_blocks: So many blocks recompute their activations (n_checkpoint), between them.
         num_keep_offloaded_blocks: So many blocks with offloaded chunks keep their activations.
         chunk_bytes: The most bytes of a chunk (S_chunk).
 
@@ -38,8 +36,6 @@ class Knobs:
             least = 1 if name == "chunk_bytes" else 0
             if type(value) is not int or value < least:
                 raise ValueError(f"{name}={value!r}: give an integer of at least {least}, or None.")
-        if self.num_swap_blocks:
-            raise ValueError(f"num_swap_blocks={self.num_swap_blocks}: {SWAP_UNAVAILABLE}")
 
     @property
     def given(self) -> tuple[str, ...]:

@@ -1,13 +1,13 @@
-"""What a placement of chunks costs in bytes, on the device and on the host."""
+"""What a placement of chunks and swapped activations cost in bytes, on the device and on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
-from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.profiler.records import ModelLayout
 
 
@@ -50,9 +50,13 @@ def _nests(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Iterator[set[int
 
 
 def memory_terms(
-    layout: ModelLayout, chunks: Sequence[ChunkPlan], num_chunk_buffers: int, state_bytes: float
+    layout: ModelLayout,
+    chunks: Sequence[ChunkPlan],
+    num_chunk_buffers: int,
+    state_bytes: float,
+    blocks: Sequence[BlockPlan] = (),
 ) -> MemoryTerms:
-    """What model states take on the device.
+    """What model states and swapped activations take on the device.
 
     - Resident chunks: parameters, gradients of the same size if trainable, and optimizer states.
     - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
@@ -60,29 +64,41 @@ def memory_terms(
       it need.
     - Gradients in flight: one lands while the next is computed, so the two largest of offloaded parameters count; but
       a parameter that several modules share accumulates until its last use, so all of these count on top.
+    - Swapped activations: the heaviest two neighbours. In forward, what one block has saved leaves while the next one
+      computes; in backward, what one block needs comes while the one after it computes.
 
     Args:
         layout: The model.
         chunks: All its chunks, in execution order, residency decided.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        blocks: All its blocks, in execution order; without any nothing is swapped.
     """
     resident = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if chunk.resident)
     sizes = [chunk.nbytes for chunk in chunks if not chunk.resident]
     sums = [0, *accumulate(sizes)]
     width = min(num_chunk_buffers, len(sizes))
     window = max(end - start for start, end in zip(sums, sums[width:], strict=False))
+    swapped = [0, *(block.swap_bytes for block in blocks), 0]
     return MemoryTerms(
         resident_states=resident,
         chunk_buffers=max(minimum_buffer_bytes(layout, chunks), window),
         gradients_in_flight=_gradients_in_flight(layout, chunks),
         module_buffers=layout.buffer_bytes,
+        swapped_activations=max(map(sum, pairwise(swapped))),
     )
 
 
-def host_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float) -> int:
-    """Bytes of pinned and plain host memory: parameters, gradients and optimizer states of all offloaded chunks."""
-    return sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if not chunk.resident)
+def host_bytes(
+    layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float, blocks: Sequence[BlockPlan] = ()
+) -> int:
+    """Bytes of pinned and plain host memory.
+
+    Parameters, gradients and optimizer states of all offloaded chunks, and what one call of every block swaps: at the
+    end of forward all of it is there.
+    """
+    states = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if not chunk.resident)
+    return states + sum(block.swap_bytes for block in blocks)
 
 
 def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
@@ -108,27 +124,31 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
     return shared + sum(sorted(others)[-2:])
 
 
-def check_fits(plan: Plan, layout: ModelLayout, device_budget: int | None) -> None:
-    """Refuses a plan that cannot run in its own bounds or does not fit the device; `check_plan` comes first.
+def check_fits(
+    plan: Plan, layout: ModelLayout, device_budget: int | None, host_budget: int | None = None, state_bytes: float = 0.0
+) -> None:
+    """Refuses a plan that cannot run in its own bounds or does not fit the machine; `check_plan` comes first.
 
     Raises:
         ValueError: Fewer chunk buffers, or fewer bytes of them, than one unit and the units around it need; resident
-            states of fewer bytes than the resident parameters and gradients have; or a total above `device_budget`.
+            states of fewer bytes than the resident parameters and gradients have; swapped activations of fewer than two
+            neighbours have; a total above `device_budget`; or host memory above `host_budget`.
     """
     buffers = minimum_chunk_buffers(layout, plan.chunks)
     if plan.num_chunk_buffers < buffers:
         raise ValueError(
             f"The plan has num_chunk_buffers={plan.num_chunk_buffers}, this model needs at least {buffers}."
         )
-    least = memory_terms(layout, plan.chunks, buffers, state_bytes=0.0)
+    least = memory_terms(layout, plan.chunks, buffers, state_bytes=0.0, blocks=plan.blocks)
     needed = minimum_buffer_bytes(layout, plan.chunks)
     for term, given, required in (
         ("chunk_buffers", plan.memory.chunk_buffers, needed),
         ("resident_states", plan.memory.resident_states, least.resident_states),
+        ("swapped_activations", plan.memory.swapped_activations, least.swapped_activations),
     ):
         if given < required:
             raise ValueError(
-                f"The plan's memory.{term} is {format_bytes(given)}, its chunks need at least "
+                f"The plan's memory.{term} is {format_bytes(given)}, its {_NOUNS[term]} need at least "
                 f"{format_bytes(required)}. Make the plan again."
             )
     if device_budget is not None and plan.memory.total > device_budget:
@@ -136,3 +156,21 @@ def check_fits(plan: Plan, layout: ModelLayout, device_budget: int | None) -> No
             f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
             f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
         )
+    check_host(host_bytes(layout, plan.chunks, state_bytes, plan.blocks), host_budget)
+
+
+def check_host(needed: int, host_budget: int | None) -> None:
+    """Refuses what does not fit host memory.
+
+    Raises:
+        ValueError: `needed` bytes are more than `host_budget`, where there is one.
+    """
+    if host_budget is not None and needed > host_budget:
+        raise ValueError(
+            f"The plan needs {format_bytes(needed)} of host memory, {format_bytes(host_budget)} are available. Raise "
+            "host_memory, keep more chunks on the device with num_persistent_chunks, swap fewer blocks, or train fewer "
+            "parameters."
+        )
+
+
+_NOUNS = {"chunk_buffers": "chunks", "resident_states": "chunks", "swapped_activations": "swapped blocks"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-FORMAT = 1
+FORMAT = 2
 # Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
 ALIGNMENT = 256
 
@@ -48,32 +48,43 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block and its activation policy."""
+    """One block and its activation policy.
+
+    Attributes:
+        name: Fully qualified name.
+        policy: What happens to its activations.
+        swap_bytes: Host bytes that one call of it swaps, each saved storage rounded up to whole pages: all that
+            autograd saves under `SWAP`, the block's inputs under `CHECKPOINT` (0: they stay), none under `KEEP`.
+    """
 
     name: str
     policy: BlockPolicy
+    swap_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """What the plan puts on the device, in bytes; activations are not model states and come on top.
+    """What the plan puts on the device, in bytes; activations that stay there come on top.
 
     Attributes:
         resident_states: Parameters, gradients and optimizer states of resident chunks.
         chunk_buffers: The most that offloaded chunks occupy at one time.
         gradients_in_flight: Gradients of offloaded chunks between their computation and their landing on the host.
         module_buffers: Registered buffers.
+        swapped_activations: The most that swapped tensors occupy at one time: those of one block in use, those of its
+            neighbour under way.
     """
 
     resident_states: int
     chunk_buffers: int
     gradients_in_flight: int
     module_buffers: int
+    swapped_activations: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all terms."""
-        return self.resident_states + self.chunk_buffers + self.gradients_in_flight + self.module_buffers
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -99,16 +110,24 @@ class Plan:
         """How many chunks are streamed."""
         return sum(not chunk.resident for chunk in self.chunks)
 
+    def block(self, name: str) -> BlockPlan:
+        """The block called `name`.
+
+        Raises:
+            KeyError: The plan has no such block.
+        """
+        for entry in self.blocks:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
     def policy(self, block: str) -> BlockPolicy:
         """Policy of the block called `block`.
 
         Raises:
             KeyError: The plan has no such block.
         """
-        for entry in self.blocks:
-            if entry.name == block:
-                return entry.policy
-        raise KeyError(block)
+        return self.block(block).policy
 
     def to_json(self) -> str:
         """The plan as JSON text that `from_json` reads back to an equal plan."""
@@ -173,7 +192,7 @@ def check_plan(plan: Plan, layout: ModelLayout) -> None:
     Raises:
         ValueError: Unknown, missing or doubled parameters; another shape, dtype or `requires_grad`; unknown or missing
             blocks; a unit that is not in the model or does not use its chunk; a chunk of the wrong size;
-            `num_chunk_buffers` out of range; or a swapped block.
+            `num_chunk_buffers` out of range; or a block whose `swap_bytes` contradict its policy, or that cannot swap.
     """
     infos = {info.fqn: info for info in layout.parameters}
     placed = [fqn for chunk in plan.chunks for fqn in chunk.parameters]
@@ -203,11 +222,27 @@ def check_plan(plan: Plan, layout: ModelLayout) -> None:
             "Give at least one."
         )
     for block in plan.blocks:
-        if block.policy is BlockPolicy.SWAP:
-            raise ValueError(f"The plan swaps block {block.name!r}: {SWAP_UNAVAILABLE}")
+        _check_swap(block)
 
 
-SWAP_UNAVAILABLE = "activation swap is not available in this version, use checkpoint."
+def _check_swap(block: BlockPlan) -> None:
+    swaps = block.policy is BlockPolicy.SWAP
+    if block.swap_bytes < 0 or (swaps and not block.swap_bytes):
+        raise ValueError(
+            f"The plan gives block {block.name!r} ({block.policy}) swap_bytes={block.swap_bytes}: give the host bytes "
+            "that its activations take, or another policy."
+        )
+    if block.swap_bytes and block.policy is BlockPolicy.KEEP:
+        raise ValueError(
+            f"The plan gives block {block.name!r} swap_bytes={block.swap_bytes}, but keeps its activations. Give 0."
+        )
+    if block.swap_bytes and not block.name:
+        raise ValueError(
+            "The plan swaps the whole model, which is one block: its activations would come back all at once. Name "
+            "blocks with `blocks`."
+        )
+
+
 _REMEDY = "It was made for another model: make the plan again, or load that model."
 
 
@@ -273,7 +308,7 @@ _CHUNK_FIELDS: _Readers = {
     "nbytes": _is(int),
     "resident": _is(bool),
 }
-_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _policy}
+_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _policy, "swap_bytes": _is(int)}
 _MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms)}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal, get_args
 
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import format_bytes, host_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import check_host, format_bytes, host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout
 
@@ -28,36 +28,44 @@ class _Case:
     device_budget: int | None
     host_budget: int | None
     state_bytes: float
+    saved_bytes: Mapping[str, int] | None
 
-    def plan(self, chunks: Sequence[ChunkPlan], num_checkpoint_blocks: int, num_chunk_buffers: int) -> Plan:
-        """The plan whose first `num_checkpoint_blocks` blocks checkpoint; the root cannot."""
-        policies = (
-            BlockPolicy.CHECKPOINT if index < num_checkpoint_blocks and block.name else BlockPolicy.KEEP
-            for index, block in enumerate(self.layout.blocks)
-        )
+    def plan(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], num_chunk_buffers: int) -> Plan:
+        """The plan of these decisions."""
         return Plan(
             chunks=tuple(chunks),
-            blocks=tuple(
-                BlockPlan(block.name, policy) for block, policy in zip(self.layout.blocks, policies, strict=True)
-            ),
+            blocks=tuple(blocks),
             num_chunk_buffers=num_chunk_buffers,
-            memory=memory_terms(self.layout, chunks, num_chunk_buffers, self.state_bytes),
+            memory=memory_terms(self.layout, chunks, num_chunk_buffers, self.state_bytes, blocks),
             shapes={info.fqn: info.shape for info in self.layout.parameters},
+        )
+
+    @property
+    def keep_all(self) -> tuple[BlockPlan, ...]:
+        """Every block keeps its activations."""
+        return tuple(BlockPlan(block.name, BlockPolicy.KEEP) for block in self.layout.blocks)
+
+    @property
+    def checkpoint_all(self) -> tuple[BlockPlan, ...]:
+        """Every block recomputes them, but for the root, which cannot."""
+        return tuple(
+            BlockPlan(block.name, BlockPolicy.CHECKPOINT if block.name else BlockPolicy.KEEP)
+            for block in self.layout.blocks
         )
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device budget allows it."""
         return self.device_budget is None or plan.memory.total <= self.device_budget
 
-    def most_buffers(self, chunks: Sequence[ChunkPlan], num_checkpoint_blocks: int, least: int, most: int) -> Plan:
+    def most_buffers(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], least: int, most: int) -> Plan:
         """The plan with as many chunk buffers between `least` and `most` as the device budget allows.
 
         Raises:
             ValueError: `least` do not fit; names the smallest budget that works.
         """
-        plan = self.plan(chunks, num_checkpoint_blocks, least)
+        plan = self.plan(chunks, blocks, least)
         if self.device_budget is None:
-            return self.plan(chunks, num_checkpoint_blocks, most)
+            return self.plan(chunks, blocks, most)
         if not self.fits(plan):
             raise ValueError(
                 f"The plan needs at least {format_bytes(plan.memory.total)} on the device for model states, "
@@ -65,25 +73,16 @@ class _Case:
                 "parameters."
             )
         more = range(least + 1, most + 1)
-        fitting = bisect_right(more, self.device_budget, key=lambda num: self._total(chunks, num))
-        return self.plan(chunks, num_checkpoint_blocks, least + fitting)
-
-    def _total(self, chunks: Sequence[ChunkPlan], num_chunk_buffers: int) -> int:
-        return memory_terms(self.layout, chunks, num_chunk_buffers, self.state_bytes).total
+        fitting = bisect_right(more, self.device_budget, key=lambda num: self.plan(chunks, blocks, num).memory.total)
+        return self.plan(chunks, blocks, least + fitting)
 
     def on_host(self, plan: Plan) -> Plan:
         """The same plan.
 
         Raises:
-            ValueError: Its offloaded chunks do not fit the host budget.
+            ValueError: Its offloaded chunks and swapped activations do not fit the host budget.
         """
-        needed = host_bytes(self.layout, plan.chunks, self.state_bytes)
-        if self.host_budget is not None and needed > self.host_budget:
-            raise ValueError(
-                f"The plan needs {format_bytes(needed)} of host memory, {format_bytes(self.host_budget)} are "
-                "available. Raise host_memory, keep more chunks on the device with num_persistent_chunks, or train "
-                "fewer parameters."
-            )
+        check_host(host_bytes(self.layout, plan.chunks, self.state_bytes, plan.blocks), self.host_budget)
         return plan
 
 
@@ -95,6 +94,7 @@ def make_plan(
     host_budget: int | None,
     state_bytes: float,
     min_num_params: int,
+    saved_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
     """Makes a plan that fits, or says why there is none.
 
@@ -109,13 +109,15 @@ def make_plan(
         host_budget: Bytes of model states that the host may hold; `None`: no limit.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         min_num_params: Parameters from which on a unit outside blocks is large, such as an embedding.
+        saved_bytes: Bytes that autograd saves in one forward of each block, by its name: of every storage once, without
+            weights and buffers, rounded up to whole pages. Needed for `num_swap_blocks` alone.
 
     Raises:
         ValueError: The plan does not fit, a knob contradicts the model or another knob, or it would be ignored.
     """
     if preset not in get_args(Preset):
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")
-    case = _Case(layout, device_budget, host_budget, state_bytes)
+    case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes)
     if preset == "resident":
         knobs.refuse('"resident"')
         return _resident(case)
@@ -124,7 +126,7 @@ def make_plan(
         return case.on_host(_offload(case, knobs.chunk_bytes))
     if set(knobs.given) - {"chunk_bytes"}:
         return case.on_host(_pinned(case, knobs))
-    plan = case.plan(_all_resident(pack_chunks(layout, knobs.chunk_bytes)), 0, 0)
+    plan = case.plan(_all_resident(pack_chunks(layout, knobs.chunk_bytes)), case.keep_all, 0)
     if not case.fits(plan):
         plan = _keep_large(case, _offload(case, knobs.chunk_bytes), min_num_params)
     return case.on_host(plan)
@@ -136,10 +138,10 @@ def _all_resident(chunks: Sequence[ChunkPlan]) -> list[ChunkPlan]:
 
 def _resident(case: _Case) -> Plan:
     chunks = pack_chunks(case.layout)
-    plan = case.plan(_all_resident(chunks), 0, 0)
+    plan = case.plan(_all_resident(chunks), case.keep_all, 0)
     if not case.fits(plan):
         assert case.device_budget is not None
-        offload = case.plan(chunks, len(case.layout.blocks), minimum_chunk_buffers(case.layout, chunks))
+        offload = case.plan(chunks, case.checkpoint_all, minimum_chunk_buffers(case.layout, chunks))
         raise ValueError(
             f'plan="resident" needs {format_bytes(plan.memory.total)} on the device for model states, '
             f'{format_bytes(case.device_budget)} are allowed. Give plan="auto", or plan="offload", which needs '
@@ -152,7 +154,7 @@ def _offload(case: _Case, chunk_bytes: int | None) -> Plan:
     chunks = pack_chunks(case.layout, chunk_bytes)
     least = minimum_chunk_buffers(case.layout, chunks)
     most = max(least, 2 * max(map(len, chunks_of(case.layout, chunks).values()), default=0))
-    return case.most_buffers(chunks, len(case.layout.blocks), least, most)
+    return case.most_buffers(chunks, case.checkpoint_all, least, most)
 
 
 def _keep_large(case: _Case, plan: Plan, min_num_params: int) -> Plan:
@@ -161,7 +163,7 @@ def _keep_large(case: _Case, plan: Plan, min_num_params: int) -> Plan:
         numel = sum(case.layout.parameter(fqn).numel for fqn in unit.parameters)
         if not unit.is_block and numel >= min_num_params:
             chunks = [replace(chunk, resident=chunk.resident or chunk.unit == unit.name) for chunk in plan.chunks]
-            with_unit = case.plan(chunks, len(plan.blocks), plan.num_chunk_buffers)
+            with_unit = case.plan(chunks, plan.blocks, plan.num_chunk_buffers)
             plan = with_unit if case.fits(with_unit) else plan
     return plan
 
@@ -173,20 +175,22 @@ def _pinned(case: _Case, knobs: Knobs) -> Plan:
     if num_persistent > len(chunks):
         raise ValueError(f"num_persistent_chunks={num_persistent}: this model has {len(chunks)} chunks.")
     placed = [replace(chunk, resident=index < num_persistent) for index, chunk in enumerate(chunks)]
+    num_swap = knobs.num_swap_blocks or 0
     num_checkpoint, num_keep = _activation_knobs(case.layout, placed, knobs)
+    blocks = _interleave(case, num_swap, num_checkpoint)
 
     least = minimum_chunk_buffers(case.layout, placed)
     num_buffers = knobs.num_chunk_buffers
     if num_buffers is None:
-        plan = case.most_buffers(placed, num_checkpoint, least, max(least, DEFAULT_CHUNK_BUFFERS))
+        plan = case.most_buffers(placed, blocks, least, max(least, DEFAULT_CHUNK_BUFFERS))
     elif num_buffers < least:
         raise ValueError(f"num_chunk_buffers={num_buffers}: this model needs at least {least} with these knobs.")
     else:
-        plan = case.most_buffers(placed, num_checkpoint, num_buffers, num_buffers)
+        plan = case.most_buffers(placed, blocks, num_buffers, num_buffers)
     taken = {
         "num_persistent_chunks": num_persistent,
         "num_chunk_buffers": plan.num_chunk_buffers,
-        "num_swap_blocks": 0,
+        "num_swap_blocks": num_swap,
         "num_checkpoint_blocks": num_checkpoint,
         "num_keep_offloaded_blocks": num_keep,
     }
@@ -196,34 +200,79 @@ def _pinned(case: _Case, knobs: Knobs) -> Plan:
     return plan
 
 
+def _interleave(case: _Case, num_swap: int, num_checkpoint: int) -> tuple[BlockPlan, ...]:
+    """Swapped blocks early, spread among the checkpointed ones, kept ones last (paper, section 3.1.2).
+
+    What a block swaps has the time of the blocks up to the next swapped one to leave and to come back. What the last
+    blocks keep is used up first in backward, and makes room for what comes back.
+
+    Raises:
+        ValueError: It is not known what a block saves, or it saves nothing.
+    """
+    reduced = num_swap + num_checkpoint
+    blocks = []
+    for index, kept in enumerate(case.keep_all):
+        if index >= reduced:
+            blocks.append(kept)
+        elif (index + 1) * num_checkpoint // reduced > index * num_checkpoint // reduced:
+            blocks.append(replace(kept, policy=BlockPolicy.CHECKPOINT))
+        else:
+            blocks.append(BlockPlan(kept.name, BlockPolicy.SWAP, _saved_bytes(case, kept.name, num_swap)))
+    return tuple(blocks)
+
+
+def _saved_bytes(case: _Case, block: str, num_swap: int) -> int:
+    if case.saved_bytes is None:
+        raise ValueError(
+            f"num_swap_blocks={num_swap}: the activations of this model are not known, so neither is the host memory "
+            "they take. Let the model be profiled with a batch, or use num_checkpoint_blocks."
+        )
+    if case.saved_bytes.get(block, 0) < 1:
+        raise ValueError(
+            f"num_swap_blocks={num_swap}: no activations of block {block!r} are known that could be swapped (profiled: "
+            f"{sorted(case.saved_bytes)}). Use num_checkpoint_blocks, or name other blocks with `blocks`."
+        )
+    return case.saved_bytes[block]
+
+
 def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: Knobs) -> tuple[int, int]:
-    """How many blocks checkpoint, and how many of the others have offloaded chunks."""
+    """How many blocks checkpoint, and how many of those that keep their activations have offloaded chunks."""
     offloaded = {fqn for chunk in chunks if not chunk.resident for fqn in chunk.parameters}
     streamed = [not offloaded.isdisjoint(block.parameters) for block in layout.blocks]
     keeps = [sum(streamed[num:]) for num in range(len(streamed) + 1)]  # falls to 0 in steps of one at most
     num_checkpoint, num_keep = knobs.num_checkpoint_blocks, knobs.num_keep_offloaded_blocks
-    if num_checkpoint and [block.name for block in layout.blocks] == [""]:
-        raise ValueError(
-            f"num_checkpoint_blocks={num_checkpoint}: this model has no repeated list of blocks, and as a whole it "
-            "cannot be run twice. Name blocks with `blocks`."
-        )
-    if num_checkpoint is not None and num_checkpoint > len(streamed):
-        raise ValueError(f"num_checkpoint_blocks={num_checkpoint}: this model has {len(streamed)} blocks.")
+    num_swap = knobs.num_swap_blocks or 0
+    _check_counts(layout, num_swap, num_checkpoint or 0)
     if num_keep is None:
         num_checkpoint = num_checkpoint or 0
-        return num_checkpoint, keeps[num_checkpoint]
+        return num_checkpoint, keeps[num_swap + num_checkpoint]
     if num_keep > keeps[0]:
         raise ValueError(
             f"num_keep_offloaded_blocks={num_keep}: {keeps[0]} of {len(streamed)} blocks have offloaded chunks."
         )
     if num_checkpoint is None:
-        num_checkpoint = keeps.index(num_keep)
-    if keeps[num_checkpoint] != num_keep:
+        num_checkpoint = max(keeps.index(num_keep) - num_swap, 0)
+    left = keeps[num_swap + num_checkpoint]
+    if left != num_keep:
+        swapping = f" and num_swap_blocks={num_swap}, which leave" if num_swap else ", which leaves"
         raise ValueError(
-            f"num_keep_offloaded_blocks={num_keep} contradicts num_checkpoint_blocks={num_checkpoint}, which leaves "
-            f"{keeps[num_checkpoint]} blocks with offloaded chunks that keep their activations. Give one of the two."
+            f"num_keep_offloaded_blocks={num_keep} contradicts num_checkpoint_blocks={num_checkpoint}{swapping} {left} "
+            "blocks with offloaded chunks that keep their activations. Leave one of them out."
         )
     return num_checkpoint, num_keep
+
+
+def _check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> None:
+    counts = {"num_swap_blocks": num_swap, "num_checkpoint_blocks": num_checkpoint}
+    given = " and ".join(f"{name}={count}" for name, count in counts.items() if count)
+    if given and [block.name for block in layout.blocks] == [""]:
+        effect = "cannot be run twice" if num_checkpoint else "would bring all its activations back at once"
+        raise ValueError(
+            f"{given}: this model has no repeated list of blocks, and as a whole it {effect}. Name blocks with "
+            "`blocks`."
+        )
+    if num_swap + num_checkpoint > len(layout.blocks):
+        raise ValueError(f"{given}: this model has {len(layout.blocks)} blocks.")
 
 
 _UNITS = {"": 1, "B": 1} | {

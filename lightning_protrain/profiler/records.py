@@ -91,3 +91,95 @@ class ModelLayout:
             KeyError: No parameter has that first name.
         """
         return self._by_name[fqn]
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """How one step's forward and loss use a parameter; what happens in backward is not counted.
+
+    Attributes:
+        fqn: Its first fully qualified name.
+        casts: For every conversion of the whole parameter to another dtype, as autocast issues it, that dtype's name.
+        direct_uses: Operations that read it, or a view of it, in any other way.
+        saves: How often autograd saved the parameter itself, or a view of it, for backward.
+        dtype_reads: How often code asked for its dtype, upon which it may have decided something.
+    """
+
+    fqn: str
+    casts: tuple[str, ...] = ()
+    direct_uses: int = 0
+    saves: int = 0
+    dtype_reads: int = 0
+
+    @property
+    def uses(self) -> int:
+        """Operations that read it."""
+        return len(self.casts) + self.direct_uses
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit's forward. All bytes count a storage once, and in full, and none of parameters or buffers.
+
+    Attributes:
+        name: The unit.
+        order: Its place among all calls of the step, by entry; calls may lie inside others.
+        saved_bytes: What autograd saves for backward between entry and exit, except what the unit was given.
+        saved_casts: The part of `saved_bytes` that is a copy of a parameter in another dtype: first name and bytes.
+        input_bytes: The tensors it is given, saved or not.
+        output_bytes: The tensors it returns.
+        flops: Floating-point operations of matrix products, attention, convolutions and recurrent layers.
+        peak_bytes: The most that was alive at one time, less what was alive at entry.
+    """
+
+    name: str
+    order: int
+    saved_bytes: int
+    saved_casts: tuple[tuple[str, int], ...]
+    input_bytes: int
+    output_bytes: int
+    flops: int
+    peak_bytes: int
+
+    def saved_bytes_without(self, streamed: frozenset[str]) -> int:
+        """`saved_bytes` if the parameters `streamed` are at hand in the other dtype, so that no cast copies them."""
+        return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What one step, forward and loss, does.
+
+    Attributes:
+        calls: Every call of a unit, by entry.
+        parameters: Every parameter of the layout, in its order.
+        outside_saved_bytes: What autograd saves while no block runs (embedding, head, loss) and no block saves too.
+        outside_saved_casts: The part of `outside_saved_bytes` that is a copy of a parameter in another dtype.
+        saved_bytes: All that autograd saves, every storage once in the whole step.
+        flops: As in `UnitCall`, of the whole step.
+        peak_bytes: The most that was alive at one time.
+    """
+
+    calls: tuple[UnitCall, ...]
+    parameters: tuple[ParameterUse, ...]
+    outside_saved_bytes: int
+    outside_saved_casts: tuple[tuple[str, int], ...]
+    saved_bytes: int
+    flops: int
+    peak_bytes: int
+
+
+def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:
+    """Parameters of which a step sees nothing but one copy in `dtype`: it makes no difference who makes the copy.
+
+    Their only use is one cast to `dtype`, autograd saves none of them, and no code asks for their dtype.
+
+    Args:
+        profile: One step.
+        dtype: Name of a dtype without the `torch.` prefix, e.g. `"bfloat16"`.
+    """
+    return frozenset(
+        use.fqn
+        for use in profile.parameters
+        if use.casts == (dtype,) and not (use.direct_uses or use.saves or use.dtype_reads)
+    )

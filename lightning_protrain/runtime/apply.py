@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from lightning_protrain.device import Device, TransferCounters
-from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor, Unit
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
 from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.schedule import Capacity
+from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.updates import Updates
 
 T = TypeVar("T")
 
@@ -59,14 +61,17 @@ def apply_plan(
     chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
-    executor = Executor(chunks, units, Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers), device, say)
+    updates = Updates(chunks, device)
+    capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
+    swap = _make_swap(model, units, device)
+    executor = Executor(chunks, units, capacity, device, updates, say, swap)
     watch = ViewWatch()
-    interceptions = [Interception(unit, executor, watch) for unit in units if _has_forward(unit.module)]
+    interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
     recomputes = any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
-    return Runtime(plan, device, chunks, executor, interceptions, watch, manual, caching)
+    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching)
 
 
 class Runtime:
@@ -74,6 +79,7 @@ class Runtime:
 
     Attributes:
         plan: What was applied.
+        updates: Optimizer steps that run beside the device.
     """
 
     def __init__(
@@ -82,12 +88,14 @@ class Runtime:
         device: Device,
         chunks: list[Chunk],
         executor: Executor,
+        updates: Updates,
         interceptions: list[Interception],
         watch: ViewWatch,
         manual: bool,
         caching: list[Any],
     ) -> None:
         self.plan = plan
+        self.updates = updates
         self._manual = manual
         self._device = device
         self._chunks = chunks
@@ -111,6 +119,8 @@ class Runtime:
         if not self._interceptions and not self._chunks:
             return function(*args, **kwargs)
         executor = self._executor
+        if not training:
+            self.updates.finish_all()
         root = None if training and self._manual else executor.root
         with executor.scope(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
@@ -132,11 +142,12 @@ class Runtime:
 
     def reset(self) -> None:
         """After an exception in mid-step."""
+        self.updates.abandon()
         self._executor.reset()
 
     def remove(self) -> None:
         """Takes everything off the model; safe to call again, also after it has failed."""
-        self._executor.reset()
+        self.reset()
         while self._caching:
             self._caching.pop().use_cache = True
         while self._interceptions:
@@ -205,7 +216,11 @@ def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parame
 def _make_units(
     model: nn.Module, plan: Plan, layout: ModelLayout, offloaded: tuple[ChunkPlan, ...], chunks: list[Chunk]
 ) -> list[Unit]:
-    """The units that the runtime must know: those with offloaded chunks, and blocks that are not simply kept."""
+    """The units that the runtime must know: those with offloaded chunks, and blocks that are not simply kept.
+
+    If one block swaps, then all blocks: its copies take the time of its neighbours.
+    """
+    swaps = any(block.swap_bytes for block in plan.blocks)
     slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
     sites = _sites_of(model, layout, slots)
     units = []
@@ -213,12 +228,20 @@ def _make_units(
         needed = tuple(
             index for index, chunk in enumerate(offloaded) if not set(info.parameters).isdisjoint(chunk.parameters)
         )
-        policy = plan.policy(info.name) if info.is_block else BlockPolicy.KEEP
+        block = plan.block(info.name) if info.is_block else BlockPlan(info.name, BlockPolicy.KEEP)
         module = model.get_submodule(info.name)
-        if needed or policy is not BlockPolicy.KEEP:
+        if needed or block.policy is not BlockPolicy.KEEP or (swaps and info.is_block):
             reads = type(module).forward is not nn.Embedding.forward
-            units.append(Unit(info.name, module, needed, tuple(sites.get(info.name, ())), policy, reads))
+            own = tuple(sites.get(info.name, ()))
+            units.append(Unit(info.name, module, needed, own, block.policy, reads, block.swap_bytes))
     return units
+
+
+def _make_swap(model: nn.Module, units: list[Unit], device: Device) -> ActivationSwap | None:
+    if not any(unit.swap_bytes for unit in units):
+        return None
+    twins = [slot.twin for unit in units for _, slot in unit.sites]
+    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *twins])
 
 
 def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import Device
+from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 
 
@@ -38,6 +39,15 @@ class ChunkState(Enum):
     HOST = auto()
     IN_FLIGHT = auto()
     LIVE = auto()
+
+
+class Twin(nn.Parameter):
+    """A device twin that can be shown at any time: a debugger or a traceback must not read memory that was freed."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.numel() and not self.untyped_storage().nbytes():
+            return f"Parameter of {self.dtype}{list(self.shape)}, not on the device at present"
+        return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
 
 
 @dataclass(eq=False)
@@ -93,6 +103,12 @@ class Slot:
         """Whether `host.data` has become another tensor since the chunk adopted it."""
         return self.host.data_ptr() != self.pointer
 
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether the user has hooks on the gradient of the parameter."""
+        hooks = self.host._backward_hooks or {}
+        return bool(self.host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
+
     def follow(self) -> None:
         """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
         if self.host.requires_grad is not self.twin.requires_grad:
@@ -124,6 +140,7 @@ class Chunk:
         self.owner = owner
         self.state = ChunkState.HOST
         self.prefetched = False
+        self._reads_stepped = False
         self._device = device
         self._fence: Any = None
         offsets, self.nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
@@ -138,20 +155,25 @@ class Chunk:
         ]
         self._device.resize(self._storage, 0)
 
-    def fetch(self) -> None:
+    def fetch(self, after: Job | None = None) -> None:
         """Issues the upload; `wait` must be called before its bytes are used.
+
+        Args:
+            after: The step of the chunk that is still pending: the upload comes after it. `wait` then comes after the
+                end of the step, too.
 
         Raises:
             RuntimeError: A host parameter has been given another dtype or shape.
         """
         assert self.state is ChunkState.HOST
-        for slot in self.slots:
+        for slot in self.slots if after is None else ():
             self._rebind(slot)
         self._device.resize(self._storage, self.nbytes)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
-        for slot in self.slots:
-            slot.read_version = slot.host._version
-        self._fence = self._device.upload(self._source, self._target)
+        self._reads_stepped = after is not None
+        if after is None:
+            self._note_versions()
+        self._fence = self._device.upload(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -162,6 +184,9 @@ class Chunk:
         Raises:
             RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
         """
+        if self._reads_stepped:
+            self._note_versions()
+            self._reads_stepped = False
         changed = [slot for slot in self.slots if slot.host._version != slot.seen_version or slot.is_repointed]
         if changed and in_backward:
             slot = changed[0]
@@ -197,6 +222,10 @@ class Chunk:
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
+    def _note_versions(self) -> None:
+        for slot in self.slots:
+            slot.read_version = slot.host._version
+
     def write_back(self) -> None:
         """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
         for slot in self.slots:
@@ -224,7 +253,8 @@ class Chunk:
         stride = host.stride() if _is_dense(host) else torch.empty(host.shape, device="meta").stride()
         data = torch.empty(0, dtype=host.dtype, device=self._device.torch_device)
         data.set_(self._storage, offset // host.element_size(), host.shape, stride)
-        twin = torch.Tensor._make_subclass(type(host), data, host.requires_grad)
+        kind = Twin if type(host) is nn.Parameter else type(host)
+        twin = torch.Tensor._make_subclass(kind, data, host.requires_grad)
         twin.__dict__.update(host.__dict__)
         slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
         self._adopt(slot)

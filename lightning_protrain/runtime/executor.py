@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -25,6 +26,8 @@ from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site, Slot
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.schedule import Capacity, Timeline, choose_evictions, choose_prefetch
+from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.updates import Updates
 
 
 @dataclass(eq=False)
@@ -38,6 +41,7 @@ class Unit:
         sites: Where its offloaded parameters are registered inside it.
         policy: What happens to its activations.
         backward_reads: Whether its backward reads weights (that of an embedding does not).
+        swap_bytes: Host bytes that one call of it may swap; 0: it swaps nothing.
         depth: How many of its forwards are running.
         first_call: Number of its first call in this scope.
         pinned_at: Number of the call whose backward holds it.
@@ -49,6 +53,7 @@ class Unit:
     sites: tuple[tuple[Site, Slot], ...]
     policy: BlockPolicy
     backward_reads: bool = True
+    swap_bytes: int = 0
     depth: int = 0
     first_call: int | None = None
     pinned_at: int | None = None
@@ -84,7 +89,9 @@ class Executor:
         units: All units that need chunks, in execution order; `""` among them is entered with every scope.
         capacity: What may be live at one time.
         device: Where to.
+        updates: Knows which host weights are still being stepped.
         say: Takes a sentence for the user.
+        swap: Brings back what blocks have swapped; None: no block does.
     """
 
     def __init__(
@@ -93,7 +100,9 @@ class Executor:
         units: Sequence[Unit],
         capacity: Capacity,
         device: Device,
+        updates: Updates,
         say: Callable[[str], None],
+        swap: ActivationSwap | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
@@ -102,13 +111,17 @@ class Executor:
         self._capacity = capacity
         self._device = device
         self._say = say
-        self._landing = Landing(chunks, device, self.begin_backward)
+        self._swap = swap
+        self._updates = updates
+        self._landing = Landing(chunks, device, self.begin_backward, updates, self._is_past)
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {training: list(self.units) for training in (True, False)}
         self._needs = {True: _needs(self.units, self.units[::-1]), False: _needs(self.units, ())}
         self._recorded = {True: False, False: False}
         self._timeline = Timeline([])
         self._backward_positions: dict[int, int] = {}
+        self._backward_next: dict[int, int] = {}
+        self._last_reads: dict[int, int] = {}
         self._cursor = 0
         self.num_calls = 0
         self._scope: _Scope | None = None
@@ -194,10 +207,17 @@ class Executor:
         """Called before anything else of a backward; its end calls `end_backward`."""
         if self._backward_runs:
             return
+        self._updates.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._backward_runs = True
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
         self._backward_positions = {number: position for position, (number, _) in enumerate(awaited)}
+        self._backward_next = dict(pairwise(self._backward_positions))
+        self._backward_number = self.num_calls
+        self._last_reads = {}
+        for number, unit in awaited:
+            for index in unit.chunks:
+                self._last_reads[index] = min(number, self._last_reads.get(index, number))
         self._timeline = Timeline(_needs((), [unit for _, unit in awaited]))
         self._cursor = 0
 
@@ -207,10 +227,10 @@ class Executor:
         Raises:
             RuntimeError: Backward makes a graph itself, whose own backward nothing would announce.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (unit.chunks or unit.swap_bytes):
             raise RuntimeError(
                 f"Backward with create_graph=True runs through {unit.name!r}, which is streamed: its second derivative "
-                "would find no weights. Make its chunks resident (`num_persistent_chunks`)."
+                "would find no weights. Make its chunks resident (`num_persistent_chunks`), and swap no activations."
             )
         self.begin_backward()
         for other in self.units:
@@ -219,6 +239,8 @@ class Executor:
         self._backward, self._backward_number = unit, number
         self._pin(unit, number)
         self._require(unit, backward=True)
+        if self._swap is not None:
+            self._swap.before_backward(number, self._backward_next.get(number), end)
         for _, slot in unit.sites:
             slot.follow()
         position = self._backward_positions.get(number)
@@ -240,6 +262,8 @@ class Executor:
     def settle(self) -> None:
         """Before host weights are written to: nothing is live that no forward is using, and no upload reads them."""
         self._release(self._live() - self._pinned())
+        if self._swap is not None:
+            self._swap.settle()
         self._device.settle()
 
     def refresh(self) -> None:
@@ -304,6 +328,7 @@ class Executor:
             self._release(evictions)
         for index in unit.chunks:
             chunk = self._chunks[index]
+            self._updates.finish(index)
             if chunk.state is ChunkState.HOST:
                 chunk.fetch()
                 self._device.counters.prefetch_misses += 1
@@ -320,8 +345,12 @@ class Executor:
         )
         self._release(releases)
         for index in fetches:
-            self._chunks[index].fetch()
+            self._chunks[index].fetch(self._updates.job(index))
             self._chunks[index].prefetched = True
+
+    def _is_past(self, index: int) -> bool:
+        """Whether backward has reached the earliest call that reads the chunk: none is left to come."""
+        return self._backward_number <= self._last_reads.get(index, self._backward_number)
 
     def _live(self) -> set[int]:
         return {index for index, chunk in enumerate(self._chunks) if chunk.state is not ChunkState.HOST}

@@ -3,7 +3,8 @@
 [Note: Landing]
 Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that the
 device holds one gradient at a time. With an older gradient on the host (accumulation) the sum is made there, in the
-same order as autograd makes it.
+same order as autograd makes it. When all gradients of a chunk are on their way, they may be taken over by whoever steps
+the chunk early: waiting for them and adding them up is then the work of the host's worker.
 
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
@@ -13,13 +14,14 @@ until backward ends. What cannot be brought into autograd's own order is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.updates import Updates
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Landing:
         chunks: The chunks whose gradients land.
         device: Where they come from.
         begin: Called before the first gradient of a backward, so that its end is noticed.
+        updates: Takes gradients of whole chunks over.
+        is_past: Whether no call that reads the chunk is awaited any more.
         pending_bytes: The most bytes of sums that may wait for their copies.
 
     Attributes:
@@ -45,13 +49,24 @@ class Landing:
     """
 
     def __init__(
-        self, chunks: Iterable[Chunk], device: Device, begin: Callable[[], None], pending_bytes: int = 1 << 28
+        self,
+        chunks: Sequence[Chunk],
+        device: Device,
+        begin: Callable[[], None],
+        updates: Updates,
+        is_past: Callable[[int], bool],
+        pending_bytes: int = 1 << 28,
     ) -> None:
         self._device = device
         self._begin = begin
+        self._updates = updates
+        self._is_past = is_past
         self._pending_bytes = pending_bytes
+        self._chunks = tuple(chunks)
+        self._index = {slot: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
+        self._missing: dict[int, set[Slot]] = {}
         self._sums: list[_Sum] = []
-        self._fences: list[object] = []
+        self._fences: list[tuple[Slot, object]] = []
         self._landed: set[Slot] = set()
         self._aside: dict[Slot, Tensor | None] = {}
         self.uses: dict[Slot, int] = {}
@@ -62,6 +77,7 @@ class Landing:
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
         self._finish_copies()
+        self._updates.end_backward()
         for slot, older in self._aside.items():
             if older is not None:
                 assert slot.host.grad is not None
@@ -72,7 +88,7 @@ class Landing:
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
-        for fence in (*self._fences, *(item.fence for item in self._sums)):
+        for fence in (*(fence for _, fence in self._fences), *(item.fence for item in self._sums)):
             self._device.land(fence)
         for slot, older in self._aside.items():
             slot.host.grad = older
@@ -80,6 +96,7 @@ class Landing:
         self._fences.clear()
         self._landed.clear()
         self._aside.clear()
+        self._missing.clear()
 
     def _attach(self, slot: Slot) -> None:
         if slot.twin.is_floating_point() or slot.twin.is_complex():
@@ -108,26 +125,53 @@ class Landing:
             slot.host.grad = grad if slot.host.grad is None else slot.host.grad.add_(grad)
         elif slot.host.grad is None:
             slot.host.grad = self._device.host.empty_like(grad)
-            self._fences.append(self._device.download(grad, slot.host.grad))
+            self._fences.append((slot, self._device.download(grad, slot.host.grad)))
         else:
             part = self._device.host.empty_like(grad)
             self._sums.append(_Sum(self._device.download(grad, part), slot, part))
             self._add(self._pending_bytes if self._sums[-1].fence is not None else 0)
         self._call_user_hooks(slot)
+        self._hand_over(slot)
+
+    def _hand_over(self, slot: Slot) -> None:
+        """Gives the gradients of the chunk away, if this was the last of them, see [Note: Landing]."""
+        index = self._index[slot]
+        slots = self._chunks[index].slots
+        missing = self._missing.setdefault(index, {other for other in slots if other.host.requires_grad})
+        missing.discard(slot)
+        if missing or not self._updates.wants(index) or not self._is_past(index):
+            return
+        if any(other in self._aside for other in slots):
+            return
+        fences = [fence for other, fence in self._fences if self._index[other] == index]
+        sums = [item for item in self._sums if self._index[item.slot] == index]
+        self._fences = [entry for entry in self._fences if self._index[entry[0]] != index]
+        self._sums = [item for item in self._sums if self._index[item.slot] != index]
+
+        def land() -> None:
+            for fence in fences:
+                self._device.land(fence)
+            for item in sums:
+                self._add_up(item)
+
+        self._updates.landed(index, land)
 
     def _add(self, keep_bytes: int) -> None:
         """Adds landed gradients, oldest first, until no more than `keep_bytes` wait."""
         waiting = sum(item.part.nbytes for item in self._sums)
         while self._sums and (waiting > keep_bytes or keep_bytes == 0):
             item = self._sums.pop(0)
-            self._device.land(item.fence)
             waiting -= item.part.nbytes
-            if item.slot.host.grad is None:
-                item.slot.host.grad = item.part
-            elif item.slot.host.grad.is_sparse:
-                item.slot.host.grad = item.part + item.slot.host.grad
-            else:
-                item.slot.host.grad.add_(item.part)
+            self._add_up(item)
+
+    def _add_up(self, item: _Sum) -> None:
+        self._device.land(item.fence)
+        if item.slot.host.grad is None:
+            item.slot.host.grad = item.part
+        elif item.slot.host.grad.is_sparse:
+            item.slot.host.grad = item.part + item.slot.host.grad
+        else:
+            item.slot.host.grad.add_(item.part)
 
     def _use_directly(self, slot: Slot) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
@@ -149,7 +193,7 @@ class Landing:
 
     def _finish_copies(self) -> None:
         """Ends the copies under way, so that somebody may look at a gradient during backward."""
-        for fence in self._fences:
+        for _, fence in self._fences:
             self._device.land(fence)
         self._fences.clear()
         self._add(0)

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.executor import Executor, Unit, in_backward
 from lightning_protrain.runtime.recompute import checkpoint
+from lightning_protrain.runtime.swap import ActivationSwap
 
 
 class Interception:
@@ -29,12 +31,14 @@ class Interception:
         unit: The unit whose forward it is.
         executor: Brings the unit's chunks.
         watch: Takes outputs that are views, with the unit's name.
+        swap: Swaps activations; None where no block of the plan does.
     """
 
-    def __init__(self, unit: Unit, executor: Executor, watch: ViewWatch) -> None:
+    def __init__(self, unit: Unit, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
         self._unit = unit
         self._executor = executor
         self._watch = watch
+        self._swap = swap
         self._had_own = unit.module.__dict__.get("forward")
         self._forward: Callable[..., Any] = unit.module.forward
         functools.update_wrapper(self, self._forward)
@@ -46,11 +50,12 @@ class Interception:
         unit, executor = self._unit, self._executor
         number = executor.begin_call(unit)
         received = histories((args, kwargs))
-        if unit.policy is BlockPolicy.CHECKPOINT:
-            outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name)
-        else:
-            outputs = self._compute(*args, **kwargs)
-        if unit.chunks and unit.backward_reads:
+        with self._swapping(number):
+            if unit.policy is BlockPolicy.CHECKPOINT:
+                outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name)
+            else:
+                outputs = self._compute(*args, **kwargs)
+        if (unit.chunks or self._swap is not None) and unit.backward_reads:
             hook_outputs(outputs, received, unit, number, executor, self._watch)
         return outputs
 
@@ -60,6 +65,11 @@ class Interception:
             self._unit.module.__dict__.pop("forward", None)
         else:
             self._unit.module.__dict__["forward"] = self._had_own
+
+    def _swapping(self, number: int) -> AbstractContextManager[None]:
+        if self._swap is None:
+            return nullcontext()
+        return self._swap.call(self._unit.name, self._unit.module, number, self._unit.swap_bytes)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self._unit)

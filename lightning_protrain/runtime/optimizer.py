@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as optim
 
 # Adam's two moments in fp32: assumed of optimizers that are not PyTorch's own.
 ASSUMED_STATE_BYTES = 8.0
@@ -68,25 +69,95 @@ def check_one_device(optimizers: Iterable[Optimizer]) -> None:
 
 
 @contextmanager
-def fused_host_step(optimizer: Optimizer, closure: Callable[[], Any], device_type: str) -> Iterator[Callable[[], Any]]:
+def fused_host_step(
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    device_type: str,
+    stepped: Callable[[], Set[int]] = frozenset,
+) -> Iterator[Callable[[], Any]]:
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
     The groups are split when the closure has run: only then the gradients are known, and what it changes in the groups
-    (a learning rate) is the user's. They are put back at the end. Nothing changes where the accelerator is the CPU
+    (a learning rate) is the user's. They are put back at the end. Nothing is split where the accelerator is the CPU
     itself, where the user chose an implementation, or where the optimizer has no fused one. See [Note: Host step].
+
+    Args:
+        optimizer: Whose step follows.
+        closure: The user's.
+        device_type: Of the accelerator.
+        stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
     """
     groups = optimizer.param_groups
 
     def then_split() -> Any:
         result = closure()
+        elsewhere = stepped()
+        if elsewhere:
+            rest = ({**group, "params": [p for p in group["params"] if id(p) not in elsewhere]} for group in groups)
+            optimizer.param_groups = [group for group in rest if group["params"]]
         if device_type != "cpu":
-            optimizer.param_groups = [part for group in groups for part in _split(group)]
+            optimizer.param_groups = [part for group in optimizer.param_groups for part in _split(group)]
         return result
 
     try:
         yield then_split
     finally:
         optimizer.param_groups = groups
+
+
+class PartialStep:
+    """Steps some of an optimizer's parameters at a time, with the optimizer's own groups and state.
+
+    Args:
+        optimizer: One of `torch.optim` that steps each parameter on its own, see `steps_parameters_alone`.
+        device_type: Of the accelerator, see [Note: Host step].
+    """
+
+    def __init__(self, optimizer: Optimizer, device_type: str) -> None:
+        self._splits = device_type != "cpu"
+        self._groups = optimizer.param_groups
+        self._places = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        self._part = copy.copy(optimizer)
+        self._part.state = optimizer.state
+        # Unwrapped, so that neither hooks nor the profiler take a part for a step.
+        self._step = inspect.unwrap(type(optimizer).step)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps `parameter`."""
+        return id(parameter) in self._places
+
+    def groups(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Groups of `parameters` alone, with the settings that their groups have now (schedulers change them later)."""
+        found: dict[int, dict[str, Any]] = {}
+        for parameter in parameters:
+            group = self._places[id(parameter)]
+            if id(group) not in found:
+                settings = {name: value for name, value in group.items() if name != "params"}
+                tensors = {name: value.clone() for name, value in settings.items() if isinstance(value, Tensor)}
+                found[id(group)] = {**settings, **tensors, "params": []}
+            found[id(group)]["params"].append(parameter)
+        return list(found.values())
+
+    def run(self, groups: list[dict[str, Any]]) -> None:
+        """Steps what is in `groups`; on any thread, under `torch.no_grad()`."""
+        self._part.param_groups = [part for group in groups for part in _split(group)] if self._splits else groups
+        self._step(self._part)
+
+
+def steps_parameters_alone(optimizer: Optimizer) -> bool:
+    """Whether stepping parameters one after the other gives the same bits as stepping all at once.
+
+    True of PyTorch's own optimizers but LBFGS; of others nobody can know.
+    """
+    kind = type(optimizer)
+    own = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    return own and inspect.isfunction(inspect.unwrap(kind.step)) and not optimizer.defaults.get("differentiable")
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is told of its steps, and may look at any weight then."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:

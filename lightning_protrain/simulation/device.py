@@ -37,7 +37,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_protrain.device import StreamDevice
 from lightning_protrain.host import HostMemory
-from lightning_protrain.simulation.streams import Host, SimulatedStream, SimulatedWorker
+from lightning_protrain.simulation.streams import Host, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
 _MANY = 10_000
@@ -62,10 +62,6 @@ class Rates:
     flops: float = 100e12
     memory: float = 1e12
     host_memory: float = 20e9
-
-
-class RaceError(RuntimeError):
-    """Two accesses to one storage that no fence orders, or an operation that a real device could not run."""
 
 
 @dataclass
@@ -96,12 +92,8 @@ class SimulatedDevice(StreamDevice):
         # A weak reference keeps the address of a storage from being given to another one.
         self._known: dict[int, StorageWeakRef] = {}
         self._mode = _Attribution(self)
-        self._up: SimulatedStream
-        self._down: SimulatedStream
-        memory = HostMemory(self._lock, lambda address: None)
-        up, down = (SimulatedStream(name, self._launching, eager=False) for name in ("up", "down"))
-        super().__init__(torch.device("cpu"), memory, up, down)
-        self._up, self._down = up, down
+        self._copying: dict[str, SimulatedStream] = {}
+        super().__init__(torch.device("cpu"), HostMemory(self._lock, lambda address: None), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
 
     def __enter__(self) -> SimulatedDevice:
@@ -122,7 +114,7 @@ class SimulatedDevice(StreamDevice):
     @property
     def elapsed(self) -> float:
         """Virtual seconds until the last stream is done."""
-        return max(stream.time for stream in (self._main, self.worker.stream, self._compute, self._up, self._down))
+        return max(stream.time for stream in (self._main, self.worker.stream, self._compute, *self._copying.values()))
 
     @property
     def exposed(self) -> float:
@@ -137,7 +129,8 @@ class SimulatedDevice(StreamDevice):
             step = stream.step()
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
-            stream.spend(source.nbytes / (self.rates.upload if stream is self._up else self.rates.download))
+            towards_host = stream.name in ("down", "out")
+            stream.spend(source.nbytes / (self.rates.download if towards_host else self.rates.upload))
             target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype is torch.uint8 else 0)
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
@@ -187,6 +180,10 @@ class SimulatedDevice(StreamDevice):
             if name != stream.name and stream.clock.get(name, 0) < at:
                 raise RaceError(f"{what} what {name} may still read in {before}, and no fence is between them.")
         self._histories[key] = _History((stream.name, step, operation))
+
+    def _new_stream(self, name: str) -> SimulatedStream:
+        self._copying[name] = SimulatedStream(name, self._launching, eager=False)
+        return self._copying[name]
 
     def _lock(self, address: int, size: int) -> bool:
         self._host_ranges[address] = size

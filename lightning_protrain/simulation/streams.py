@@ -10,6 +10,10 @@ from typing import Any
 from lightning_protrain.host import HostWorker
 
 
+class RaceError(RuntimeError):
+    """Two accesses to one storage that no fence orders, or an operation that a real device could not run."""
+
+
 @dataclass(eq=False)
 class Host:
     """What runs on the host at present: the main thread, or the worker in the middle of a job.
@@ -187,6 +191,9 @@ class SimulatedWorker(HostWorker):
         main, host.stream = host.stream, stream
         try:
             job.work()
+        except RaceError as error:
+            job.error = error
+            raise  # Whether or not anybody waits for the job.
         except RuntimeError as error:
             job.error = error
         finally:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -165,13 +166,29 @@ def test_a_module_shared_by_two_blocks_does_not_add_them_up() -> None:
     assert minimum_chunk_buffers(layout, pack_chunks(layout)) == 2
 
 
-def make(layout: ModelLayout, num_chunk_buffers: int, mask: int = 0) -> Plan:
-    chunks = place(layout, mask)
+def swapping(layout: ModelLayout, sizes: Sequence[int]) -> tuple[BlockPlan, ...]:
+    """Blocks that swap so many bytes; those with none keep their activations."""
+    policies = (BlockPolicy.SWAP if size else BlockPolicy.KEEP for size in sizes)
+    return tuple(map(BlockPlan, (block.name for block in layout.blocks), policies, sizes))
+
+
+@given(layouts(), st.data())
+def test_swapped_activations_are_the_heaviest_neighbours(layout: ModelLayout, data: st.DataObject) -> None:
+    sizes = [data.draw(st.integers(0, 2**40)) for _ in layout.blocks]
+    chunks, blocks = place(layout, 0), swapping(layout, sizes)
+    terms = memory_terms(layout, chunks, 1, 8.0, blocks)
+    assert terms.swapped_activations == max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+    assert replace(terms, swapped_activations=0) == memory_terms(layout, chunks, 1, 8.0)
+    assert host_bytes(layout, chunks, 8.0, blocks) == host_bytes(layout, chunks, 8.0) + sum(sizes)
+
+
+def make(layout: ModelLayout, num_chunk_buffers: int, mask: int = 0, sizes: Sequence[int] = (0, 0, 0, 0)) -> Plan:
+    chunks, blocks = place(layout, mask), swapping(layout, sizes)
     return Plan(
         chunks,
-        tuple(BlockPlan(block.name, BlockPolicy.KEEP) for block in layout.blocks),
+        blocks,
         num_chunk_buffers,
-        memory_terms(layout, chunks, num_chunk_buffers, 8.0),
+        memory_terms(layout, chunks, num_chunk_buffers, 8.0, blocks),
         {info.fqn: info.shape for info in layout.parameters},
     )
 
@@ -191,11 +208,14 @@ def test_check_fits_refuses_too_few_buffers() -> None:
         check_fits(make(layout, 1), layout, None)
 
 
-@pytest.mark.parametrize(("term", "mask"), [("chunk_buffers", 0), ("resident_states", -1)])
-def test_check_fits_refuses_understated_terms(term: str, mask: int) -> None:
+@pytest.mark.parametrize(
+    ("term", "mask", "noun"),
+    [("chunk_buffers", 0, "chunks"), ("resident_states", -1, "chunks"), ("swapped_activations", -1, "swapped blocks")],
+)
+def test_check_fits_refuses_understated_terms(term: str, mask: int, noun: str) -> None:
     layout = transformer()
-    plan = make(layout, 2, mask)
-    with pytest.raises(ValueError, match=rf"memory\.{term} is 1 bytes, its chunks need at least \d+\.\d+ KiB"):
+    plan = make(layout, 2, mask, (2048, 4096, 0, 0))
+    with pytest.raises(ValueError, match=rf"memory\.{term} is 1 bytes, its {noun} need at least \d+\.\d+ KiB"):
         check_fits(replace(plan, memory=replace(plan.memory, **{term: 1})), layout, None)
 
 
@@ -205,6 +225,17 @@ def test_check_fits_refuses_a_budget_that_is_one_byte_short() -> None:
     total = plan.memory.total
     with pytest.raises(ValueError, match=rf"needs .*\({total} bytes\).* \({total - 1} bytes\) are allowed"):
         check_fits(plan, layout, total - 1)
+
+
+def test_check_fits_refuses_too_little_host_memory() -> None:
+    layout = transformer()
+    plan = make(layout, 2, 0b10, (2048, 0, 4096, 0))
+    needed = host_bytes(layout, plan.chunks, 8.0) + 2048 + 4096
+    check_fits(plan, layout, None, needed, 8.0)
+    with pytest.raises(
+        ValueError, match=rf"\({needed} bytes\) of host memory, .*\({needed - 1} bytes\) are .*swap fewer"
+    ):
+        check_fits(plan, layout, None, needed - 1, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -26,20 +26,21 @@ from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layout_of, layouts, parameter, transformer
 
 
-def make(layout: ModelLayout, policy: BlockPolicy = BlockPolicy.CHECKPOINT, mask: int = 0) -> Plan:
+def make(layout: ModelLayout, policy: BlockPolicy = BlockPolicy.CHECKPOINT, mask: int = 0, swap_bytes: int = 0) -> Plan:
     chunks = tuple(replace(chunk, resident=bool(mask >> index & 1)) for index, chunk in enumerate(pack_chunks(layout)))
+    blocks = tuple(BlockPlan(block.name, policy, swap_bytes) for block in layout.blocks)
     return Plan(
         chunks,
-        tuple(BlockPlan(block.name, policy) for block in layout.blocks),
+        blocks,
         max(1, len(chunks)),
-        memory_terms(layout, chunks, 1, 8.0),
+        memory_terms(layout, chunks, 1, 8.0, blocks),
         {info.fqn: info.shape for info in layout.parameters},
     )
 
 
-@given(layouts(), st.sampled_from(BlockPolicy), st.integers(0, 2**20))
-def test_json_round_trip(layout: ModelLayout, policy: BlockPolicy, mask: int) -> None:
-    plan = make(layout, policy, mask)
+@given(layouts(), st.sampled_from(BlockPolicy), st.integers(0, 2**20), st.integers(0, 2**40))
+def test_json_round_trip(layout: ModelLayout, policy: BlockPolicy, mask: int, swap_bytes: int) -> None:
+    plan = make(layout, policy, mask, swap_bytes)
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()
@@ -52,6 +53,14 @@ def test_a_plan_suits_the_model_it_was_made_for(layout: ModelLayout, policy: Blo
     check_plan(plan, layout)
     assert plan.num_offloaded_chunks + sum(chunk.resident for chunk in plan.chunks) == len(plan.chunks)
     assert all(plan.policy(block.name) is policy for block in layout.blocks)
+    assert all(plan.block(block.name) == BlockPlan(block.name, policy) for block in layout.blocks)
+
+
+@pytest.mark.parametrize("policy", [BlockPolicy.SWAP, BlockPolicy.CHECKPOINT])
+def test_what_swaps_names_its_bytes(policy: BlockPolicy) -> None:
+    plan = make(transformer(), policy, swap_bytes=4096)
+    check_plan(plan, transformer())
+    assert plan.memory.swapped_activations == 2 * 4096
 
 
 def test_files(tmp_path: Path) -> None:
@@ -73,6 +82,7 @@ def test_policy_of_an_unknown_block() -> None:
 
 def test_total() -> None:
     assert MemoryTerms(1, 20, 300, 4000).total == 4321
+    assert MemoryTerms(1, 20, 300, 4000, 50000).total == 54321
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=20))
@@ -129,6 +139,10 @@ def _put(value: object, *path: str | int) -> Callable[[Any], None]:
         (_put("drop", "blocks", 0, "policy"), r"blocks\[0\]\.policy is 'drop', not one of keep, checkpoint, swap"),
         (_put([], "blocks", 0, "policy"), r"blocks\[0\]\.policy is \[\], not one of"),
         (_drop("blocks", 3, "name"), r"blocks\[3\] has the fields"),
+        (_drop("blocks", 3, "swap_bytes"), r"blocks\[3\] has the fields"),
+        (_put(1.0, "blocks", 2, "swap_bytes"), r"blocks\[2\]\.swap_bytes is 1\.0, not of type int"),
+        (_put(1, "format"), f"format 1, this version reads format {FORMAT}"),
+        (_drop("memory", "swapped_activations"), "memory has the fields"),
         (_put("2", "num_chunk_buffers"), r"num_chunk_buffers is '2', not of type int"),
         (_put(2.5, "num_chunk_buffers"), r"num_chunk_buffers is 2\.5, not of type int"),
         (_put(True, "num_chunk_buffers"), r"num_chunk_buffers is True, not of type int"),
@@ -197,7 +211,10 @@ UP, DOWN = "layers.0.up", "layers.0.down"
         ),
         (replace(PLAN, num_chunk_buffers=-1), "6 offloaded chunks and -1 chunk buffers"),
         (replace(PLAN, num_chunk_buffers=0), "6 offloaded chunks and 0 chunk buffers"),
-        (make(LAYOUT, BlockPolicy.SWAP), "swaps block 'layers.0': activation swap is not available in this version"),
+        (make(LAYOUT, BlockPolicy.SWAP), r"gives block 'layers\.0' \(swap\) swap_bytes=0: give the host bytes"),
+        (make(LAYOUT, BlockPolicy.SWAP, swap_bytes=-1), r"gives block 'layers\.0' \(swap\) swap_bytes=-1"),
+        (make(LAYOUT, BlockPolicy.CHECKPOINT, swap_bytes=-1), r"gives block 'layers\.0' \(checkpoint\) swap_bytes=-1"),
+        (make(LAYOUT, BlockPolicy.KEEP, swap_bytes=1), r"'layers\.0' swap_bytes=1, but keeps its activations"),
     ],
 )
 def test_check_plan_refuses(plan: Plan, message: str) -> None:
@@ -208,6 +225,12 @@ def test_check_plan_refuses(plan: Plan, message: str) -> None:
 def test_check_plan_refuses_the_plan_of_a_longer_model() -> None:
     with pytest.raises(ValueError, match="made for another model: make the plan again, or load that model"):
         check_plan(make(transformer(num_blocks=5)), LAYOUT)
+
+
+def test_the_root_cannot_swap() -> None:
+    layout = layout_of([parameter("w")], {"": ["w"]}, blocks=[""])
+    with pytest.raises(ValueError, match=r"swaps the whole model, which is one block.*Name blocks with `blocks`"):
+        check_plan(make(layout, BlockPolicy.SWAP, swap_bytes=1), layout)
 
 
 def test_a_chunk_of_two_dtypes_is_refused() -> None:

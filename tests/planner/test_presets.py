@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,8 @@ from tests.planner.layouts import layout_of, layouts, parameter, transformer
 
 STATE_BYTES = 8.0
 EMBEDDING, BLOCK, NORM = 16384, 8192, 256  # bytes of the chunks of `transformer()`
-KEEP, CHECKPOINT = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT
+KEEP, CHECKPOINT, SWAP = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT, BlockPolicy.SWAP
+SAVED = {f"layers.{index}": 4096 * (index + 1) for index in range(8)}
 
 
 def plan_of(
@@ -27,15 +29,16 @@ def plan_of(
     device: int | None = None,
     host: int | None = None,
     min_num_params: int = 10**8,
+    saved: dict[str, int] | None = SAVED,
     **knobs: int,
 ) -> Plan:
-    plan = make_plan(layout, preset, Knobs(**knobs), device, host, STATE_BYTES, min_num_params)
+    plan = make_plan(layout, preset, Knobs(**knobs), device, host, STATE_BYTES, min_num_params, saved)
     check_plan(plan, layout)
     check_fits(plan, layout, device)
     return plan
 
 
-def pinned(layout: ModelLayout, device: int | None = None, **knobs: int) -> Plan:
+def pinned(layout: ModelLayout, device: int | None = None, **knobs: Any) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return plan_of(layout, device=device, **knobs)

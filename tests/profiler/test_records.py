@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import json
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
+from lightning_protrain.profiler.records import (
+    ModelLayout,
+    ModelProfile,
+    ParameterInfo,
+    ParameterUse,
+    UnitCall,
+    UnitInfo,
+    castable,
+)
 
 WEIGHT = ParameterInfo("embed.weight", ("embed.weight", "head.weight"), (4, 3), "bfloat16", 24, True)
 SCALE = ParameterInfo("scale", ("scale",), (), "float32", 4, False)
@@ -40,3 +49,45 @@ def test_records_are_values() -> None:
     assert hash(LAYOUT) == hash(again)
     with pytest.raises(FrozenInstanceError):
         LAYOUT.buffer_bytes = 0  # type: ignore[misc]
+
+
+CALL = UnitCall("block", 0, 100, (("a", 8), ("b", 4), ("b", 4)), 10, 20, 30, 40)
+PROFILE = ModelProfile(
+    calls=(CALL,),
+    parameters=(
+        ParameterUse("once", ("bfloat16",)),
+        ParameterUse("half", ("float16",)),
+        ParameterUse("twice", ("bfloat16", "bfloat16")),
+        ParameterUse("both", ("bfloat16", "float16")),
+        ParameterUse("read", ("bfloat16",), direct_uses=1),
+        ParameterUse("saved", ("bfloat16",), saves=1),
+        ParameterUse("asked", ("bfloat16",), dtype_reads=1),
+        ParameterUse("unused"),
+    ),
+    outside_saved_bytes=5,
+    outside_saved_casts=(("head", 2),),
+    saved_bytes=105,
+    flops=30,
+    peak_bytes=40,
+)
+
+
+@pytest.mark.parametrize(("dtype", "names"), [("bfloat16", {"once"}), ("float16", {"half"}), ("float32", set())])
+def test_only_what_is_cast_once_and_nothing_else_is_castable(dtype: str, names: set[str]) -> None:
+    assert castable(PROFILE, dtype) == names
+
+
+def test_uses_are_casts_and_direct_uses() -> None:
+    assert [use.uses for use in PROFILE.parameters] == [1, 1, 2, 2, 2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("streamed", "nbytes"), [((), 100), (("a",), 92), (("b",), 92), (("a", "b", "c"), 84)])
+def test_saved_bytes_without_copies_of_streamed_weights(streamed: tuple[str, ...], nbytes: int) -> None:
+    assert CALL.saved_bytes_without(frozenset(streamed)) == nbytes
+
+
+def test_a_profile_is_plain_values() -> None:
+    written = json.loads(json.dumps(asdict(PROFILE)))
+    assert written["calls"][0]["saved_casts"] == [["a", 8], ["b", 4], ["b", 4]]
+    assert pickle.loads(pickle.dumps(PROFILE)) == PROFILE
+    assert hash(PROFILE) == hash(replace(PROFILE))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site, Twin
 from tests.runtime import applied
 from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
 
@@ -73,7 +73,7 @@ def test_the_twin_is_like_the_parameter(kind: str) -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.zeros(3, dtype=host.dtype), requires_grad=host.requires_grad), host)
     slot = live(chunk).slots[1]
     assert slot.host is host
-    assert type(slot.twin) is type(host)
+    assert type(slot.twin) is (Twin if type(host) is nn.Parameter else type(host))
     assert isinstance(slot.twin, nn.Parameter)
     assert (slot.twin.dtype, slot.twin.requires_grad) == (values.dtype, host.requires_grad)
     assert torch.equal(slot.twin, values)
@@ -300,3 +300,14 @@ def test_detached_chunks_are_host_parameters_again() -> None:
     assert device.counters.live_bytes == 0
     assert torch.equal(host, values)
     assert not host._backward_hooks
+
+
+def test_a_twin_is_shown_without_reading_freed_memory() -> None:
+    with applied.applied(Net()) as state:
+        slot = state.chunks[0].slots[0]
+        assert "not on the device at present" in repr(slot.twin)
+        assert "not on the device at present" in repr(slot)
+        shown: list[str] = []
+        state.model.inp.register_forward_hook(lambda module, *_: shown.append(repr(slot.twin)))
+        state.step(state.model, applied.batches()[0])
+        assert shown[0].startswith("Parameter containing:\ntensor([[")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.simulation.device import RaceError, SimulatedDevice
+from lightning_protrain.simulation.device import SimulatedDevice
+from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import PLANS, Block, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES, Case
 

@@ -16,7 +16,8 @@ from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.simulation.device import RaceError, Rates, SimulatedDevice
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from lightning_protrain.simulation.streams import RaceError
 
 WIDTH = 8
 
@@ -122,10 +123,10 @@ def test_the_runtime_is_free_of_races_and_exact(placement: str, accumulate: int)
         assert torch.equal(expected, parameter), name
 
 
-def upload_without_waiting_for_compute(self: StreamDevice, source: Tensor, target: Tensor) -> Any:
+def upload_without_waiting_for_compute(self: StreamDevice, source: Tensor, target: Tensor, after: Any = None) -> Any:
     self.copy(self._up, source, target)
-    self._uploaded = self._up.record_event()
-    return self._uploaded
+    self._uploads.append(self._up.record_event())
+    return self._uploads[-1]
 
 
 def download_without_waiting_for_compute(self: StreamDevice, source: Tensor, target: Tensor) -> Any:

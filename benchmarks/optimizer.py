@@ -1,0 +1,286 @@
+"""What an optimizer step on the CPU costs, as a ratio to one `torch.optim.AdamW(fused=True).step()` in the same run.
+
+    python -m benchmarks.optimizer --results optimizer-step
+    python -m benchmarks.optimizer --quick --case chunked-bf16 --tile-bytes 262144 1048576
+
+All cases step the same tensors, in turns with the peer. So nothing depends on where the pages of one of them came to
+lie, and one process does. Beside that, each case runs in a thread while the main thread counts in a Python loop: how
+much of its rate the loop keeps, and how much longer the step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from benchmarks.pairs import Ratio, median_ratio
+from benchmarks.report import table, write_result
+from lightning_protrain.runtime import hoststep
+from lightning_protrain.runtime.hoststep import TILE_BYTES, HostStep, Update, hyperparameters
+
+HEADER = ("case", "step / fused (95 %)", "wanted", "met", "CPU time / fused (95 %)", "loop's rate beside it (95 %)",
+          "step beside the loop / alone (95 %)")  # fmt: skip
+CASES = {
+    "fused": None,
+    "chunked-fp32": 1.00,
+    "chunked-bf16": 1.25,
+    "chunked-bf16-eager": None,
+    "separate-passes": None,
+    "for-loop": None,
+    "foreach": None,
+}
+WANTED_RATE = 0.9
+WIDTH = 1024
+Work = Callable[[], object]
+
+
+class Model:
+    """Parameters in chunks, their gradients and optimizer states, and what arrives and leaves in bf16.
+
+    Args:
+        elements: Of all parameters, about.
+        chunk: Elements of a chunk, about: two matrices and two vectors.
+    """
+
+    def __init__(self, elements: int, chunk: int) -> None:
+        rows = max(chunk // WIDTH, 4)
+        shapes = [(rows * 3 // 4, WIDTH), (WIDTH,), (rows - rows * 3 // 4, WIDTH), (WIDTH - 1,)]
+        self.chunks = [[nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(max(elements // chunk, 1))]
+        self.parameters = [parameter for chunk in self.chunks for parameter in chunk]
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self.gradients = {parameter: _gradient(parameter).bfloat16() for parameter in self.parameters}
+        self.copies = {parameter: torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in self.parameters}
+        self.fused = AdamW(self.parameters, fused=True)
+        self.fused.step()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def variant(self, **choice: bool) -> AdamW:
+        """AdamW of another implementation with the same state."""
+        optimizer = AdamW(self.parameters, **choice)
+        optimizer.state = self.fused.state
+        return optimizer
+
+    def separate_passes(self) -> None:
+        """What tiles replace: all gradients cast, one fused step, all weights cast."""
+        with torch.no_grad():
+            for parameter, gradient in self.gradients.items():
+                _gradient(parameter).copy_(gradient)
+            self.fused.step()
+            for parameter, copy in self.copies.items():
+                copy.copy_(parameter)
+
+    def chunked(self, host: HostStep, low_precision: bool) -> None:
+        """Chunk after chunk."""
+        group = hyperparameters(self.fused.param_groups[0])
+        for chunk in self.chunks:
+            if low_precision:
+                updates = [Update(each, self.gradients[each], self.copies[each]) for each in chunk]
+            else:
+                updates = [Update(each, _gradient(each)) for each in chunk]
+            host.step(self.fused, group, updates)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one step.
+
+    Attributes:
+        wall: Seconds elapsed.
+        cpu: Seconds of processor time, all threads.
+    """
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A step in a thread, beside a loop in Python on the main thread.
+
+    Attributes:
+        rate: Rounds per second of the loop while the step runs, over those without it just before.
+        slowdown: Seconds of the step beside the loop over those without it just before.
+    """
+
+    rate: float
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All pairs of a case.
+
+    Attributes:
+        steps: Of the case.
+        peers: Of the fused step, in turns with those.
+        beside: Beside the loop, one compute thread each.
+    """
+
+    steps: list[Times]
+    peers: list[Times]
+    beside: list[Beside]
+
+    def ratio(self, what: str) -> Ratio:
+        """Of `wall` or `cpu` to the peer."""
+        pairs = zip(self.steps, self.peers, strict=True)
+        return median_ratio([getattr(step, what) / getattr(peer, what) for step, peer in pairs])
+
+    def loop(self, what: str) -> Ratio:
+        """Of `rate` or `slowdown` to what it is alone."""
+        return median_ratio([getattr(each, what) for each in self.beside])
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    model = Model(args.elements, args.chunk)
+    rows, results = [], {}
+    for name in args.case:
+        for tile in args.tile_bytes if name.startswith("chunked-bf16") else args.tile_bytes[:1]:
+            label = name if tile == TILE_BYTES or not name.startswith("chunked-bf16") else f"{name} {tile >> 10} KiB"
+            measurement = _measure(model, name, tile, args)
+            results[label] = _as_json(measurement)
+            rows.append(_row(label, CASES[name], measurement))
+            print(table(HEADER, rows[-1:]), flush=True)
+    peer = statistics.median(step.wall for step in measurement.peers)
+    text = (
+        f"AdamW, {model.numel / 1e6:.3g} million parameters in {len(model.chunks)} chunks, {args.threads} thread(s), "
+        f"{args.pairs} pairs; beside the loop 1 thread, {args.loops} pairs. A fused step: {peer:.3g} s. Of the loop's "
+        f"rate >= {WANTED_RATE} is wanted.\n\n{table(HEADER, rows)}"
+    )
+    print(f"\n{text}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.results:
+        print(write_result(args.results, "benchmarks.optimizer", arguments, {"cases": results}, text))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
+    parser.add_argument("--elements", type=_integer, default=100_000_000, help="of all parameters, e.g. 1e8")
+    parser.add_argument("--chunk", type=_integer, default=8_000_000, help="elements of a chunk")
+    parser.add_argument("--tile-bytes", type=int, nargs="+", default=[TILE_BYTES], help="of the bf16 cases")
+    parser.add_argument("--pairs", type=int, default=40, help="timed pairs of each case, after one that does not count")
+    parser.add_argument("--loops", type=int, default=20, help="pairs beside a loop in Python")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that compute, in both")
+    parser.add_argument("--quick", action="store_true", help="a small model and few pairs: nothing to conclude from")
+    parser.add_argument("--json", type=Path, help="file for every single time")
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.elements, args.chunk, args.pairs, args.loops = 200_000, 50_000, 2, 2
+    if min(args.elements, args.chunk, args.pairs, args.loops, args.threads, *args.tile_bytes) < 1:
+        parser.error("give positive numbers")
+    return args
+
+
+def _integer(text: str) -> int:
+    return int(float(text))
+
+
+@contextmanager
+def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
+    host = HostStep(threads, tile_bytes=tile)
+    if name == "chunked-bf16-eager":
+        host._walk = hoststep._walk
+    works: dict[str, Work] = {
+        "fused": model.fused.step,
+        "chunked-fp32": lambda: model.chunked(host, low_precision=False),
+        "chunked-bf16": lambda: model.chunked(host, low_precision=True),
+        "chunked-bf16-eager": lambda: model.chunked(host, low_precision=True),
+        "separate-passes": model.separate_passes,
+        "for-loop": model.variant(foreach=False).step,
+        "foreach": model.variant(foreach=True).step,
+    }
+    try:
+        yield works[name]
+    finally:
+        host.close()
+
+
+def _measure(model: Model, name: str, tile: int, args: argparse.Namespace) -> Measurement:
+    with _work(model, name, tile, args.threads) as work:
+        pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(args.pairs + 1)][1:]
+    # One compute thread: the loop is to find a core free, and be held up by Python's lock alone.
+    with _work(model, name, tile, 1) as work, ThreadPoolExecutor(1, initializer=_alone) as other:
+        beside = [_beside(work, other) for _ in range(args.loops + 1)][1:]
+    torch.set_num_threads(args.threads)
+    return Measurement([step for step, _ in pairs], [peer for _, peer in pairs], beside)
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def _pair(work: Work, peer: Work, swap: bool) -> tuple[Times, Times]:
+    if swap:
+        second = _time(peer)
+        return _time(work), second
+    return _time(work), _time(peer)
+
+
+def _time(work: Work) -> Times:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Times(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _beside(work: Work, other: ThreadPoolExecutor) -> Beside:
+    alone = other.submit(_time, work).result().wall
+    until = time.perf_counter() + max(alone, 0.01)
+    idle = _rate(lambda: time.perf_counter() >= until)
+    step: Future[Times] = other.submit(_time, work)
+    rate = _rate(step.done)
+    return Beside(rate / idle, step.result().wall / alone)
+
+
+def _rate(ended: Callable[[], bool]) -> float:
+    rounds, begin = 0, time.perf_counter()
+    while True:
+        for _ in range(1000):
+            rounds += 1
+        if ended():
+            return rounds / (time.perf_counter() - begin)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _row(label: str, wanted: float | None, measurement: Measurement) -> list[str]:
+    wall = measurement.ratio("wall")
+    met = "-" if wanted is None else "yes" if wall.upper <= wanted else "no"
+    bound = "-" if wanted is None else f"<= {wanted}"
+    rate, slowdown = measurement.loop("rate"), measurement.loop("slowdown")
+    return [label, str(wall), bound, met, str(measurement.ratio("cpu")), str(rate), str(slowdown)]
+
+
+def _as_json(measurement: Measurement) -> dict[str, Any]:
+    ratios = {what: asdict(measurement.ratio(what)) for what in ("wall", "cpu")}
+    loops = {what: asdict(measurement.loop(what)) for what in ("rate", "slowdown")}
+    return {**ratios, **loops, **asdict(measurement)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

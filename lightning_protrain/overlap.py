@@ -1,0 +1,172 @@
+"""Which overlap of the host's optimizer step is exact for what the user has overridden, see [Note: Overlap].
+
+[Note: Passive hooks]
+A hook is *passive* if it reads no weights: those of Lightning and of this package are known, except callbacks that
+average or prune; a user's hook may do anything. Before one that is not passive, the step has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_protrain.runtime.optimizer import steps_parameters_alone
+from lightning_protrain.runtime.updates import Overlap
+
+OverlapChoice = Literal["auto", "backward", "forward", "off"]
+# They run between an optimizer step and the next forward.
+_HOOKS_AFTER_STEP = ("on_train_batch_end", "on_train_batch_start")
+_PASSIVE_PACKAGES = ("lightning.pytorch.", "lightning_protrain.")
+_CALLBACKS = "lightning.pytorch.callbacks."
+_READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning"))
+# They run between backward and the step, and may read or change any gradient and any weight.
+_HOOKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """How the host's optimizer step is overlapped in one run.
+
+    Attributes:
+        overlap: Behind what it runs.
+        clip_value: Bound of gradient values that steps behind backward apply.
+        take_norms: Whether norms of gradients may be taken as they land.
+        ends_before: The hook before which a step has ended, e.g. `"on_train_batch_end of EMA"`; empty if none.
+    """
+
+    overlap: Overlap = Overlap.OFF
+    clip_value: float | None = None
+    take_norms: bool = False
+    ends_before: str = ""
+
+    def describe(self, threads: int | None) -> str:
+        """One sentence for the user."""
+        on = f"on {threads} threads " if threads else ""
+        sentence = f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
+        if self.ends_before:
+            sentence += f" `{self.ends_before}` may read weights, so each step ends before it and hides less."
+        return sentence
+
+
+def check_choice(choice: object) -> None:
+    """Refuses what is no choice of overlap.
+
+    Raises:
+        ValueError: It is not one of `OverlapChoice`.
+    """
+    if choice not in get_args(OverlapChoice):
+        raise ValueError(f"overlap_optimizer={choice!r}: give one of {', '.join(map(repr, get_args(OverlapChoice)))}.")
+
+
+def plan_overlap(
+    choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
+) -> OverlapPlan:
+    """Decides what to overlap.
+
+    Args:
+        choice: `"auto"`: behind backward where that is exact, else behind forward where that is, else not; and not on
+            the CPU, where the step would take its cores from the model.
+        trainer: Its clipping, callbacks and debugging count.
+        model: Its overridden hooks count.
+        optimizers: Those of the model.
+        device_type: Of the accelerator.
+
+    Raises:
+        ValueError: An overlap is asked for that would not be exact; says why, and what to change.
+    """
+    check_choice(choice)
+    if choice == "off" or (choice == "auto" and device_type == "cpu"):
+        return OverlapPlan()
+    obstacles = {
+        Overlap.FORWARD: list(_obstacles(model, optimizers)),
+        Overlap.BACKWARD: [*_obstacles(model, optimizers), *_obstacles_to_backward(trainer, model)],
+    }
+    if choice == "auto":
+        overlap = next((way for way in (Overlap.BACKWARD, Overlap.FORWARD) if not obstacles[way]), Overlap.OFF)
+    else:
+        overlap = Overlap(choice)
+        if obstacles[overlap]:
+            raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
+    by_norm = _clips_by_norm(trainer)
+    before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
+    return OverlapPlan(
+        overlap=overlap,
+        clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
+        take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
+        ends_before=next(_active_hooks(trainer, model), ""),
+    )
+
+
+def step_is_followed_by_forward(trainer: Trainer) -> bool:
+    """Whether the next thing after this optimizer step is another training batch, as far as can be told."""
+    loop = trainer.fit_loop.epoch_loop
+    last = loop.batch_progress.is_last_batch or trainer.should_stop or loop.global_step + 1 == trainer.max_steps
+    every = trainer.val_check_batch
+    counts = (loop.batch_idx + 1, loop.total_batch_idx + 1)
+    validates = isinstance(every, int) and every > 0 and any(count % every == 0 for count in counts)
+    return not last and not validates
+
+
+def _obstacles(model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Why no overlap is exact, each with what to change."""
+    if not model.automatic_optimization:
+        yield 'optimization is manual, so the step is a part of `training_step` (give "off" or "auto")'
+    for optimizer in optimizers:
+        if not steps_parameters_alone(optimizer):
+            yield (
+                f"{type(optimizer).__name__} is not known to step each parameter on its own "
+                '(give "off" or "auto", or an optimizer of torch.optim other than LBFGS)'
+            )
+    if _is_overridden(model, "optimizer_step"):
+        yield f'{type(model).__name__} overrides `optimizer_step` (give "off" or "auto")'
+
+
+def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator[str]:
+    """Why stepping before backward has ended is not exact, each with what to change."""
+    if _clips_by_norm(trainer):
+        yield (
+            f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which needs all gradients before the first "
+            'step (give "forward" or "auto", or clip by value)'
+        )
+    if trainer._detect_anomaly:
+        yield 'detect_anomaly=True may end backward after the first step (give "forward" or "auto")'
+    for name in ("configure_gradient_clipping", "backward"):
+        if _is_overridden(model, name):
+            yield f'{type(model).__name__} overrides `{name}` (give "forward" or "auto")'
+    for what in _overrides(trainer, model, _HOOKS_BEFORE_STEP):
+        yield f'{what} may look at weights or gradients before the step (give "forward" or "auto")'
+
+
+def _clips_by_norm(trainer: Trainer) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def _active_hooks(trainer: Trainer, model: LightningModule) -> Iterator[str]:
+    """Hooks between a step and the next forward that are not passive, see [Note: Passive hooks]."""
+    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
+        for name in (*_HOOKS_AFTER_STEP, "lr_scheduler_step"):
+            origin = _origin(owner, name)
+            if origin and (not origin.startswith(_PASSIVE_PACKAGES) or origin.startswith(_READERS)):
+                yield f"{name} of {type(owner).__name__}"
+
+
+def _overrides(trainer: Trainer, model: LightningModule, names: Sequence[str]) -> Iterator[str]:
+    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
+        for name in names:
+            if _is_overridden(owner, name):
+                yield f"`{name}` of {type(owner).__name__}"
+
+
+def _is_overridden(owner: Any, name: str) -> bool:
+    origin = _origin(owner, name)
+    return not origin.startswith("lightning.pytorch.core.") and origin not in ("", _CALLBACKS + "callback")
+
+
+def _origin(owner: Any, name: str) -> str:
+    """The module that defines the hook `name` of `owner`; empty if it has none."""
+    function = vars(owner).get(name) or getattr(type(owner), name, None)
+    return getattr(function, "__module__", "") or ""

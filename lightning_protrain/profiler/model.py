@@ -1,0 +1,271 @@
+"""Profiles one training step without weights and without a device: what it saves, casts and computes."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from lightning_protrain.profiler.operations import count_flops
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterUse, UnitCall, UnitInfo
+from lightning_protrain.profiler.tracing import MetaMode
+
+_ATEN = torch.ops.aten
+
+
+def profile_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    step: Callable[[], object],
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device | str = "cpu",
+) -> ModelProfile:
+    """Runs one training step for its shapes; see [Note: Tensors without values] in `tracing`.
+
+    The model is as it was afterwards, also if the step fails: parameters, buffers, gradients, attributes, versions and
+    random states. What the step does to anything else (a logger, a file) it does.
+
+    Args:
+        model: The model; it may live on the meta device. Its parameters are neither read nor copied.
+        layout: What `describe_model` says about it.
+        step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss. It may run
+            backward too, which is not counted.
+        forward_context: Around the step: the autocast of the precision.
+        device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
+
+    Raises:
+        ValueError: The step needs floating-point values, with the operation and the unit; or the device is absent.
+    """
+    buffers = list(model.buffers())
+    tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
+    mode = MetaMode(tensors, device)
+    recorder = _Recorder(mode, {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}, buffers)
+    mode.observer = recorder
+    with _unchanged(model), mode, torch.enable_grad():
+        for unit in layout.units:
+            module = model.get_submodule(unit.name)
+            vars(module)["forward"] = _recording(module.forward, unit, recorder)
+        with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack):
+            step()
+    return recorder.profile()
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back what the modules hold: attributes, and the content of lists, dicts and sets among them."""
+    attributes = [vars(module) for module in model.modules()]
+    containers = [*attributes, *(value for values in attributes for value in values.values())]
+    before = [(held, held.copy()) for held in containers if isinstance(held, (dict, list, set))]
+    try:
+        yield
+    finally:
+        for held, content in reversed(before):
+            _put_back(held, content)
+
+
+def _put_back(held: Any, content: Any) -> None:
+    if isinstance(held, set):
+        now, then = sorted(map(id, held)), sorted(map(id, content))
+    else:
+        now, then = ([id(item) for item in _flat(one)] for one in (held, content))
+    if now != then:
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(content)
+
+
+def _flat(held: Any) -> Iterable[object]:
+    return [item for pair in held.items() for item in pair] if isinstance(held, dict) else held
+
+
+def _recording(forward: Callable[..., Any], unit: UnitInfo, recorder: _Recorder) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if _in_backward():  # recomputation of a checkpoint
+            return forward(*args, **kwargs)
+        with recorder.call(unit, (args, kwargs)) as call:
+            outputs = forward(*args, **kwargs)
+            recorder.give_out(call, outputs)
+        return outputs
+
+    return recorded
+
+
+@dataclass
+class _Call:
+    """A call that runs, or has run; bytes by storage."""
+
+    unit: UnitInfo
+    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    saved: dict[StorageWeakRef, int] = field(default_factory=dict)
+    live_before: int = 0
+    live_peak: int = 0
+    flops: int = 0
+
+
+class _LiveBytes:
+    """Bytes of the storages that operations made and that are still alive."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._alive: set[int] = set()
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._remove, key, storage.nbytes()).atexit = False
+
+    def _remove(self, key: int, nbytes: int) -> None:
+        self._alive.discard(key)
+        self.now -= nbytes
+
+
+class _Recorder:
+    """Counts what a trace does. Storages are held weakly, and so that no address ever stands for two of them."""
+
+    def __init__(self, mode: MetaMode, parameters: dict[str, Tensor], buffers: Iterable[Tensor]) -> None:
+        self._mode = mode
+        # By address of a storage, which the mode keeps alive: the parameters in it.
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        for fqn, parameter in parameters.items():
+            self._parameters.setdefault(mode.storage(parameter)._cdata, []).append((fqn, parameter))
+        self._states = {*self._parameters, *(mode.storage(mode.stand_in(buffer))._cdata for buffer in buffers)}
+        self._casts: dict[str, list[str]] = {fqn: [] for fqn in parameters}
+        self._direct_uses: Counter[str] = Counter()
+        self._saves: Counter[str] = Counter()
+        self._dtype_reads: Counter[str] = Counter()
+        self._copies: dict[StorageWeakRef, str] = {}
+        self._live = _LiveBytes()
+        self._step = _Call(UnitInfo("", False, ()))
+        self._outside: dict[StorageWeakRef, int] = {}
+        self._calls: list[_Call] = []
+        self._running: list[_Call] = []
+
+    @contextmanager
+    def call(self, unit: UnitInfo, inputs: object) -> Iterator[_Call]:
+        """Around the forward of a unit."""
+        call = _Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
+        self._calls.append(call)
+        self._running.append(call)
+        self._mode.scopes.append(unit.name)
+        try:
+            yield call
+        finally:
+            self._running.pop()
+            self._mode.scopes.pop()
+
+    def give_out(self, call: _Call, outputs: object) -> None:
+        """Notes what the forward of a unit returns."""
+        call.outputs = self._bytes_of(outputs)
+
+    def dtype_read(self, tensor: Tensor) -> None:
+        """Part of `tracing.Observer`."""
+        self._dtype_reads.update(fqn for fqn, _ in self._parameters.get(self._mode.storage(tensor)._cdata, ()))
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Part of `tracing.Observer`."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        read = {tensor.untyped_storage()._cdata for tensor in inputs}
+        made = {tensor.untyped_storage()._cdata for tensor in outputs}
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in read:
+                self._live.add(tensor.untyped_storage())
+        if _in_backward():
+            return
+        flops = count_flops(func, args, kwargs, result)
+        for call in (self._step, *self._running):
+            call.flops += flops
+            call.live_peak = max(call.live_peak, self._live.now)
+        for key in read & self._parameters.keys():
+            if func._schema.is_mutable or key not in made:  # else a view
+                self._count_use(key, func, inputs, kwargs, outputs)
+
+    def _count_use(
+        self, key: int, func: Any, inputs: list[Tensor], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
+        for fqn, parameter in self._parameters[key]:
+            whole = (inputs[0].shape, inputs[0].stride()) == (parameter.shape, parameter.stride())
+            if func is _ATEN._to_copy.default and kwargs.keys() == {"dtype"} and whole:
+                self._casts[fqn].append(str(kwargs["dtype"]).removeprefix("torch."))
+                self._copies[StorageWeakRef(outputs[0].untyped_storage())] = fqn
+            else:
+                self._direct_uses[fqn] += 1
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Autograd saves `tensor`."""
+        storage = self._mode.storage(tensor)
+        if _in_backward():
+            return tensor
+        self._saves.update(fqn for fqn, _ in self._parameters.get(storage._cdata, ()))
+        if storage._cdata not in self._states:
+            key, nbytes = StorageWeakRef(storage), storage.nbytes()
+            self._step.saved[key] = nbytes
+            if not any(call.unit.is_block for call in self._running):
+                self._outside[key] = nbytes
+            for call in self._running:
+                if key not in call.inputs:
+                    call.saved[key] = nbytes
+        return tensor
+
+    def profile(self) -> ModelProfile:
+        """What was counted."""
+        in_blocks = set[StorageWeakRef]().union(*(call.saved for call in self._calls if call.unit.is_block))
+        outside = {key: nbytes for key, nbytes in self._outside.items() if key not in in_blocks}
+        return ModelProfile(
+            calls=tuple(self._call(order, call) for order, call in enumerate(self._calls)),
+            parameters=tuple(
+                ParameterUse(fqn, tuple(casts), self._direct_uses[fqn], self._saves[fqn], self._dtype_reads[fqn])
+                for fqn, casts in self._casts.items()
+            ),
+            outside_saved_bytes=sum(outside.values()),
+            outside_saved_casts=self._saved_casts(outside),
+            saved_bytes=sum(self._step.saved.values()),
+            flops=self._step.flops,
+            peak_bytes=self._step.live_peak,
+        )
+
+    def _call(self, order: int, call: _Call) -> UnitCall:
+        return UnitCall(
+            name=call.unit.name,
+            order=order,
+            saved_bytes=sum(call.saved.values()),
+            saved_casts=self._saved_casts(call.saved),
+            input_bytes=sum(call.inputs.values()),
+            output_bytes=sum(call.outputs.values()),
+            flops=call.flops,
+            peak_bytes=call.live_peak - call.live_before,
+        )
+
+    def _saved_casts(self, saved: dict[StorageWeakRef, int]) -> tuple[tuple[str, int], ...]:
+        return tuple((self._copies[key], nbytes) for key, nbytes in saved.items() if key in self._copies)
+
+    def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
+        """Bytes of all tensors in `values` that are not the model's, by storage."""
+        found = {}
+        with torch._C.DisableTorchFunction():
+            for leaf in tree_leaves(values):
+                if isinstance(leaf, Tensor):
+                    storage = self._mode.storage(self._mode.stand_in(leaf))
+                    if storage._cdata not in self._states:
+                        found[StorageWeakRef(storage)] = storage.nbytes()
+        return found

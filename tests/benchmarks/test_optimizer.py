@@ -1,0 +1,70 @@
+"""The program runs in a small size and prints what it should. No time is checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import optimizer
+from benchmarks.optimizer import CASES, Model, main
+from lightning_protrain.runtime.hoststep import HostStep
+
+NUMBER = r"\d+\.\d{3}"
+RATIO = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
+
+
+def test_every_case_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    main(["--quick", f"--threads={before}", f"--json={tmp_path / 'times.json'}"])
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
+    assert list(results) == list(CASES)
+    for name, wanted in CASES.items():
+        bound = "- | -" if wanted is None else f"<= {wanted} | (yes|no)"
+        row = rf"\| {name} \| {RATIO} \| {bound.replace(' | ', ' [|] ')} \| {RATIO} \| {RATIO} \| {RATIO} \|"
+        assert re.search(row, printed)
+        assert len(results[name]["steps"]) == len(results[name]["peers"]) == len(results[name]["beside"]) == 2
+    assert torch.get_num_threads() == before
+
+
+def test_tiles_of_other_sizes_are_rows_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tile-bytes", "16384", "65536"]
+    main(["--quick", "--threads=1", "--case", "fused", "chunked-bf16", *sizes])
+    printed = capsys.readouterr().out
+    assert all(f"| chunked-bf16 {size} KiB |" in printed for size in (16, 64))
+    assert "| fused |" in printed
+
+
+@pytest.mark.parametrize("low_precision", [True, False])
+def test_the_cases_compute_the_same(low_precision: bool) -> None:
+    """Only the casts of the gradients make a difference, and they are made in both."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model(20_000, 10_000))
+    ours, peer = models
+    for parameter, gradient in ours.gradients.items() if low_precision else ():
+        assert parameter.grad is not None
+        parameter.grad.copy_(torch.full_like(gradient, torch.nan))
+    host = HostStep(1)
+    try:
+        ours.chunked(host, low_precision)
+    finally:
+        host.close()
+    if low_precision:
+        peer.separate_passes()
+    else:
+        peer.variant(fused=True).step()
+    for one, other in zip(ours.parameters, peer.parameters, strict=True):
+        assert torch.equal(one, other)
+        assert not low_precision or torch.equal(ours.copies[one], peer.copies[other])
+
+
+@pytest.mark.parametrize("wrong", ["--pairs=0", "--threads=0", "--elements=0", "--tile-bytes=0", "--case=adam"])
+def test_wrong_arguments_are_refused(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        optimizer.main([wrong])

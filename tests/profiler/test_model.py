@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import json
+import random
+import resource
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.records import ModelProfile, ParameterUse, castable
+from tests.models import LanguageModel, Mlp, variants, zoo
+from tests.profiler.models import CASES, TEXT, tokens
+from tests.profiler.real_run import Context, RealRun
+
+PRECISIONS: dict[str, Context] = {
+    "32-true": nullcontext,
+    "bf16-mixed": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+def check_against_real_run(model: nn.Module, step: Callable[[], object], context: Context) -> ModelProfile:
+    layout = describe_model(model)
+    profile = profile_model(model, layout, step, context)
+    real = RealRun(model, layout)
+    torch.manual_seed(0)
+    real.run(step, context)
+    calls = [[call.name, call.saved_bytes, call.input_bytes, call.output_bytes] for call in profile.calls]
+    assert calls == real.calls
+    assert profile.saved_bytes == sum(real.saved.values())
+    assert profile.outside_saved_bytes == sum(real.outside[key] for key in real.outside.keys() - real.in_blocks.keys())
+    assert castable(profile, "bfloat16") == real.castable()
+    assert {use.fqn: use.uses for use in profile.parameters if use.uses} == dict(real.uses)
+    assert [call.order for call in profile.calls] == list(range(len(calls)))
+    return profile
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """A loss that is large outside all blocks, whatever the model gives."""
+    values = (
+        outputs
+        if isinstance(outputs, Tensor)
+        else next(leaf for leaf in tree_leaves(outputs) if leaf.is_floating_point())
+    )
+    return F.mse_loss(values.float().tanh(), torch.ones_like(values).float())
+
+
+PADDED = {"input_ids": tokens().repeat(2, 1), "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])}
+HEADS = TEXT | {"head_dim": 8}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "qwen3": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**HEADS)), PADDED | {"labels": PADDED["input_ids"]}),
+    "gemma": (lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**HEADS)), PADDED),
+    "gemma3": (lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**HEADS, sliding_window=4)), PADDED),
+    "classifier": (
+        lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=3)),
+        PADDED | {"labels": torch.tensor([0, 2])},
+    ),
+    "eager": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, attn_implementation="eager")), PADDED),
+    "convolutions": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)),
+            *(nn.InstanceNorm2d(8), nn.GELU(), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 3), nn.PReLU()),
+            *(nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 3)),
+        ),
+        {"input": torch.ones(2, 3, 16, 16)},
+    ),
+    "recurrent": (
+        lambda: nn.Sequential(nn.GRU(8, 8, 2, dropout=0.1, bidirectional=True)),
+        {"input": torch.ones(5, 2, 8)},
+    ),
+} | {name: (case.build, case.inputs()) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_and_casts_are_those_of_a_real_step(name: str, precision: str) -> None:
+    build, inputs = MODELS[name]
+    model = build().train()
+    profile = check_against_real_run(model, lambda: loss_of(model(**inputs)), PRECISIONS[precision])
+    assert json.loads(json.dumps(asdict(profile)))["saved_bytes"] == profile.saved_bytes
+    assert {call.name for call in profile.calls} >= {unit.name for unit in describe_model(model).blocks} - {""}
+    if precision == "32-true":
+        assert not castable(profile, "bfloat16")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))
+def test_bytes_and_casts_of_lightning_modules(name: str, precision: str) -> None:
+    module = {**zoo(), **variants()}[name]()
+    batch = torch.arange(16).reshape(2, 8)
+    check_against_real_run(module, lambda: module.loss(batch, 0), PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "gpt2", "t5", "bert", "lstm", "lora"])
+def test_a_model_on_the_meta_device_has_the_same_profile(name: str) -> None:
+    profiles = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = CASES[name].build().train()
+        inputs = CASES[name].inputs()
+        step = lambda model=model, inputs=inputs: loss_of(model(**inputs))  # noqa: E731
+        profiles.append(profile_model(model, describe_model(model), step, PRECISIONS["bf16-mixed"]))
+    assert profiles[0] == profiles[1]
+    assert castable(profiles[0], "bfloat16")
+
+
+class Busy(nn.Module):
+    """A block that does whatever a block should not, and then, if it is told to, fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.embedding = nn.Embedding(4, 16, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.ones(16))
+        self.seen: list[Tensor] = []
+        self.cache: dict[str, Tensor] = {"old": torch.ones(1)}
+        self.fails = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.scale.mul_(2)
+        self.scale = self.scale + 1
+        self.fresh = hidden
+        self.seen.append(hidden)
+        self.cache.clear()
+        self.mlp.extra = nn.Parameter(torch.ones(2))
+        self.eval()
+        self.mlp.requires_grad_(False)
+        torch.randperm(4), random.random(), np.random.rand()  # noqa: NPY002
+        rows = self.embedding(torch.arange(hidden.shape[0]) % 4)[:, None]
+        hidden = self.norm(self.train().mlp(hidden + rows).flatten(0, 1)).view_as(hidden) * self.scale
+        if self.fails:
+            raise KeyError("in the middle")
+        return hidden
+
+
+def photograph(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a step might change."""
+    held: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            items = (
+                list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+            )
+            held[f"{name}:{key}"] = [id(part) for part in tree_leaves(items)], type(value)
+        held[f"{name}:keys"] = list(vars(module))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        state = tensor.detach().clone().view(torch.uint8) if tensor.dim() else tensor.item()
+        held[name] = state.tolist() if isinstance(state, Tensor) else state, tensor._version, tensor.data_ptr()
+        held[f"{name}:"] = tensor.requires_grad, id(tensor.grad), type(tensor), len(tensor._backward_hooks or ())
+    numbers = np.random.get_state()[1].tolist()  # noqa: NPY002
+    return held | {"random": (torch.get_rng_state().tolist(), random.getstate(), numbers)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_model_is_as_it_was(fails: bool, backward: bool) -> None:
+    model = LanguageModel([Busy(), Busy()])
+    model.blocks[1].fails = fails
+    model.blocks[0].mlp.forward = model.blocks[0].mlp.forward  # an attribute of the instance, as some libraries set
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.blocks[0].mlp.up.weight.register_hook(pytest.fail)
+    batch = torch.tensor([[1, 2], [3, 4]])
+    before = photograph(model)
+
+    def step() -> Tensor:
+        batch.add_(1)
+        loss = model(batch).sum()
+        if backward:
+            loss.backward()
+        return loss
+
+    with torch.no_grad(), pytest.raises(KeyError) if fails else nullcontext():
+        profile_model(model, describe_model(model), step)
+    assert photograph(model) == before
+    assert batch.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_second_profile_is_the_same() -> None:
+    model = LanguageModel([Busy(), Mlp()])
+    layout = describe_model(model)
+    profiles = [profile_model(model, layout, lambda: model(tokens()).sum()) for _ in range(2)]
+    assert profiles[0] == profiles[1]
+
+
+class Reads(nn.Module):
+    """Looks at a floating-point value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mlp(hidden) if hidden.mean().item() > 1 else hidden
+
+
+def test_the_unit_that_reads_a_value_is_named() -> None:
+    model = LanguageModel([Reads(), Reads()])
+    layout = describe_model(model)
+    with pytest.raises(ValueError, match=r"_local_scalar_dense.* in 'blocks\.1' needs the values"):
+        profile_model(model, layout, lambda: model(tokens(), order=[1]).sum())
+    with pytest.raises(ValueError, match="in code outside all blocks"):
+        profile_model(model, layout, lambda: model(tokens(), order=[]).sum().item() > 1)
+    module = zoo()["moe"]()
+    with pytest.raises(ValueError, match=r"'network\.blocks\.0'"):
+        profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0))
+
+
+class KeepsWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return hidden @ weight.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0].t(), None
+
+
+WEIGHT_USES: dict[str, tuple[Callable[[Tensor, Tensor], object], ParameterUse]] = {
+    "autocast": (lambda x, w: F.linear(x, w), ParameterUse("w", ("bfloat16",))),
+    "cast": (lambda x, w: x @ w.bfloat16(), ParameterUse("w", ("bfloat16",))),
+    "twice": (lambda x, w: F.linear(F.linear(x, w), w), ParameterUse("w", ("bfloat16",) * 2)),
+    "other": (lambda x, w: x @ w.to(torch.float16), ParameterUse("w", ("float16",))),
+    "direct": (lambda x, w: x * w, ParameterUse("w", (), 1, 1)),
+    "view": (lambda x, w: F.linear(x, w.t()), ParameterUse("w", (), 1)),
+    "part": (lambda x, w: F.linear(x[:, :2], w[:, :2]), ParameterUse("w", (), 1)),
+    "beside": (lambda x, w: F.linear(x, w) * w, ParameterUse("w", ("bfloat16",), 1, 1)),
+    "dtype": (lambda x, w: F.linear(x.to(w.dtype), w), ParameterUse("w", ("bfloat16",), 0, 0, 1)),
+    "type_as": (lambda x, w: F.linear(x.type_as(w), w), ParameterUse("w", ("bfloat16",), 0, 0, 1)),
+    "saved": (lambda x, w: KeepsWeight.apply(x.bfloat16(), w), ParameterUse("w", ("bfloat16",), 0, 1)),
+    "changed": (lambda x, w: w.detach().add_(1), ParameterUse("w", (), 1)),
+    "shape": (lambda x, w: x.expand(*w.shape), ParameterUse("w")),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_USES)
+def test_how_a_weight_is_used(name: str) -> None:
+    compute, expected = WEIGHT_USES[name]
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(4, 4))
+    inputs = torch.ones(4, 4, requires_grad=True)
+    profile = profile_model(model, describe_model(model), lambda: compute(inputs, model.w), PRECISIONS["bf16-mixed"])
+    assert profile.parameters == (expected,)
+    assert castable(profile, "bfloat16") == ({"w"} if name in ("autocast", "cast") else set())
+
+
+def test_a_block_that_runs_twice_has_two_calls() -> None:
+    module = zoo()["reused"]()
+    profile = profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0), PRECISIONS["bf16-mixed"])
+    twice = [call for call in profile.calls if call.name == "network.blocks.1"]
+    assert [call.order for call in twice] == [2, 3]
+    assert twice[0].saved_bytes == twice[1].saved_bytes > 0
+    names = castable(profile, "bfloat16")
+    assert "network.blocks.0.up.weight" in names
+    assert "network.blocks.1.up.weight" not in names
+    assert twice[0].saved_bytes_without(names) == twice[0].saved_bytes
+    once = profile.calls[1]
+    # The weights are 16 * 32 twice, their biases 32 and 16; autograd keeps copies of the weights alone.
+    assert once.saved_bytes_without(names) == once.saved_bytes - 2 * 16 * 32 * 2
+
+
+def test_what_backward_does_is_not_counted() -> None:
+    model = CASES["llama"].build().train()
+    layout = describe_model(model)
+    forward = profile_model(model, layout, lambda: model(tokens(), labels=tokens()).loss)
+    both = profile_model(model, layout, lambda: model(tokens(), labels=tokens()).loss.backward())
+    assert forward == both
+
+
+def test_peak_counts_what_is_alive_at_one_time() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.forward = lambda x: (torch.relu(model[0](x)).sum(), x.exp().cos().sum())
+    with torch.no_grad():
+        profile = profile_model(model, describe_model(model), lambda: model(torch.ones(4, 8)))
+    # Autograd is on: input, relu and exp stay, what the first layer gives does not; cos lives until it is summed.
+    nbytes = 4 * 8 * 4
+    assert profile.peak_bytes == 4 * nbytes + 4
+    assert (profile.calls[0].name, profile.calls[0].peak_bytes) == ("", 3 * nbytes + 4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "conv"])
+def test_flops_are_those_of_torch(name: str) -> None:
+    convolutions = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten(), nn.Linear(4 * 16, 2)]
+    if name == "conv":
+        model: nn.Module = nn.Sequential(*convolutions)
+        inputs: dict[str, Tensor] = {"input": torch.ones(2, 3, 8, 8)}
+    else:
+        model, inputs = CASES[name].build(), CASES[name].inputs()
+        model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    profile = profile_model(model, describe_model(model), lambda: model(**inputs))
+    assert profile.flops == counter.get_total_flops() > 0
+    blocks = [call for call in profile.calls if call.name in {unit.name for unit in describe_model(model).blocks}]
+    assert 0 < sum(call.flops for call in blocks) <= profile.flops
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_need_no_memory() -> None:
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig())
+    batch = torch.arange(2048)[None]
+    step = lambda: model(input_ids=batch, labels=batch).loss  # noqa: E731
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = profile_model(model, describe_model(model), step, PRECISIONS["bf16-mixed"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    hidden = 2048 * 4096
+    assert [call.output_bytes for call in profile.calls if "layers" in call.name] == 32 * [4 * hidden]
+    assert len(castable(profile, "bfloat16")) == 32 * 7 + 1
+    weights = sum(info.numel for info in describe_model(model).parameters) - 32000 * 4096
+    assert 2 * 2048 * weights < profile.flops < 2.5 * 2048 * weights

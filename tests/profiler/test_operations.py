@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_protrain.profiler.operations import SHAPE_RULES, count_flops
+
+ATEN = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def layer(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of one LSTM layer: 5 steps, 2 sequences, 3 features to 4."""
+    weights = [torch.ones(16, 3), torch.ones(16, 4), torch.ones(16), torch.ones(16)]
+    tensors = [torch.ones(5, 2, 3), *weights, torch.ones(2, 4), torch.ones(2, 4)]
+    return *(tensor.to(dtype) for tensor in tensors), False, [], 2, 4, 1, True, False, False, True
+
+
+def norm(dtype: torch.dtype, weight: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    return torch.ones(2, 4, 3, dtype=dtype), weight, weight, *rest
+
+
+GROUP_NORM, LAYER_NORM, BATCH_NORM = (2, 4, 3, 2, 1e-5), (1e-5,), (True, 0.1, 1e-5)
+CASES: list[tuple[Any, tuple[Any, ...]]] = [
+    *((ATEN.mkldnn_rnn_layer.default, layer(dtype)) for dtype in (torch.float32, BF16)),
+    (ATEN._grouped_mm.default, (torch.ones(8, 8), torch.ones(2, 8, 12), ends(3, 8))),
+    (ATEN._grouped_mm.default, (torch.ones(8, 8), torch.ones(8, 12), ends(4, 8))),
+    (ATEN._grouped_mm.default, (torch.ones(2, 4, 8), torch.ones(2, 8, 12))),
+    (ATEN._grouped_mm.default, (torch.ones(2, 4, 8), torch.ones(8, 12), ends(4, 12))),
+    (ATEN._grouped_mm.default, (torch.ones(8, 8, dtype=BF16), torch.ones(2, 8, 16, dtype=BF16), ends(3, 8))),
+    *(
+        (ATEN.native_group_norm.default, norm(dtype, weight, *GROUP_NORM))
+        for dtype, weight in ((torch.float32, torch.ones(4)), (BF16, torch.ones(4)), (BF16, None))
+    ),
+    *(
+        (ATEN.native_layer_norm.default, (torch.ones(2, 4, dtype=dtype), [4], weight, weight, *LAYER_NORM))
+        for dtype, weight in (
+            (torch.float32, None),
+            (BF16, torch.ones(4)),
+            (BF16, None),
+            (BF16, torch.ones(4).bfloat16()),
+        )
+    ),
+    *(
+        (ATEN._native_batch_norm_legit.no_stats, norm(dtype, weight, *BATCH_NORM))
+        for dtype, weight in ((torch.float32, None), (BF16, torch.ones(4)), (BF16, None))
+    ),
+    *(
+        (operation, norm(BF16, weight, torch.zeros(4), torch.ones(4), *BATCH_NORM))
+        for operation in (ATEN.native_batch_norm.default, ATEN._native_batch_norm_legit.default)
+        for weight in (None, torch.ones(4))
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "args"), CASES, ids=str)
+def test_a_rule_gives_the_shapes_of_the_cpu(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args)
+    expected, given = tree_leaves(operation(*args)), tree_leaves(SHAPE_RULES[operation](*meta))
+    assert [(x.shape, x.stride(), x.dtype) for x in given] == [(x.shape, x.stride(), x.dtype) for x in expected]
+    assert all(tensor.is_meta for tensor in given)
+
+
+def test_every_rule_is_tested() -> None:
+    assert {operation for operation, _ in CASES} == SHAPE_RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "flops"),
+    [
+        (ATEN.mm.default, [(2, 3), (3, 5)], 2 * 2 * 3 * 5),
+        (ATEN.addmm.default, [(5,), (2, 3), (3, 5)], 2 * 2 * 3 * 5),
+        (ATEN._grouped_mm.default, [(7, 3), (4, 3, 5)], 2 * 7 * 3 * 5),
+        (ATEN._grouped_mm.default, [(4, 7, 3), (4, 3, 5)], 4 * 2 * 7 * 3 * 5),
+        (ATEN._grouped_mm.default, [(7, 3), (3, 5)], 2 * 7 * 3 * 5),
+        (ATEN._grouped_mm.default, [(4, 7, 3), (3, 5)], 2 * 7 * 3 * 5),
+        (ATEN._scaled_dot_product_flash_attention_for_cpu.default, [(2, 4, 8, 16)] * 3, 2 * 2 * (2 * 4 * 8 * 8 * 16)),
+        (ATEN.mkldnn_rnn_layer.default, [(5, 2, 3), (16, 3), (16, 4)], 2 * 5 * 2 * 16 * (3 + 4)),
+        (ATEN.add.Tensor, [(2, 3), (2, 3)], 0),
+    ],
+)
+def test_flops(operation: Any, shapes: list[tuple[int, ...]], flops: int) -> None:
+    args = tuple(torch.empty(shape, device="meta") for shape in shapes)
+    assert count_flops(operation, args, {}, torch.empty((), device="meta")) == flops

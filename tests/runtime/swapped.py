@@ -1,0 +1,80 @@
+"""Plans with swapped blocks, and a device that counts what they leave on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.host import PAGE
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.runtime.swap import ActivationSwap
+from tests.plans import place
+from tests.runtime.applied import Applied
+
+# Host bytes of a call: more than any block of these tests saves.
+SLAB = 64 * PAGE
+
+
+def every(num: int) -> Callable[[int], int]:
+    """The slab of every block whose index is a multiple of `num`."""
+    return lambda index: SLAB * (index % num == 0)
+
+
+PLANS: dict[str, Callable[[nn.Module], Plan]] = {
+    "swapped": lambda module: place(module, swap_bytes=every(1)),
+    "resident": lambda module: place(module, resident=lambda index: True, swap_bytes=every(1)),
+    "beside kept": lambda module: place(module, resident=lambda index: index % 2 == 0, swap_bytes=every(2)),
+    "beside checkpointed": lambda module: place(
+        module, resident=lambda index: index % 2 == 1, checkpointed=lambda index: index % 2 == 1, swap_bytes=every(2)
+    ),
+    "inputs alone": lambda module: place(module, checkpointed=lambda index: index % 3 > 0, swap_bytes=every(1)),
+}
+
+
+def engine_of(state: Applied) -> ActivationSwap:
+    """What swaps in an applied plan."""
+    found = state.runtime._executor._swap
+    assert found is not None
+    return found
+
+
+class Counting(CPUDevice):
+    """Counts the bytes of all storages that it has copied out or in, as long as they live.
+
+    Attributes:
+        others: Storages that somebody else holds on to.
+        seen: The storages that are counted, with their bytes.
+        peak: The most bytes there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.others: set[int] = set()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def count(self, tensor: Tensor | None = None) -> int:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.seen = {key: entry for key, entry in self.seen.items() if not entry[0].expired()}
+        live = sum(nbytes for _, nbytes in self.seen.values())
+        self.peak = max(self.peak, live)
+        return live
+
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
+        self.count(None if source.untyped_storage()._cdata in self.others else source)
+        super().swap_out(source, target)
+
+    def swap_in(self, source: Tensor, target: Tensor) -> None:
+        self.count(target)
+        super().swap_in(source, target)
+
+
+def free_bytes(device: CPUDevice) -> int:
+    """Bytes of host memory that nobody uses."""
+    return sum(size * len(blocks) for size, blocks in device.host._free.items())

@@ -1,0 +1,149 @@
+"""Whoever touches a watched parameter waits, and it is the same parameter before, meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
+
+
+class Finish:
+    """Ends the watch, and counts how often it was asked to."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.parameters = parameters
+        self.guard = Guard(self)
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.guard.leave(self.parameters)
+
+
+def a_parameter() -> nn.Parameter:
+    return nn.Parameter(torch.arange(4.0))
+
+
+TOUCHES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "data": lambda p: p.data,
+    "set data": lambda p: setattr(p, "data", torch.zeros(4)),
+    "grad": lambda p: p.grad,
+    "set grad": lambda p: setattr(p, "grad", None),
+    "detach": lambda p: p.detach(),
+    "shape": lambda p: p.shape,
+    "version": lambda p: p._version,
+    "address": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "repr": repr,
+    "len": len,
+    "index": lambda p: p[1],
+    "array": lambda p: p.numpy(force=True),
+    "sum with another": lambda p: torch.ones(4) + p,
+    "in a list": lambda p: torch.stack([torch.ones(4), p]),
+    "over lists": lambda p: torch._foreach_norm([torch.ones(2), p]),
+    "functional": lambda p: nn.functional.linear(torch.ones(4), p),
+    "in place": lambda p: p.data.add_(1),
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "requires_grad": lambda p: p.requires_grad_(False),
+    "hook": lambda p: p.register_hook(lambda gradient: gradient),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "clipping": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
+    "zero_grad": lambda p: torch.optim.SGD([p]).zero_grad(),
+    "state_dict": lambda p: module_of(p).state_dict(),
+    "load_state_dict": lambda p: module_of(p).load_state_dict({"weight": torch.ones(4)}),
+    "module in use": lambda p: module_of(p)(torch.ones(4)),
+    "moved": lambda p: module_of(p).double(),
+}
+
+
+class Scale(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return self.weight * value
+
+
+def module_of(parameter: nn.Parameter) -> nn.Module:
+    module = Scale()
+    module.weight = parameter
+    return module
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_every_touch_waits_once(touch: str) -> None:
+    parameter, other = a_parameter(), a_parameter()
+    expected = TOUCHES[touch](a_parameter())
+    finish = Finish(parameter, other)
+    finish.guard.watch([parameter, other])
+    found = TOUCHES[touch](parameter)
+    assert finish.calls == 1
+    assert type(parameter) is type(other) is nn.Parameter
+    if isinstance(expected, Tensor):
+        assert type(found) is type(expected)
+        assert torch.equal(expected, found)
+
+
+def test_meanwhile_it_is_the_same_parameter() -> None:
+    parameter = a_parameter()
+    module, optimizer = module_of(parameter), torch.optim.SGD([parameter])
+    finish = Finish(parameter)
+    finish.guard.watch([parameter])
+    assert finish.guard.watches(parameter)
+    assert isinstance(parameter, nn.Parameter)
+    assert type(parameter).__name__ == "Parameter"
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+    assert next(module.parameters()) is parameter
+    assert module.weight is parameter
+    assert optimizer.param_groups[0]["params"][0] is parameter
+    assert {parameter: 1}[parameter] == 1
+    assert finish.calls == 0
+    finish.guard.leave([parameter])
+    assert not finish.guard.watches(parameter)
+    finish.guard.leave([parameter])
+    assert type(parameter) is nn.Parameter
+
+
+def test_the_runtime_passes_below() -> None:
+    parameter = a_parameter()
+    finish = Finish(parameter)
+    finish.guard.watch([parameter])
+    with below_guard(), torch.no_grad():
+        parameter.mul_(2.0)
+        parameter.grad = torch.ones(4)
+        assert parameter.grad.sum() == 4
+    assert finish.calls == 0
+    finish.guard.leave([parameter])
+    assert torch.equal(parameter, 2 * torch.arange(4.0))
+
+
+def test_what_refuses_is_heard() -> None:
+    parameter = a_parameter()
+
+    def refuse() -> None:
+        raise RuntimeError("not now")
+
+    guard = Guard(refuse)
+    guard.watch([parameter])
+    with pytest.raises(RuntimeError, match="not now"):
+        parameter.norm()
+    assert guard.watches(parameter)
+    guard.leave([parameter])
+    assert parameter.norm() > 0
+
+
+class Labelled(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "can"), [(nn.Parameter, True), (lambda t: t, True), (lambda t: Labelled(t), False)], ids=["p", "t", "own"]
+)
+def test_only_plain_parameters_are_watched(make: Callable[[Tensor], Tensor], can: bool) -> None:
+    assert can_be_watched(make(torch.ones(2))) is can

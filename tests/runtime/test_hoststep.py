@@ -1,0 +1,400 @@
+"""Part by part, on threads, in low precision: bitwise what PyTorch's own step does to whole tensors."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_protrain.runtime import hoststep
+from lightning_protrain.runtime.hoststep import LINE, HostStep, Update, hyperparameters
+
+# The scalar loop of a kernel must have something to differ in: sizes around vectors, cache lines and tiles.
+SIZES = [0, 1, 7, LINE - 1, LINE, LINE + 1, 3 * LINE + 5, 10 * LINE, 1000, 4099]
+FUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (AdamW, {}),
+    (AdamW, {"amsgrad": True, "maximize": True}),
+    (AdamW, {"lr": torch.tensor(0.01), "weight_decay": 0.3}),
+    (Adam, {"weight_decay": 0.1, "betas": (0.7, 0.9), "eps": 1e-3}),
+    (Adam, {"amsgrad": True}),
+    (Adam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (SGD, {}),
+    (SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
+    (Adagrad, {"maximize": True}),
+]
+OTHERS = ["Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
+
+@contextmanager
+def running(threads: int = 2, lines: int = 1, script: bool = True, **options: Any) -> Iterator[HostStep]:
+    """Tiles of some cache lines of fp32; `script`: whether TorchScript walks over them."""
+    host = HostStep(threads, tile_bytes=lines * hoststep.LINE * 4, **options)
+    if not script:
+        host._walk = hoststep._walk
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+@pytest.fixture
+def host() -> Iterator[HostStep]:
+    with running() as made:
+        yield made
+
+
+def parameters(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+
+
+def both(sizes: list[int], kind: type[Optimizer], options: dict[str, Any], **choice: Any) -> tuple[Optimizer, ...]:
+    """Two optimizers of equal parameters: the first with the choice, the second with none."""
+    first = parameters(sizes)
+    second = [nn.Parameter(parameter.detach().clone()) for parameter in first]
+    return kind(first, **{"lr": 0.01, **options, **choice}), kind(second, **{"lr": 0.01, **options})
+
+
+def of(optimizer: Optimizer) -> list[Any]:
+    return optimizer.param_groups[0]["params"]
+
+
+def step_both(peer: Optimizer, ours: Optimizer, host: HostStep, dtype: torch.dtype, copied: bool = True) -> None:
+    """One step of both on the same gradients, and all that must be equal afterwards."""
+    updates = []
+    for parameter, other in zip(of(peer), of(ours), strict=True):
+        gradient = torch.randn_like(parameter).to(dtype)
+        parameter.grad = gradient.to(parameter.dtype)
+        low = torch.empty_like(other, dtype=torch.bfloat16, requires_grad=False) if copied else None
+        updates.append(Update(other, gradient, low))
+    peer.step()
+    host.step(ours, hyperparameters(ours.param_groups[0]), updates)
+    for update, parameter in zip(updates, of(peer), strict=True):
+        assert torch.equal(update.parameter, parameter)
+        assert update.parameter.grad is None
+        assert update.copy is None or torch.equal(update.copy, parameter.detach().bfloat16())
+    assert_same_state(peer, ours)
+
+
+def assert_same_state(peer: Optimizer, ours: Optimizer) -> None:
+    assert len(peer.state) == len(ours.state)
+    for parameter, other in zip(of(peer), of(ours), strict=True):
+        expected, found = peer.state.get(parameter, {}), ours.state.get(other, {})
+        assert list(found) == list(expected)
+        for one, value in zip(found.values(), expected.values(), strict=True):
+            assert torch.equal(one, value) if isinstance(value, Tensor) else one == value
+            if isinstance(value, Tensor):
+                assert (one.dtype, one.stride(), one.requires_grad) == (value.dtype, value.stride(), False)
+
+
+# --- the fused kernels ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=st.sampled_from(FUSED),
+    sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=6),
+    key=st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 5, 4096]), st.booleans()),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    copied=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_pytorchs_fused_step(case: Any, sizes: Any, key: Any, dtype: Any, copied: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    peer, ours = both(sizes, *case, fused=True)
+    with running(*key) as host:
+        for _ in range(3):
+            step_both(peer, ours, host, dtype, copied)
+
+
+@pytest.mark.parametrize(("kind", "options"), FUSED)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equals_a_large_step_of_pytorch_with_any_number_of_threads(
+    kind: type[Optimizer], options: dict[str, Any], threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        peer, ours = both([100_003, *[3] * 50, 77], kind, options, fused=True)
+        with running(3, 5) as host:
+            for _ in range(2):
+                step_both(peer, ours, host, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the kernels use no vectors")
+@pytest.mark.parametrize("script", [True, False])
+def test_tiles_that_end_within_a_vector_would_be_seen(monkeypatch: pytest.MonkeyPatch, script: bool) -> None:
+    """The planted bug: the scalar loop at the end of a range rounds differently."""
+    monkeypatch.setattr(hoststep, "LINE", 7)
+    torch.manual_seed(0)
+    peer, ours = both([200_000], AdamW, {}, fused=True)
+
+    def steps(host: HostStep) -> None:
+        for _ in range(3):
+            step_both(peer, ours, host, torch.bfloat16)
+
+    with running(1, 1, script) as host, pytest.raises(AssertionError):
+        steps(host)
+
+
+@pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"])
+def test_torchscript_drops_no_kernel(name: str) -> None:
+    """It takes a kernel whose lists nobody reads for dead code, and then nothing is ever stepped."""
+    script = hoststep._without_lock(hoststep._walk)
+    assert f"aten::{name}(" in str(script.inlined_graph)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_other_dtypes(host: HostStep, kind: type[Optimizer], dtype: torch.dtype) -> None:
+    first = parameters([1000, 3 * LINE + 5, 9], dtype)
+    second = [nn.Parameter(parameter.detach().clone()) for parameter in first]
+    peer, ours = kind(first, lr=0.01, fused=True), kind(second, lr=0.01)
+    for _ in range(3):
+        step_both(peer, ours, host, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 7, 9), (1, 5, 1, 9), (2, 3, 1, 1)])
+def test_dense_tensors_in_another_order(host: HostStep, shape: tuple[int, ...]) -> None:
+    first = nn.Parameter(torch.randn(shape).to(memory_format=torch.channels_last))
+    second = nn.Parameter(first.detach().clone())
+    transposed = nn.Parameter(torch.randn(33, 70).t())
+    peer = AdamW([first, transposed], fused=True)
+    ours = AdamW([second, nn.Parameter(transposed.detach().clone())])
+    assert [each.stride() for each in of(ours)] == [first.stride(), transposed.stride()]
+    for _ in range(3):
+        step_both(peer, ours, host, torch.bfloat16)
+
+
+def test_gradients_and_loaded_states_in_another_order(host: HostStep) -> None:
+    """PyTorch's kernels go by memory and would mix up the elements; the for-loop shows what is right."""
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    plain, ours = nn.Parameter(weight.contiguous()), nn.Parameter(weight.clone())
+    peer, optimizer = AdamW([plain], fused=True), AdamW([ours])
+    for step in range(3):
+        plain.grad = torch.randn(4, 3, 5, 5)
+        peer.step()
+        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, plain.grad)])
+        torch.testing.assert_close(ours.detach(), plain.detach())
+        if step == 0:
+            optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+            assert optimizer.state[ours]["exp_avg"].is_contiguous()
+    assert optimizer.state[ours]["exp_avg"].stride() == ours.stride()
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_parameters_that_join_later(host: HostStep, kind: type[Optimizer]) -> None:
+    """The first momentum of SGD is the gradient itself, for each parameter by itself."""
+    options = {"momentum": 0.9} if kind is SGD else {}
+    peers = [both([300], kind, options, fused=True) for _ in range(2)]
+    ours = kind([of(second)[0] for _, second in peers], lr=0.01, **options)
+    for step in range(3):
+        updates = []
+        for (peer, _), parameter in list(zip(peers, of(ours), strict=True))[: step + 1]:
+            gradient = torch.randn(300).bfloat16()
+            of(peer)[0].grad = gradient.float()
+            peer.step()
+            updates.append(Update(parameter, gradient))
+        host.step(ours, hyperparameters(ours.param_groups[0]), updates)
+    for (peer, _), parameter in zip(peers, of(ours), strict=True):
+        assert torch.equal(of(peer)[0], parameter)
+
+
+# --- the user's optimizer stays the user's --------------------------------------------------------------------------
+
+
+def test_schedulers_and_resume_just_work(host: HostStep) -> None:
+    peer, ours = both([1000, 9], AdamW, {}, fused=True)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (peer, ours)]
+    for step in range(4):
+        step_both(peer, ours, host, torch.bfloat16)
+        for schedule in schedules:
+            schedule._step_count = 2  # `step` is not that of the optimizer, and the scheduler would warn of it
+            schedule.step()
+        if step == 1:
+            state = ours.state_dict()
+            ours = AdamW(of(ours), lr=0.01)
+            ours.load_state_dict(state)
+            schedules[1].optimizer = ours
+    assert ours.state_dict()["param_groups"] == [{**peer.state_dict()["param_groups"][0], "fused": None}]
+
+
+def test_a_snapshot_does_not_follow_the_group() -> None:
+    optimizer = AdamW(parameters([3]), lr=torch.tensor(0.5))
+    taken = hyperparameters(optimizer.param_groups[0])
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    optimizer.param_groups[0]["eps"] = 1.0
+    assert "params" not in taken
+    assert (float(taken["lr"]), taken["eps"]) == (0.5, 1e-8)
+
+
+# --- the class's own step -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of parameters of each step that took the class's own way."""
+    calls: list[int] = []
+    own = hoststep._own_step
+
+    def noted(optimizer: Optimizer, group: Any, updates: Any) -> None:
+        calls.append(len(updates))
+        own(optimizer, group, updates)
+
+    monkeypatch.setattr(hoststep, "_own_step", noted)
+    return calls
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_class_takes_its_own_step(host: HostStep, own_steps: list[int], name: str) -> None:
+    peer, ours = both([42, 9], getattr(torch.optim, name), {})
+    for _ in range(3):
+        step_both(peer, ours, host, torch.bfloat16)
+    assert own_steps == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "choice", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"foreach": True, "fused": False}]
+)
+@pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
+def test_the_choice_of_the_user_is_kept(
+    host: HostStep, own_steps: list[int], kind: type[Optimizer], choice: dict[str, Any]
+) -> None:
+    peer, ours = both([500, 3], kind, {}, **choice)
+    ours.param_groups[0].update(choice)
+    for _ in range(2):
+        step_both(peer, ours, host, torch.float16)
+    assert own_steps == [2, 2]
+
+
+@pytest.mark.parametrize(("choice", "own"), [({}, [1]), ({"fused": True}, [])])
+def test_an_open_choice_can_be_left_to_pytorch(own_steps: list[int], choice: dict[str, Any], own: list[int]) -> None:
+    peer, ours = both([500], AdamW, {}, **choice)
+    ours.param_groups[0].update(choice)
+    with running(fuse=False) as host:
+        step_both(peer, ours, host, torch.bfloat16)
+    assert own_steps == own
+
+
+def test_a_class_of_the_user_takes_its_own_step(host: HostStep, own_steps: list[int]) -> None:
+    class Doubled(AdamW):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.factor = 2.0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.factor * parameter.grad)
+                self.state[parameter]["seen"] = self.state[parameter].get("seen", 0) + 1
+
+    one, other = parameters([5, 5])
+    optimizer, before = Doubled([one, other]), one.detach().clone()
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("hooks belong to the whole step"))
+    held = other.grad = torch.ones(5)
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(one, torch.ones(5).bfloat16())])
+    assert torch.equal(one, before - 2)
+    assert optimizer.state == {one: {"seen": 1}}
+    assert optimizer.param_groups[0]["params"] == [one, other]
+    assert other.grad is held
+    assert own_steps == [1]
+
+
+def test_sparse_gradients_beside_dense_ones(host: HostStep, own_steps: list[int]) -> None:
+    weight, table = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+    sparse = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
+    optimizer = SGD([weight, table], lr=1.0)
+    written = torch.empty(4, 3)
+    updates = [Update(table, sparse, written), Update(weight, sparse.to_dense())]
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates)
+    assert torch.equal(table, weight)
+    assert torch.equal(written, table)
+    assert table[1, 0] == -1
+    assert own_steps == [1]
+
+
+def test_a_scaler_is_left_to_the_class(host: HostStep, own_steps: list[int]) -> None:
+    peer, ours = both([100], AdamW, {}, fused=True)
+    ours.param_groups[0]["fused"] = True
+    for optimizer in (peer, ours):
+        optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    before = of(ours)[0].detach().clone()
+    step_both(peer, ours, host, torch.float32)
+    assert torch.equal(of(ours)[0], before)
+    assert own_steps == [1]
+
+
+def test_lbfgs_is_refused(host: HostStep) -> None:
+    optimizer = torch.optim.LBFGS(parameters([4]))
+    with pytest.raises(ValueError, match="LBFGS works on all parameters as one vector"):
+        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(of(optimizer)[0], torch.ones(4))])
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_several_threads_step_different_parameters_at_once(host: HostStep) -> None:
+    peer, ours = both([1000, 77] * 6, AdamW, {}, fused=True)
+    group = hyperparameters(ours.param_groups[0])
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(5):
+            updates = [Update(parameter, torch.randn_like(parameter).bfloat16()) for parameter in of(ours)]
+            for parameter, update in zip(of(peer), updates, strict=True):
+                parameter.grad = update.gradient.float()
+            peer.step()
+            list(pool.map(lambda update: host.step(ours, group, [update]), updates))
+    assert all(torch.equal(*pair) for pair in zip(of(peer), of(ours), strict=True))
+
+
+def test_threads_start_with_the_first_step_and_end() -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("protrain-step")]
+
+    host, optimizer = HostStep(3, tile_bytes=LINE * 4), AdamW(parameters([1000]))
+    group, update = hyperparameters(optimizer.param_groups[0]), Update(of(optimizer)[0], torch.ones(1000))
+    assert names() == []
+    for _ in range(2):
+        host.step(optimizer, group, [update])
+        assert len(names()) == 2
+        host.close()
+        assert names() == []
+
+
+def test_other_threads_keep_their_number_of_kernel_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        host, optimizer = HostStep(tile_bytes=LINE * 4), AdamW(parameters([1000]))
+        group, update = hyperparameters(optimizer.param_groups[0]), Update(of(optimizer)[0], torch.ones(1000))
+        host.step(optimizer, group, [update])
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+        host.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_of_a_thread_is_raised_and_the_rest_goes_on(host: HostStep) -> None:
+    peer, ours = both([1000], AdamW, {}, fused=True)
+    step_both(peer, ours, host, torch.bfloat16)
+    state = ours.state[of(ours)[0]]
+    kept, state["exp_avg"] = state["exp_avg"], state["exp_avg"].double()
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        host.step(ours, hyperparameters(ours.param_groups[0]), [Update(of(ours)[0], torch.randn(1000))])
+    state["exp_avg"] = kept
+    host.step(ours, hyperparameters(ours.param_groups[0]), [Update(of(ours)[0], torch.randn(1000))])
+    assert float(state["step"]) == 3

@@ -1,0 +1,274 @@
+"""What swapped blocks leave on the device and take on the host: as planned, and given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaModel
+
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.host import PAGE
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.runtime import swap
+from lightning_protrain.runtime.hooks import find_tensors
+from tests.plans import place
+from tests.runtime.applied import WIDTH, Block, Net, applied, batches, differences, mean_square, train
+from tests.runtime.swapped import PLANS, SLAB, Counting, engine_of, free_bytes
+
+
+@pytest.fixture
+def everything_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of small models as well."""
+    monkeypatch.setattr(swap, "MIN_BYTES", 1)
+
+
+small = pytest.mark.usefixtures("everything_is_swapped")
+
+
+# --- device -----------------------------------------------------------------------------------------------------------
+
+
+def mlp(depth: int) -> nn.Module:
+    return Net([Block() for _ in range(depth)])
+
+
+class Llama(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = LlamaConfig(vocab_size=16, num_hidden_layers=depth, use_cache=False, **sizes)
+        self.model = LlamaModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).last_hidden_state
+
+
+class Encoder(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True) for _ in range(depth)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (mlp, lambda: torch.randn(512, WIDTH)),
+    "encoder": (Encoder, lambda: torch.randn(2, 128, 32)),
+    "llama": (Llama, lambda: torch.arange(16).repeat(2, 8)),
+}
+
+
+def saved_bytes(model: nn.Module, block: nn.Module, batch: Tensor) -> int:
+    """What autograd saves in `block`, weights apart: storages once, in whole pages."""
+    weights = {weight.untyped_storage()._cdata for weight in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights and tensor.untyped_storage().nbytes() >= PAGE:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    handles = [
+        block.register_forward_pre_hook(lambda *_: hooks.__enter__()),
+        block.register_forward_hook(lambda *_: hooks.__exit__()),
+    ]
+    model(batch)
+    for handle in handles:
+        handle.remove()
+    return sum(-(-tensor.untyped_storage().nbytes() // PAGE) * PAGE for tensor in saved.values())
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def run(name: str, depth: int, swapped: Callable[[int], bool]) -> tuple[int, int, int]:
+    """Peak of swapped bytes on the device, what is planned for them, and what is left of them after a forward."""
+    torch.manual_seed(0)
+    build, make_batch = MODELS[name]
+    model, batch, device = build(depth), make_batch(), Counting()
+    nbytes = saved_bytes(model, blocks_of(model)[0], batch)
+
+    def make(module: nn.Module) -> Plan:
+        return place(
+            module,
+            resident=lambda index: True,
+            checkpointed=lambda index: not swapped(index),
+            swap_bytes=lambda index: nbytes * swapped(index),
+        )
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        """What the first block is given, the model's own forward and the checkpointed blocks hold as well."""
+        device.others = {tensor.untyped_storage()._cdata for tensor in find_tensors((args, kwargs))}
+
+    with applied(model, make, device) as state:
+        blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True)
+        for _ in range(2):
+            loss = state.step(mean_square, model, batch, 0)
+            left = device.count()
+            loss.backward()
+            del loss
+        return device.peak, state.plan.memory.swapped_activations, left
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("step", [1, 2])
+def test_device_bytes_are_as_planned_at_any_depth(name: str, step: int) -> None:
+    (peak, planned, left), deeper = (run(name, depth, lambda index: index % step == 0) for depth in (4, 8))
+    assert 0.98 * planned <= peak <= planned
+    assert deeper == (peak, planned, left)
+    # Without checkpointed blocks between, the last one has had no neighbour to leave beside.
+    assert left <= planned / 2
+
+
+class Living(TorchDispatchMode):
+    """Knows every storage that an operation has made, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in find_tensors(result):
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def live_bytes(self, weights: set[int]) -> int:
+        """Bytes of all storages but slabs and `weights`."""
+        live = [key for key, (reference, _) in self.storages.items() if not reference.expired()]
+        return sum(self.storages[key][1] for key in live if key not in weights and self.storages[key][1] != SLAB)
+
+
+def bytes_after_forward(depth: int, make: Callable[[nn.Module], Plan]) -> int:
+    model, batch = mlp(depth), torch.randn(512, WIDTH)
+    with applied(model, make) as state, Living() as living:
+        loss = state.step(mean_square, model, batch, 0)
+        assert loss.requires_grad
+        return living.live_bytes({parameter.untyped_storage()._cdata for parameter in model.parameters()})
+
+
+def test_nothing_is_left_behind_by_a_swapped_block() -> None:
+    """Not its input and output either: all tensors together, after forwards of two depths."""
+    resident = lambda module: place(module, resident=lambda index: True)  # noqa: E731
+    inputs = 512 * WIDTH * 4
+    kept, swapped = (
+        bytes_after_forward(12, make) - bytes_after_forward(4, make) for make in (resident, PLANS["resident"])
+    )
+    assert kept >= 8 * 4 * inputs
+    # The mean and the deviation of each row, half a page each.
+    assert swapped <= 8 * PAGE < 8 * inputs / 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_host_bytes_are_as_planned(name: str) -> None:
+    build, make_batch = MODELS[name]
+    model, batch = build(3), make_batch()
+    nbytes = saved_bytes(model, blocks_of(model)[0], batch)
+    for planned in (nbytes, nbytes - PAGE):
+        device = Counting()
+        make = lambda module, planned=planned: place(module, lambda index: True, swap_bytes=lambda index: planned)  # noqa: E731
+        with applied(model, make, device) as state:
+            if planned == nbytes:
+                state.step(mean_square, model, batch, 0).backward()
+                assert device.host.allocated_bytes == 3 * nbytes
+                continue
+            message = rf"0' is swapped and saves more than planned: {planned} bytes .* at least {nbytes} .*plan again"
+            with pytest.raises(RuntimeError, match=message):
+                state.step(mean_square, model, batch, 0)
+            gc.collect()
+            state.runtime.reset()
+            assert free_bytes(device) == device.host.allocated_bytes
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+
+@small
+@pytest.mark.parametrize("ending", ["backward", "no backward", "forward raises", "backward raises", "retained"])
+def test_host_memory_comes_back(ending: str) -> None:
+    device = CPUDevice(torch.device("cpu"))
+    model = Net()
+    with applied(model, PLANS["resident"], device) as state:
+        for _ in range(2):
+            if ending == "forward raises":
+                with pytest.raises(RuntimeError, match="size mismatch"):
+                    state.step(lambda model, batch, index: model(batch) @ torch.ones(3), model, batches()[0], 0)
+                state.runtime.reset()
+            else:
+                loss = state.step(mean_square, model, batches()[0], 0)
+                assert device.host.allocated_bytes - free_bytes(device) == 4 * SLAB
+                if ending == "backward raises":
+                    loss.register_hook(_raise)
+                    with pytest.raises(RuntimeError, match="planted"):
+                        loss.backward()
+                    state.runtime.reset()
+                elif ending != "no backward":
+                    loss.backward(retain_graph=ending == "retained")
+                del loss
+            gc.collect()
+            engine_of(state).settle()
+            assert free_bytes(device) == device.host.allocated_bytes == 4 * SLAB
+
+
+def _raise(gradient: Tensor) -> None:
+    raise RuntimeError("planted")
+
+
+@small
+def test_an_exception_in_the_middle_of_backward_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    with applied(model, PLANS["swapped"]) as state:
+        loss = state.step(lambda *args: mean_square(*args), model, batches()[0], 0)
+        handle = model.blocks[1].up.weight.register_hook(_raise)
+        with pytest.raises(RuntimeError, match="planted"):
+            state.step(mean_square, model, batches()[0], 0).backward()
+        handle.remove()
+        state.runtime.reset()
+        del loss
+        model.zero_grad()
+        assert differences(train(plain, mean_square), train(model, mean_square, state)) == []
+
+
+@small
+def test_evaluation_copies_nothing() -> None:
+    model = Net()
+    with applied(model, PLANS["resident"]) as state:
+        with torch.no_grad():
+            state.step(mean_square, model, batches()[0], 0, training=False)
+            state.step(mean_square, model, batches()[0], 0)
+        with torch.inference_mode():
+            state.step(mean_square, model, batches()[0], 0, training=False)
+        assert state.device.counters.swapped_out_bytes == 0
+        assert state.device.host.allocated_bytes == 0
+
+
+@small
+def test_a_plan_that_is_taken_off_is_forgotten_although_a_graph_remains() -> None:
+    model = Net()
+    with applied(model, PLANS["resident"]) as state:
+        known = weakref.ref(engine_of(state))
+        loss = state.step(mean_square, model, batches()[0], 0)
+    expected = torch.autograd.grad(mean_square(model, batches()[0], 0), list(model.parameters()))
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    del loss, state
+    gc.collect()
+    assert known() is None

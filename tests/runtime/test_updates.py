@@ -1,0 +1,392 @@
+"""Steps behind backward and forward give the bits of steps in between, and nobody sees half of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device import CPUDevice, Device
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.runtime.optimizer import PartialStep
+from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.simulation.device import SimulatedDevice
+from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
+from tests.runtime.cases import CASES
+from tests.runtime.overlapped import CLIPPINGS, train
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "foreach": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, foreach=True),
+    "tensor rate": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "two groups": lambda model: torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.02},
+        ],
+        lr=0.01,
+    ),
+}
+WAYS = [
+    (overlap, clipping)
+    for overlap, clipping in itertools.product((Overlap.BACKWARD, Overlap.FORWARD), CLIPPINGS)
+    if (overlap, clipping) != (Overlap.BACKWARD, "norm")
+]
+
+
+def a_device(kind: str) -> Device:
+    return SimulatedDevice() if kind == "simulated" else CPUDevice(torch.device("cpu"))
+
+
+@contextmanager
+def running(model: nn.Module, make: Callable[[nn.Module], Plan], kind: str = "cpu") -> Iterator[Applied]:
+    device = a_device(kind)
+    with applied(model, make, device) as state, device if isinstance(device, SimulatedDevice) else nullcontext():
+        yield state
+        state.runtime.updates.finish_all()
+
+
+def compare(
+    build: Callable[[], nn.Module], make: Callable[[nn.Module], Plan], overlap: Overlap, kind: str, **options: Any
+) -> list[str]:
+    torch.manual_seed(0)
+    expected = train(build(), **options)
+    torch.manual_seed(0)
+    model = build()
+    with running(model, make, kind) as state:
+        return differences(expected, train(model, state, overlap, **options))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
+def test_parity(overlap: Overlap, clipping: str, plan: str, accumulate: int, kind: str) -> None:
+    assert compare(Net, PLANS[plan], overlap, kind, accumulate=accumulate, **CLIPPINGS[clipping]) == []
+
+
+# PyTorch's own clipping by value raises where no parameter has a gradient.
+HARD = [
+    (overlap, clipping, name)
+    for (overlap, clipping), name in itertools.product(WAYS, CASES)
+    if name != "reentrant" and (name, clipping) != ("no loss", "value")
+]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+@pytest.mark.parametrize(("overlap", "clipping", "name"), HARD)
+def test_parity_of_hard_cases(overlap: Overlap, clipping: str, name: str, kind: str) -> None:
+    build, step, _ = CASES[name]
+    assert compare(build, PLANS["kept"], overlap, kind, step=step, **CLIPPINGS[clipping]) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
+def test_parity_of_optimizers(overlap: Overlap, clipping: str, optimizer: str) -> None:
+    options = {"optimizer": OPTIMIZERS[optimizer], **CLIPPINGS[clipping]}
+    assert compare(Net, PLANS["offload"], overlap, "cpu", **options) == []
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+class Order:
+    """Records what the worker is given, and when backward ends."""
+
+    def __init__(self, state: Applied, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        updates = state.runtime.updates
+        submit, end = updates._submit, updates.end_backward
+
+        def submitted(index: int, armed: Any, land: Any) -> None:
+            self.events.append(updates._chunks[index].plan.unit)
+            submit(index, armed, land)
+
+        def ended() -> None:
+            self.events.append("end of backward")
+            end()
+
+        monkeypatch.setattr(updates, "_submit", submitted)
+        monkeypatch.setattr(updates, "end_backward", ended)
+
+
+BACKWARD_ORDER = ["head", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "inp"]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "options", "expected"),
+    [
+        (Overlap.BACKWARD, {}, [*BACKWARD_ORDER, "end of backward"]),
+        (Overlap.FORWARD, {}, ["end of backward", *BACKWARD_ORDER[::-1]]),
+        (Overlap.FORWARD, {"norm": 1.0}, ["end of backward", *BACKWARD_ORDER[::-1]]),
+        (Overlap.OFF, {}, ["end of backward"]),
+    ],
+)
+def test_steps_are_submitted_where_they_are_told(
+    overlap: Overlap, options: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(Net(), PLANS["kept"]) as state:
+        order = Order(state, monkeypatch)
+        train(state.model, state, overlap, num_steps=3, **options)
+        assert order.events == ["end of backward", *expected, *expected]
+
+
+def test_only_the_last_micro_batch_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(Net(), PLANS["kept"]) as state:
+        order = Order(state, monkeypatch)
+        train(state.model, state, Overlap.BACKWARD, num_steps=2, accumulate=3)
+        assert order.events == [*["end of backward"] * 5, *BACKWARD_ORDER, "end of backward"]
+
+
+def test_a_step_of_several_backwards_is_never_stepped_in_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, step, _ = CASES["two backwards"]
+    with running(build(), PLANS["kept"]) as state:
+        order = Order(state, monkeypatch)
+        train(state.model, state, Overlap.BACKWARD, step=step, num_steps=3)
+        assert order.events.index("inp") > 3
+        assert state.runtime.updates.torn is None
+
+
+def test_a_second_backward_after_a_step_is_refused() -> None:
+    def changing(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        if index == 2:
+            model(batch).mean().backward()
+        return mean_square(model, batch, index)
+
+    with running(Net(), PLANS["kept"]) as state:
+        with pytest.raises(RuntimeError, match="second backward"):
+            train(state.model, state, Overlap.BACKWARD, step=changing)
+        state.runtime.reset()
+        with pytest.raises(RuntimeError, match="torn"):
+            state.runtime.updates.refuse_torn()
+
+
+def test_hooks_of_the_user_see_weights_before_the_step() -> None:
+    """A hook on one gradient may read any weight."""
+
+    def compare_with_hook(state: Applied | None, model: nn.Module) -> dict[str, Any]:
+        seen: list[Tensor] = []
+        model.inp.weight.register_hook(lambda gradient: seen.append(model.head.weight.detach().clone()))
+        return {**train(model, state, Overlap.BACKWARD), **{f"seen {i}": value for i, value in enumerate(seen)}}
+
+    torch.manual_seed(0)
+    expected = compare_with_hook(None, Net())
+    torch.manual_seed(0)
+    with running(Net(), PLANS["kept"]) as state:
+        assert differences(expected, compare_with_hook(state, state.model)) == []
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_step_that_is_watched_is_not_overlapped(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        getattr(made, hook)(lambda *_: seen.append(float(model.head.weight.sum())))
+        return made
+
+    torch.manual_seed(0)
+    train(Net(), optimizer=optimizer)
+    expected, seen[:] = list(seen), []
+    torch.manual_seed(0)
+    with running(Net(), PLANS["kept"]) as state:
+        order = Order(state, monkeypatch)
+        train(state.model, state, Overlap.FORWARD, optimizer=optimizer)
+        assert set(order.events) == {"end of backward"}
+    assert seen == expected
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+class Average:
+    """An exponential moving average, and the histogram of one weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def __call__(self, model: nn.Module, index: int) -> Tensor:
+        for name, parameter in model.named_parameters():
+            self.values[name].lerp_(parameter.detach(), 0.1)
+        histogram = torch.histc(model.head.weight.detach(), 5)
+        return torch.cat([histogram, *(value.flatten() for value in self.values.values())])
+
+
+LOOKS: dict[str, Callable[[nn.Module], Callable[[nn.Module, int], Any]]] = {
+    "average and histogram": Average,
+    "norms": lambda _: lambda model, index: torch.stack([p.norm() for p in model.parameters()]),
+    "last weight alone": lambda _: lambda model, index: model.head.weight.clone(),
+    "gradients": lambda _: lambda model, index: torch.cat([p.grad.flatten() for p in model.parameters()]),
+    "state dict": lambda _: lambda model, index: torch.cat([v.flatten() for v in model.state_dict().values()]),
+    "every second step": lambda _: lambda model, index: model.inp.weight.norm() if index % 2 else torch.zeros(()),
+    "write": lambda _: lambda model, index: model.inp.weight.data.mul_(0.5).clone(),
+}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
+def test_whoever_looks_after_a_step_sees_whole_weights(overlap: Overlap, clipping: str, look: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    expected = train(model, look=LOOKS[look](model), **CLIPPINGS[clipping])
+    torch.manual_seed(0)
+    model = Net()
+    look_at = LOOKS[look](model)
+    with running(model, PLANS["kept"], kind) as state:
+        found = train(model, state, overlap, look=look_at, **CLIPPINGS[clipping])
+        assert differences(expected, found) == []
+
+
+def test_a_penalty_in_the_step_sees_whole_weights() -> None:
+    def penalty(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        total = sum(p.square().sum() for p in model.parameters())
+        return mean_square(model, batch, index) + 0.1 * total.detach()
+
+    assert compare(Net, PLANS["kept"], Overlap.FORWARD, "cpu", step=penalty) == []
+    assert compare(Net, PLANS["kept"], Overlap.BACKWARD, "cpu", step=penalty) == []
+
+
+def test_evaluation_between_steps_sees_whole_weights() -> None:
+    def validate(state: Applied | None) -> Callable[[nn.Module, int], Any]:
+        def run(model: nn.Module, index: int) -> Tensor:
+            with torch.no_grad():
+                if state is None:
+                    return model(torch.ones(2, 8))
+                return state.step(lambda: model(torch.ones(2, 8)), training=False)
+
+        return run
+
+    torch.manual_seed(0)
+    expected = train(Net(), look=validate(None))
+    torch.manual_seed(0)
+    for overlap in (Overlap.BACKWARD, Overlap.FORWARD):
+        torch.manual_seed(0)
+        with running(Net(), PLANS["kept"]) as state:
+            assert differences(expected, train(state.model, state, overlap, look=validate(state))) == []
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+@pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
+def test_an_optimizer_that_raises_tears_the_weights(
+    overlap: Overlap, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = PartialStep.run, []
+
+    def breaking(self: PartialStep, groups: Any) -> None:
+        calls.append(groups)
+        if len(calls) == 9:
+            raise RuntimeError("out of luck")
+        run(self, groups)
+
+    monkeypatch.setattr(PartialStep, "run", breaking)
+    with running(Net(), PLANS["kept"], kind) as state:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            train(state.model, state, overlap)
+        state.runtime.reset()
+        with pytest.raises(RuntimeError, match="the optimizer raised"):
+            state.runtime.updates.refuse_torn()
+
+
+def raise_in_backward(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+    hidden = model.blocks[0](model.inp(batch))
+    if index == 2:
+        hidden.register_hook(lambda gradient: 1 // 0)
+    for block in model.blocks[1:]:
+        hidden = block(hidden)
+    return model.head(hidden).square().mean()
+
+
+def test_an_exception_after_the_first_step_tears_the_weights() -> None:
+    with running(Net(), PLANS["kept"]) as state:
+        with pytest.raises(ZeroDivisionError):
+            train(state.model, state, Overlap.BACKWARD, step=raise_in_backward)
+        with pytest.raises(RuntimeError, match="can be neither saved nor trained on"):
+            state.runtime.updates.refuse_torn()
+        state.runtime.reset()
+        with pytest.raises(RuntimeError, match="an exception came"):
+            state.runtime.updates.arm(torch.optim.SGD(state.model.parameters()), Overlap.OFF)
+        assert all(type(parameter) is nn.Parameter for parameter in state.model.parameters())
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.FORWARD])
+def test_an_exception_in_backward_changes_no_weight(overlap: Overlap) -> None:
+    torch.manual_seed(0)
+    expected = train(Net(), num_steps=2)
+    torch.manual_seed(0)
+    with running(Net(), PLANS["kept"]) as state:
+        with pytest.raises(ZeroDivisionError):
+            train(state.model, state, overlap, step=raise_in_backward)
+        state.runtime.reset()
+        state.runtime.updates.refuse_torn()
+        found = dict(state.model.state_dict())
+        assert differences({name: expected[name] for name in found}, found) == []
+
+
+@pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_an_exception_in_forward_ends_the_step_before(overlap: Overlap, index: int) -> None:
+    def break_off(model: nn.Module, batch: Tensor, at: int) -> Tensor:
+        if at == index:
+            model.blocks[0](model.inp(batch))
+            raise KeyError("in forward")
+        return mean_square(model, batch, at)
+
+    torch.manual_seed(0)
+    expected = train(Net(), num_steps=index)
+    torch.manual_seed(0)
+    with running(Net(), PLANS["kept"]) as state:
+        with pytest.raises(KeyError, match="in forward"):
+            train(state.model, state, overlap, step=break_off)
+        state.runtime.reset()
+        state.runtime.updates.refuse_torn()
+        found = dict(state.model.state_dict())
+        assert differences({name: expected[name] for name in found}, found) == []
+
+
+def test_a_weight_read_in_backward_after_its_step_is_refused() -> None:
+    def reading(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        hidden = model.blocks[0](model.inp(batch))
+        if index:
+            hidden.register_hook(lambda gradient: gradient * model.head.weight.norm())
+        for block in model.blocks[1:]:
+            hidden = block(hidden)
+        return model.head(hidden).square().mean()
+
+    with running(Net(), PLANS["kept"]) as state:
+        with pytest.raises(RuntimeError, match=r"has been stepped already.*overlap_optimizer=\"forward\""):
+            train(state.model, state, Overlap.BACKWARD, step=reading)
+        state.runtime.reset()
+    assert compare(Net, PLANS["kept"], Overlap.FORWARD, "cpu", step=reading) == []
+
+
+@pytest.mark.parametrize("clipping", ["unclipped", "norm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_do_what_they_do_without(value: float, clipping: str) -> None:
+    def spoiled(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        loss = mean_square(model, batch, index)
+        return loss * value if index == 2 else loss
+
+    def as_text(found: dict[str, Tensor]) -> dict[str, str]:
+        return {name: repr(tensor.tolist()) for name, tensor in found.items()}
+
+    torch.manual_seed(0)
+    expected = as_text(train(Net(), step=spoiled, **CLIPPINGS[clipping]))
+    for overlap in (Overlap.FORWARD, *([Overlap.BACKWARD] if clipping == "unclipped" else [])):
+        torch.manual_seed(0)
+        with running(Net(), PLANS["kept"]) as state:
+            assert as_text(train(state.model, state, overlap, step=spoiled, **CLIPPINGS[clipping])) == expected

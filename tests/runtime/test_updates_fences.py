@@ -1,0 +1,226 @@
+"""Overlapped steps on the simulated device: missing fences are caught, random schedules are right, time is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_protrain.device import StreamDevice
+from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.guard import Guard
+from lightning_protrain.runtime.updates import Overlap, Updates
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from lightning_protrain.simulation.streams import RaceError
+from tests.plans import STATE_BYTES, place
+from tests.runtime.applied import PLANS, Block, Net, applied, differences
+from tests.runtime.overlapped import CLIPPINGS, train
+
+
+def run(
+    build: Callable[[], nn.Module],
+    make: Callable[[nn.Module], Plan],
+    overlap: Overlap,
+    device: SimulatedDevice | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    device = device or SimulatedDevice()
+    torch.manual_seed(0)
+    model = build()
+    with applied(model, make, device) as state, device:
+        found = train(model, state, overlap, **options)
+        state.runtime.updates.finish_all()
+        device.worker.close()  # What nobody has waited for runs late, but it runs.
+    return found
+
+
+# --- missing fences ---------------------------------------------------------------------------------------------------
+
+
+def submit_without_landing(self: Updates, index: int, armed: Any, land: Any) -> None:
+    SUBMIT(self, index, armed, (lambda: None) if land is not None else None)
+
+
+def add_without_waiting(self: Landing, item: Any) -> None:
+    ADD_UP(self, replace(item, fence=self._device.compute_stream().record_event()))
+
+
+def upload_at_once(self: StreamDevice, source: Tensor, target: Tensor, after: Any = None) -> Any:
+    return UPLOAD(self, source, target)
+
+
+def trust_the_worker(self: Updates, index: int) -> None:
+    update = self._pending.pop(index, None)
+    if update is not None:
+        self._guard.leave(slot.host for slot in update.slots)
+
+
+def forget_the_norms(self: Updates) -> None:
+    if self._armed is not None:
+        self._armed.landings.clear()
+
+
+def look(model: nn.Module, index: int) -> Tensor:
+    return model.head.weight.detach().clone()
+
+
+SUBMIT, ADD_UP, UPLOAD = Updates._submit, Landing._add_up, StreamDevice.upload
+BUGS: dict[str, tuple[type, str, Callable[..., Any], Overlap, dict[str, Any]]] = {
+    "a step before its gradients": (Updates, "_submit", submit_without_landing, Overlap.BACKWARD, {}),
+    "a step before its sums": (Landing, "_add_up", add_without_waiting, Overlap.BACKWARD, {"accumulate": 2}),
+    "an upload before its step": (StreamDevice, "upload", upload_at_once, Overlap.FORWARD, {}),
+    "a forward before its step": (Updates, "finish", trust_the_worker, Overlap.FORWARD, {}),
+    "clipping before the norms": (Updates, "end_backward", forget_the_norms, Overlap.FORWARD, {"norm": 0.05}),
+    "a reader before the step": (Guard, "watch", lambda self, parameters: None, Overlap.FORWARD, {"look": look}),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement, overlap, options = BUGS[bug]
+    run(Net, PLANS["offload"], overlap, **options)
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises((RaceError, KeyError) if bug == "clipping before the norms" else RaceError):
+        run(Net, PLANS["offload"], overlap, **options)
+
+
+class Detached(Block):
+    """Reads a weight for its input alone when it is called first."""
+
+    first = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.first:
+            return hidden + nn.functional.linear(hidden, self.up.weight.detach()[:8])
+        return super().forward(hidden)
+
+
+class Twice(Net):
+    """Calls each block twice; only the second call gives gradients to its weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.inp(hidden)
+        for block in self.blocks:
+            block.first = True
+            hidden = block(hidden)
+            block.first = False
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def twice() -> nn.Module:
+    return Twice([Detached() for _ in range(3)])
+
+
+def test_a_chunk_that_is_read_again_is_not_stepped_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    expected = train(twice())
+    assert differences(expected, run(twice, PLANS["kept"], Overlap.BACKWARD)) == []
+    monkeypatch.setattr(Executor, "_is_past", lambda self, index: True)
+    with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
+        run(twice, PLANS["kept"], Overlap.BACKWARD)
+
+
+# --- random schedules -------------------------------------------------------------------------------------------------
+
+
+def walk(order: list[int]) -> Callable[[nn.Module, Tensor, int], Tensor]:
+    """A step through the blocks in `order`, another part of it in each step."""
+
+    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        hidden = model.inp(batch)
+        for at in order[index % 2 :]:
+            hidden = model.blocks[at](hidden)
+        return model.head(hidden).square().mean()
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", list(Overlap))
+@settings(max_examples=340, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    clipping=st.sampled_from(list(CLIPPINGS)),
+    accumulate=st.integers(1, 2),
+    order=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    resident=st.sets(st.integers(0, 5)),
+    checkpointed=st.sets(st.integers(0, 3)),
+    buffers=st.integers(0, 3),
+    chunk_bytes=st.sampled_from([None, 1]),
+)
+def test_random_schedules_are_exact_and_free_of_races(
+    overlap: Overlap,
+    clipping: str,
+    accumulate: int,
+    order: list[int],
+    resident: set[int],
+    checkpointed: set[int],
+    buffers: int,
+    chunk_bytes: int | None,
+) -> None:
+    clipping = "value" if (overlap, clipping) == (Overlap.BACKWARD, "norm") else clipping
+    options = {"accumulate": accumulate, "step": walk(order), "num_steps": 3, **CLIPPINGS[clipping]}
+
+    def make(module: nn.Module) -> Plan:
+        plan = place(
+            module,
+            resident=lambda index: index in resident,
+            checkpointed=lambda index: index in checkpointed,
+            chunk_bytes=chunk_bytes,
+        )
+        number = plan.num_chunk_buffers + buffers
+        terms = memory_terms(describe_model(module), plan.chunks, number, STATE_BYTES, plan.blocks)
+        return replace(plan, num_chunk_buffers=number, memory=terms)
+
+    torch.manual_seed(0)
+    expected = train(Net(), **options)
+    assert differences(expected, run(Net, make, overlap, **options)) == []
+
+
+# --- the virtual clock ------------------------------------------------------------------------------------------------
+
+
+def step_time(overlap: Overlap, rates: Rates, **options: Any) -> tuple[float, float, float]:
+    """Virtual seconds of one step, and of these the busy ones of the device and of the host's step."""
+    ends = []
+    for num_steps in (2, 7):
+        device = SimulatedDevice(rates)
+        run(lambda: Net([Block() for _ in range(12)]), PLANS["kept"], overlap, device, num_steps=num_steps, **options)
+        host = device.worker.stream.busy + device.host_stream.busy
+        ends.append((device.elapsed, device.compute_stream().busy, host))
+    return tuple((after - before) / 5 for before, after in zip(*ends, strict=True))
+
+
+FAST_LINK = {"upload": 1e12, "download": 1e12, "memory": 1e15, "flops": 2e6}
+# Bytes per second of the host: its step takes from a twelfth of the device's time to half of it.
+HOSTS = [1e8, 3e7, 2e7]
+
+
+@pytest.mark.parametrize("host_memory", HOSTS)
+@pytest.mark.parametrize(
+    ("overlap", "options", "share"),
+    [(Overlap.BACKWARD, {}, 0.90), (Overlap.FORWARD, {}, 0.80), (Overlap.FORWARD, {"norm": 0.05}, 0.80)],
+    ids=["backward", "forward", "forward, clipped"],
+)
+def test_the_step_of_the_host_is_hidden(
+    overlap: Overlap, options: dict[str, Any], share: float, host_memory: float
+) -> None:
+    rates = Rates(host_memory=host_memory, **FAST_LINK)
+    plain, computing, host = step_time(Overlap.OFF, rates, **options)
+    hidden, _, _ = step_time(overlap, rates, **options)
+    assert plain >= computing + 0.95 * host
+    # A third of a step is forward; what does not fit behind it cannot be hidden by it.
+    fits = host if overlap is Overlap.BACKWARD else min(host, computing / 3)
+    assert plain - hidden >= share * fits
+    bound = max(computing, computing + host - fits)
+    assert hidden <= 1.05 * bound + (1 - share) * fits
