@@ -82,8 +82,8 @@ def plan_overlap(
     if choice == "off" or (choice == "auto" and device_type == "cpu"):
         return OverlapPlan()
     obstacles = {
-        Overlap.FORWARD: list(_obstacles(model, optimizers)),
-        Overlap.BACKWARD: [*_obstacles(model, optimizers), *_obstacles_to_backward(trainer, model)],
+        Overlap.FORWARD: list(_obstacles(trainer, model, optimizers)),
+        Overlap.BACKWARD: [*_obstacles(trainer, model, optimizers), *_obstacles_to_backward(trainer, model)],
     }
     if choice == "auto":
         overlap = next((way for way in (Overlap.BACKWARD, Overlap.FORWARD) if not obstacles[way]), Overlap.OFF)
@@ -111,8 +111,13 @@ def step_is_followed_by_forward(trainer: Trainer) -> bool:
     return not last and not validates
 
 
-def _obstacles(model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
     """Why no overlap is exact, each with what to change."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        yield (
+            f"precision={trainer.precision!r} decides after backward whether a step is taken at all "
+            '(give "off" or "auto", or precision="bf16-mixed")'
+        )
     if not model.automatic_optimization:
         yield 'optimization is manual, so the step is a part of `training_step` (give "off" or "auto")'
     for optimizer in optimizers:

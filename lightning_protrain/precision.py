@@ -1,37 +1,128 @@
-"""Precision as the strategy runs it."""
+"""Precision as the strategy runs it: Lightning's own plugins compute, the runtime clips and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
-from lightning.pytorch.plugins import Precision
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Updates
 
+PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+_MIXED = ("bf16-mixed", "16-mixed")
+_TRUE = ("bf16-true", "16-true")
+_NAMES = ("32-true", *_TRUE, *_MIXED)
+
 
 class ProTrainPrecision(Precision):
-    """32-bit training: parameters, gradients and optimizer states in float32, computed as they are stored."""
+    """Computes as Lightning does under the same name, see docs/precision.md for where each dtype is.
 
-    precision = "32-true"
-    _updates: Updates | None = None
-    _device_type = "cpu"
+    Args:
+        precision: `"32-true"`; `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`: float32 weights,
+            autocast computes; `"16-mixed"`: the same with a gradient scaler.
+        scaler: Of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
 
-    def attach(self, updates: Updates | None, device_type: str) -> None:
-        """Clipping and steps go through `updates` from now on; `device_type` is that of the accelerator."""
-        self._updates = updates
+    Attributes:
+        scaler: What scales gradients, if anything does.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision not in _NAMES:
+            raise ValueError(_refusal(precision, "ProTrainPrecision"))
+        self.precision = precision
+        self.scaler = scaler
+        # One that autocasts needs to know its device, which is known when the strategy opens it.
+        self._base = HalfPrecision(precision) if precision in _TRUE else Precision()  # type: ignore[arg-type]
+        self._updates: Updates | None = None
+        self._device_type = "cpu"
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast computes in; None without autocast."""
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
+
+    def open(self, device_type: str) -> None:
+        """Makes it compute on `device_type`; called before any other method that computes."""
+        if self.precision in _MIXED and not isinstance(self._base, MixedPrecision):
+            self._base = MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
+            self.scaler = self._base.scaler
         self._device_type = device_type
 
-    def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
-        """One step; what the host steps by itself is taken out of it after clipping, see [Note: Overlap]."""
-        if self._updates is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
-        prepared = partial(self._wrap_closure, model, optimizer, closure)
-        with fused_host_step(optimizer, prepared, self._device_type, self._updates.launch) as final:
-            return optimizer.step(closure=final, **kwargs)
+    def attach(self, updates: Updates | None) -> None:
+        """Clipping and steps go through `updates` from now on."""
+        self._updates = updates
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._base.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._base.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self._base.convert_output(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._base.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._base.module_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast, or the default dtype, around a step."""
+        with self._base.forward_context():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base.load_state_dict(state_dict)
+
+    # --- stepping -----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """One step; what the host steps by itself is taken out of it after clipping, see [Note: Overlap].
+
+        Raises:
+            ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
+        """
+        launch = self._updates.launch if self._updates is not None else frozenset
+        if self.scaler is None:
+            prepared = partial(self._wrap_closure, model, optimizer, closure)
+            with fused_host_step(optimizer, prepared, self._device_type, launch) as final:
+                return optimizer.step(closure=final, **kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f'{type(optimizer).__name__} is fused and precision="16-mixed" scales gradients, which are on two '
+                'devices. Leave `fused` out, or use precision="bf16-mixed".'
+            )
+        result = closure()
+        skipped = result is None and model.automatic_optimization
+        if not skipped:
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if skipped:
+            return result
+        with fused_host_step(optimizer, lambda: None, self._device_type, launch) as split:
+            split()
+            result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bounds the values of all gradients."""
@@ -61,7 +152,16 @@ def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
         return plugin
     if plugin is None or type(plugin) is Precision:
         return ProTrainPrecision()
-    raise ValueError(
-        f'precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by strategy="protrain": this '
-        'version runs "32-true". Set Trainer(precision="32-true") or use another strategy.'
+    # Exactly these: what a class derived from them does is not known.
+    if type(plugin) is MixedPrecision:
+        return ProTrainPrecision(cast(PrecisionName, plugin.precision), plugin.scaler)
+    if type(plugin) is HalfPrecision:
+        return ProTrainPrecision(cast(PrecisionName, plugin.precision))
+    raise ValueError(_refusal(plugin.precision, type(plugin).__name__))
+
+
+def _refusal(precision: object, name: str) -> str:
+    return (
+        f'precision={precision!r} ({name}) is not supported by strategy="protrain". Set Trainer(precision=...) to one '
+        f"of {', '.join(map(repr, _NAMES))}, or use another strategy."
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
+from lightning_protrain import ProTrainStrategy
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
-from tests.models import fit, zoo
+from tests.models import ParityModule, fit, token_batches, zoo
+from tests.parity import Result, differences, snapshot
+from tests.plans import plans
 
 
 @pytest.mark.parametrize("plugin", [None, Precision()])
@@ -30,10 +34,36 @@ def test_a_precision_of_ours_stays_the_object_it_is() -> None:
     assert as_protrain_precision(own) is own
 
 
-@pytest.mark.parametrize("plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        MixedPrecision("bf16-mixed", "cpu"),
+        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
+        HalfPrecision("bf16-true"),
+        HalfPrecision("16-true"),
+    ],
+    ids=lambda plugin: plugin.precision,
+)
+def test_what_lightning_makes_of_other_precisions_is_replaced(plugin: Precision) -> None:
+    precision = as_protrain_precision(plugin)
+    assert precision.precision == plugin.precision
+    assert precision.scaler is getattr(plugin, "scaler", None)
+    precision.open("cpu")
+    with precision.forward_context():
+        layer = torch.nn.Linear(2, 2)
+        assert (layer(torch.ones(1, 2, dtype=layer.weight.dtype)).dtype is torch.float32) is False
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("plugin", [DoublePrecision()])
 def test_any_other_is_refused_by_its_name(plugin: Precision) -> None:
-    with pytest.raises(ValueError, match=rf"'{plugin.precision}' \({type(plugin).__name__}\).*\"32-true\""):
+    with pytest.raises(ValueError, match=rf"'{plugin.precision}' \({type(plugin).__name__}\).*'32-true', 'bf16-true'"):
         as_protrain_precision(plugin)
+
+
+def test_a_name_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="'8-true'"):
+        ProTrainPrecision("8-true")
 
 
 def test_a_class_of_the_user_is_refused_too() -> None:
@@ -44,11 +74,10 @@ def test_a_class_of_the_user_is_refused_too() -> None:
         as_protrain_precision(Custom())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
-def test_the_trainer_refuses_before_it_trains(precision: str) -> None:
+def test_the_trainer_refuses_before_it_trains() -> None:
     module = zoo()["reused"]()
-    with pytest.raises(ValueError, match="32-true"):
-        fit(module, strategy="protrain", precision=precision, fast_dev_run=True)
+    with pytest.raises(ValueError, match="64-true"):
+        fit(module, strategy="protrain", precision="64-true", fast_dev_run=True)
     assert module.losses == []
 
 
@@ -59,3 +88,104 @@ def test_parameters_keep_their_dtype() -> None:
     assert layer.weight.dtype == torch.float64
     with precision.tensor_init_context(), precision.forward_context():
         assert torch.zeros(1).dtype == torch.float32
+
+
+# --- the same bits as Lightning ---------------------------------------------------------------------------------------
+
+MODELS, PLANS = zoo(), plans()
+CLIPPING: dict[str, dict[str, Any]] = {"unclipped": {}, "norm": {"gradient_clip_val": 0.5}}
+
+
+def run(module: ParityModule, precision: str, plan: Any = None, overlap: str = "off", **options: Any) -> Result:
+    """Trains in `precision`, plainly or under a plan; scaled where 16 bits need it."""
+    if precision == "16-mixed":
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    else:
+        options["precision"] = precision
+    if plan is not None:
+        options["strategy"] = ProTrainStrategy(plan=plan, overlap_optimizer=overlap)
+    fit(module, **options)
+    return Result(tuple(module.losses), snapshot(module))
+
+
+@functools.cache
+def plain(model: str, precision: str, clipping: str, accumulation: int) -> Result:
+    return run(MODELS[model](), precision, accumulate_grad_batches=accumulation, **CLIPPING[clipping])
+
+
+def cases() -> Iterator[tuple[str, str, str, str, int]]:
+    for number, (precision, model, plan) in enumerate(
+        itertools.product(("bf16-mixed", "bf16-true", "16-mixed"), MODELS, PLANS)
+    ):
+        if (precision, model) == ("16-mixed", "lstm"):
+            continue  # oneDNN has no such LSTM.
+        yield precision, model, plan, list(CLIPPING)[number % 2], (1, 3)[number // 2 % 2]
+
+
+@pytest.mark.parametrize(("precision", "model", "plan", "clipping", "accumulation"), list(cases()))
+def test_parity(precision: str, model: str, plan: str, clipping: str, accumulation: int) -> None:
+    expected = plain(model, precision, clipping, accumulation)
+    module = MODELS[model]()
+    options = {"accumulate_grad_batches": accumulation, **CLIPPING[clipping]}
+    # A plan is made for the dtypes that the model trains in; Lightning converts the same again.
+    planned = PLANS[plan](module.to(torch.bfloat16) if precision == "bf16-true" else module)
+    assert differences(expected, run(module, precision, planned, **options)) == []
+
+
+@pytest.mark.parametrize(
+    ("overlap", "clipping"), [("backward", "unclipped"), ("forward", "unclipped"), ("forward", "norm")]
+)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("model", ["tied", "frozen", "lstm"])
+def test_parity_of_overlapped_steps(model: str, precision: str, overlap: str, clipping: str) -> None:
+    found = run(MODELS[model](), precision, "offload", overlap, **CLIPPING[clipping])
+    assert differences(plain(model, precision, clipping, 1), found) == []
+
+
+def test_a_scaler_steps_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that overflow skip the step, whole, and halve the scale."""
+    results = []
+    for plan in (None, "offload"):
+        module = MODELS["tied"](lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        options = {} if plan is None else {"strategy": ProTrainStrategy(plan=plan)}
+        fit(module, plugins=plugin, **options)
+        results.append((Result(tuple(module.losses), snapshot(module)), scaler.get_scale()))
+    assert differences(results[0][0], results[1][0]) == []
+    assert results[0][1] == results[1][1] < 2.0**40
+
+
+def test_a_scaler_and_an_overlap_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match=r"decides after backward whether a step is taken.*bf16-mixed"):
+        run(MODELS["tied"](), "16-mixed", "offload", "backward")
+
+
+def test_a_scaler_and_a_fused_optimizer_do_not_go_together() -> None:
+    module = MODELS["tied"]()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=True)
+    with pytest.raises(ValueError, match="is fused"):
+        run(module, "16-mixed", "offload")
+
+
+def test_the_state_of_the_scaler_is_saved() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    precision = ProTrainPrecision("16-mixed", scaler)
+    precision.open("cpu")
+    state = precision.state_dict()
+    assert state["scale"] == 8.0
+    precision.load_state_dict({**state, "scale": 4.0})
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_evaluation_computes_in_that_precision(precision: str) -> None:
+    outputs = []
+    for strategy in ("auto", ProTrainStrategy(plan="offload")):
+        module = MODELS["tied"]()
+        module.predict_step = lambda batch, batch_idx, module=module: module.logits(batch[0], batch_idx)
+        trainer = L.Trainer(accelerator="cpu", devices=1, precision=precision, strategy=strategy, logger=False,
+                            enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+        outputs.append(torch.stack(trainer.predict(module, token_batches())))
+    assert torch.equal(*outputs)
+    assert outputs[0].dtype is torch.bfloat16
