@@ -103,6 +103,10 @@ class Device(ABC):
     def land(self, fence: Any) -> None:
         """Blocks the host until the download behind `fence` has ended."""
 
+    def note_host(self, tensor: Tensor) -> None:
+        """`tensor` is a host weight in memory of its own; of interest to a device that attributes operations."""
+        return
+
     @abstractmethod
     def settle(self) -> None:
         """Blocks the host until every upload has ended, so that host weights may be written to."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_protrain.planner.chunks import with_residency
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
@@ -39,7 +40,7 @@ def place(
     """
     layout = describe_model(module)
     offload = preset(module, "offload", chunk_bytes=chunk_bytes)
-    chunks = tuple(replace(chunk, resident=resident(index)) for index, chunk in enumerate(offload.chunks))
+    chunks = tuple(with_residency(layout, chunk, resident(index)) for index, chunk in enumerate(offload.chunks))
     num_buffers = minimum_chunk_buffers(layout, chunks)
     blocks = []
     for index, block in enumerate(offload.blocks):

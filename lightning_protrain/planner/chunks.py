@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -20,8 +21,8 @@ def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
 def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
     """Puts every parameter into one chunk, all of them offloaded.
 
-    A chunk holds parameters of one dtype, all trainable or all frozen, that the same units need: so it never straddles
-    units, and a tied parameter lies apart from what only its first unit needs.
+    A chunk holds parameters of one dtype (on the host and on the device), all trainable or all frozen, that the same
+    units need: so it never straddles units, and a tied parameter lies apart from what only its first unit needs.
 
     Args:
         layout: The model.
@@ -39,15 +40,24 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
     users = users_of(layout)
     chunks: list[ChunkPlan] = []
     for unit in layout.units:
-        groups: dict[tuple[str, bool, tuple[str, ...]], list[ParameterInfo]] = {}
+        groups: dict[tuple[str, str | None, bool, tuple[str, ...]], list[ParameterInfo]] = {}
         for fqn in unit.parameters:
             if users[fqn][0] == unit.name:
                 info = layout.parameter(fqn)
-                groups.setdefault((info.dtype, info.trainable, users[fqn]), []).append(info)
-        for (dtype, trainable, _), infos in groups.items():
+                kind = (info.dtype, info.streamed_dtype, info.trainable, users[fqn])
+                groups.setdefault(kind, []).append(info)
+        for (dtype, streamed, trainable, _), infos in groups.items():
             for members, nbytes in _split(infos, chunk_bytes):
-                chunks.append(ChunkPlan(members, unit.name, dtype, trainable, nbytes, resident=False))
+                chunks.append(ChunkPlan(members, unit.name, dtype, trainable, nbytes, False, streamed))
     return tuple(chunks)
+
+
+def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> ChunkPlan:
+    """The same chunk, resident (in the dtype of its parameters) or streamed."""
+    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
+    _, nbytes = chunk_offsets([info.nbytes if resident else info.streamed_nbytes for info in infos])
+    streamed_dtype = None if resident else infos[0].streamed_dtype
+    return replace(chunk, resident=resident, nbytes=nbytes, streamed_dtype=streamed_dtype)
 
 
 def _split(infos: Sequence[ParameterInfo], chunk_bytes: int | None) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -55,7 +65,7 @@ def _split(infos: Sequence[ParameterInfo], chunk_bytes: int | None) -> Iterator[
     members: list[str] = []
     filled = 0
     for info in infos:
-        _, size = chunk_offsets([info.nbytes])
+        _, size = chunk_offsets([info.streamed_nbytes])
         if members and chunk_bytes is not None and filled + size > chunk_bytes:
             yield tuple(members), filled
             members, filled = [], 0

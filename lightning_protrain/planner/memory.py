@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
-from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout
 
 
@@ -94,18 +94,20 @@ def host_bytes(
 ) -> int:
     """Bytes of pinned and plain host memory.
 
-    Parameters, gradients and optimizer states of all offloaded chunks, and what one call of every block swaps: at the
-    end of forward all of it is there.
+    Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
+    offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there.
     """
     states = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if not chunk.resident)
     return states + sum(block.swap_bytes for block in blocks)
 
 
 def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
+    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
+    _, nbytes = chunk_offsets([info.nbytes for info in infos])
+    copies = 0 if chunk.streamed_dtype is None else chunk.nbytes
     if not chunk.trainable:
-        return chunk.nbytes
-    numel = sum(layout.parameter(fqn).numel for fqn in chunk.parameters)
-    return 2 * chunk.nbytes + ceil(state_bytes * numel)
+        return nbytes + copies
+    return 2 * nbytes + copies + ceil(state_bytes * sum(info.numel for info in infos))
 
 
 def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
@@ -117,9 +119,9 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
         for fqn in chunk.parameters:
             info = layout.parameter(fqn)
             if len(info.sites) > 1 or len(users[fqn]) > 1:
-                shared += info.nbytes
+                shared += info.streamed_nbytes
             else:
-                others.append(info.nbytes)
+                others.append(info.streamed_nbytes)
     # While one lands, the next is computed.
     return shared + sum(sorted(others)[-2:])
 

@@ -34,8 +34,10 @@ class ChunkPlan:
         unit: Name of the unit that owns it; a tied parameter belongs to the first unit that needs it.
         dtype: The one dtype of all its elements, without the `torch.` prefix.
         trainable: Whether its parameters took gradients when the plan was made.
-        nbytes: Bytes of the storage, alignment included.
+        nbytes: Bytes of the storage on the device, alignment included.
         resident: On the device for good (persistent in the paper), or streamed from host memory.
+        streamed_dtype: The dtype of two bytes in which it is streamed, if not its own: then the host has the parameters
+            and a copy of them.
     """
 
     parameters: tuple[str, ...]
@@ -44,6 +46,7 @@ class ChunkPlan:
     trainable: bool
     nbytes: int
     resident: bool
+    streamed_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -186,8 +189,13 @@ def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def check_plan(plan: Plan, layout: ModelLayout) -> None:
+def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) -> None:
     """Refuses a plan that was made for another model, or that this version cannot run.
+
+    Args:
+        plan: As made or read.
+        layout: The model.
+        low_dtype: The dtype that autocast computes in, without the `torch.` prefix; None without autocast.
 
     Raises:
         ValueError: Unknown, missing or doubled parameters; another shape, dtype or `requires_grad`; unknown or missing
@@ -211,7 +219,12 @@ def check_plan(plan: Plan, layout: ModelLayout) -> None:
                 raise ValueError(
                     f"The plan puts {fqn!r} into a chunk of {chunk.unit!r}, which does not use it. {_REMEDY}"
                 )
-        _, nbytes = chunk_offsets([infos[fqn].nbytes for fqn in chunk.parameters])
+        if chunk.streamed_dtype is not None:
+            _check_streamed(chunk, low_dtype)
+        sizes = [
+            infos[fqn].nbytes if chunk.streamed_dtype is None else 2 * infos[fqn].numel for fqn in chunk.parameters
+        ]
+        _, nbytes = chunk_offsets(sizes)
         if chunk.nbytes != nbytes:
             raise ValueError(
                 f"The plan gives the chunk of {chunk.parameters[0]!r} {chunk.nbytes} bytes, it has {nbytes}. {_REMEDY}"
@@ -223,6 +236,15 @@ def check_plan(plan: Plan, layout: ModelLayout) -> None:
         )
     for block in plan.blocks:
         _check_swap(block)
+
+
+def _check_streamed(chunk: ChunkPlan, low_dtype: str | None) -> None:
+    if chunk.resident or chunk.dtype != "float32" or chunk.streamed_dtype != low_dtype:
+        raise ValueError(
+            f"The plan streams the chunk of {chunk.parameters[0]!r} ({chunk.dtype}) in {chunk.streamed_dtype}, but the "
+            f"Trainer's precision computes in {low_dtype or 'the dtype of the weights'}. Make the plan again with this "
+            "precision."
+        )
 
 
 def _check_swap(block: BlockPlan) -> None:
@@ -281,6 +303,10 @@ def _policy(where: str, value: object) -> BlockPolicy:
     raise ValueError(f"The plan's {where} is {value!r}, not one of {', '.join(BlockPolicy)}. Make the plan again.")
 
 
+def _name_or_none(where: str, value: object) -> str | None:
+    return None if value is None else _is(str)(where, value)
+
+
 def _is(kind: type) -> Callable[[str, object], Any]:
     """A reader that lets through values of exactly that type: JSON's `true` is no integer here."""
 
@@ -307,6 +333,7 @@ _CHUNK_FIELDS: _Readers = {
     "trainable": _is(bool),
     "nbytes": _is(int),
     "resident": _is(bool),
+    "streamed_dtype": _name_or_none,
 }
 _BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _policy, "swap_bytes": _is(int)}
 _MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms)}

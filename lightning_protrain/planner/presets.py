@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal, get_args
 
-from lightning_protrain.planner.chunks import chunks_of, pack_chunks
+from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_host, format_bytes, host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
@@ -126,19 +126,19 @@ def make_plan(
         return case.on_host(_offload(case, knobs.chunk_bytes))
     if set(knobs.given) - {"chunk_bytes"}:
         return case.on_host(_pinned(case, knobs))
-    plan = case.plan(_all_resident(pack_chunks(layout, knobs.chunk_bytes)), case.keep_all, 0)
+    plan = case.plan(_all_resident(layout, pack_chunks(layout, knobs.chunk_bytes)), case.keep_all, 0)
     if not case.fits(plan):
         plan = _keep_large(case, _offload(case, knobs.chunk_bytes), min_num_params)
     return case.on_host(plan)
 
 
-def _all_resident(chunks: Sequence[ChunkPlan]) -> list[ChunkPlan]:
-    return [replace(chunk, resident=True) for chunk in chunks]
+def _all_resident(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[ChunkPlan]:
+    return [with_residency(layout, chunk, True) for chunk in chunks]
 
 
 def _resident(case: _Case) -> Plan:
     chunks = pack_chunks(case.layout)
-    plan = case.plan(_all_resident(chunks), case.keep_all, 0)
+    plan = case.plan(_all_resident(case.layout, chunks), case.keep_all, 0)
     if not case.fits(plan):
         assert case.device_budget is not None
         offload = case.plan(chunks, case.checkpoint_all, minimum_chunk_buffers(case.layout, chunks))
@@ -162,7 +162,9 @@ def _keep_large(case: _Case, plan: Plan, min_num_params: int) -> Plan:
     for unit in case.layout.units:
         numel = sum(case.layout.parameter(fqn).numel for fqn in unit.parameters)
         if not unit.is_block and numel >= min_num_params:
-            chunks = [replace(chunk, resident=chunk.resident or chunk.unit == unit.name) for chunk in plan.chunks]
+            chunks = [
+                with_residency(case.layout, chunk, chunk.resident or chunk.unit == unit.name) for chunk in plan.chunks
+            ]
             with_unit = case.plan(chunks, plan.blocks, plan.num_chunk_buffers)
             plan = with_unit if case.fits(with_unit) else plan
     return plan
@@ -174,7 +176,7 @@ def _pinned(case: _Case, knobs: Knobs) -> Plan:
     num_persistent = knobs.num_persistent_chunks or 0
     if num_persistent > len(chunks):
         raise ValueError(f"num_persistent_chunks={num_persistent}: this model has {len(chunks)} chunks.")
-    placed = [replace(chunk, resident=index < num_persistent) for index, chunk in enumerate(chunks)]
+    placed = [with_residency(case.layout, chunk, index < num_persistent) for index, chunk in enumerate(chunks)]
     num_swap = knobs.num_swap_blocks or 0
     num_checkpoint, num_keep = _activation_knobs(case.layout, placed, knobs)
     blocks = _interleave(case, num_swap, num_checkpoint)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from mmap import PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class ParameterInfo:
         dtype: Name of its dtype without the `torch.` prefix, e.g. `"float32"`.
         nbytes: Bytes of its elements.
         trainable: `requires_grad` when the model was described.
+        streamed_dtype: The dtype of two bytes in which it goes to the device when it is streamed; None: its own. A
+            float32 weight that autocast would cast there in its only use is cast on the host.
     """
 
     fqn: str
@@ -26,11 +30,17 @@ class ParameterInfo:
     dtype: str
     nbytes: int
     trainable: bool
+    streamed_dtype: str | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """Bytes of its elements on the device when it is streamed."""
+        return self.nbytes if self.streamed_dtype is None else 2 * self.numel
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,11 @@ class ModelLayout:
         """
         return self._by_name[fqn]
 
+    def streaming(self, names: Collection[str], dtype: str) -> ModelLayout:
+        """The same model with the parameters `names` streamed in `dtype`."""
+        infos = (replace(info, streamed_dtype=dtype if info.fqn in names else None) for info in self.parameters)
+        return replace(self, parameters=tuple(infos))
+
 
 @dataclass(frozen=True)
 class ParameterUse:
@@ -130,6 +145,8 @@ class UnitCall:
         output_bytes: The tensors it returns.
         flops: Floating-point operations of matrix products, attention, convolutions and recurrent layers.
         peak_bytes: The most that was alive at one time, less what was alive at entry.
+        swap_bytes: What swapping the call takes on the host: all that autograd saves, what the unit was given too, each
+            version of a storage once and in whole pages; less than a page stays on the device.
     """
 
     name: str
@@ -140,10 +157,15 @@ class UnitCall:
     output_bytes: int
     flops: int
     peak_bytes: int
+    swap_bytes: int = 0
 
     def saved_bytes_without(self, streamed: frozenset[str]) -> int:
         """`saved_bytes` if the parameters `streamed` are at hand in the other dtype, so that no cast copies them."""
         return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
+
+    def swap_bytes_without(self, streamed: frozenset[str]) -> int:
+        """The same for `swap_bytes`."""
+        return self.swap_bytes - sum(swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed)
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,22 @@ class ModelProfile:
     saved_bytes: int
     flops: int
     peak_bytes: int
+
+    def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
+        """Host bytes that one call of each unit swaps, the largest of its calls.
+
+        Args:
+            streamed: Parameters that are at hand in the other dtype, as in `UnitCall.saved_bytes_without`.
+        """
+        most: dict[str, int] = {}
+        for call in self.calls:
+            most[call.name] = max(most.get(call.name, 0), call.swap_bytes_without(streamed))
+        return most
+
+
+def swapped_bytes(nbytes: int) -> int:
+    """Host bytes that a storage of `nbytes` takes when it is swapped: whole pages, or 0 if it is less than one."""
+    return -(-nbytes // PAGESIZE) * PAGESIZE if nbytes >= PAGESIZE else 0
 
 
 def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:

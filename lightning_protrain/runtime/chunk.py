@@ -12,6 +12,11 @@ A chunk therefore keeps one storage object for life: releasing it is `resize_(0)
 one copy, after which every saved view is right again. The copy goes through a tensor with a version counter of its own:
 the twins' counters do not move, or autograd would report an in-place change.
 
+[Note: Low precision]
+A float32 weight that autocast would cast in its only use is cast on the host instead: a *copy* of it in the dtype of
+the twin is what is streamed, half the bytes. The host parameter keeps its own memory. The copy is made anew by whoever
+steps the parameter, else at the first fetch after an optimizer step or when the version has changed.
+
 [Note: Versions]
 A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the twin's
 version moves as well, so that a graph made with the old values raises in backward exactly as it does without
@@ -81,6 +86,8 @@ class Slot:
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
         twin_version: Version of `twin` that is not yet known to differ from the host.
+        copy: What is streamed in place of the host parameter, see [Note: Low precision].
+        copied_version: Version of `host` that the copy was made of.
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
@@ -94,6 +101,8 @@ class Slot:
     read_version: int = 0
     seen_version: int = 0
     twin_version: int = 0
+    copy: Tensor | None = None
+    copied_version: int = -1
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
@@ -102,6 +111,12 @@ class Slot:
     def is_repointed(self) -> bool:
         """Whether `host.data` has become another tensor since the chunk adopted it."""
         return self.host.data_ptr() != self.pointer
+
+    def renew_copy(self) -> None:
+        """Casts the host parameter again, if it has changed since."""
+        if self.copy is not None and self.copied_version != self.host._version:
+            self.copy.copy_(self.host.detach())
+            self.copied_version = self.host._version
 
     @property
     def has_user_hooks(self) -> bool:
@@ -117,6 +132,12 @@ class Slot:
         wanted = [key for key in hooks if key != self.own_hook]
         if wanted == list(self.mirrored) or not self.twin.requires_grad:
             return
+        if self.copy is not None:
+            raise RuntimeError(
+                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.twin.dtype}, so the hook would see "
+                f"another gradient than one of {self.host.dtype}. Register it before fit: then the weight is streamed "
+                "as it is."
+            )
         for handle in self.mirrored.values():
             handle.remove()
         self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
@@ -143,7 +164,10 @@ class Chunk:
         self._reads_stepped = False
         self._device = device
         self._fence: Any = None
-        offsets, self.nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
+        self._low_dtype: torch.dtype | None = getattr(torch, plan.streamed_dtype) if plan.streamed_dtype else None
+        low_size = self._low_dtype.itemsize if self._low_dtype is not None else 0
+        sizes = [low_size * parameter.numel() or parameter.nbytes for parameter in parameters]
+        offsets, self.nbytes = chunk_offsets(sizes)
         assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
         self._buffer = device.host.empty(self.nbytes)
         self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
@@ -172,6 +196,7 @@ class Chunk:
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self._reads_stepped = after is not None
         if after is None:
+            self._renew_copies()
             self._note_versions()
         self._fence = self._device.upload(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
@@ -222,6 +247,18 @@ class Chunk:
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
+    def distrust_copies(self) -> None:
+        """Somebody may have written to `parameter.data`, of which no version tells; frozen weights are left alone."""
+        for slot in self.slots if self.plan.trainable else ():
+            slot.copied_version = -1
+
+    def _renew_copies(self) -> None:
+        stale = [slot for slot in self.slots if slot.copy is not None and slot.copied_version != slot.host._version]
+        if stale:
+            self._device.settle()  # An upload may still read what is written over here.
+        for slot in stale:
+            slot.renew_copy()
+
     def _note_versions(self) -> None:
         for slot in self.slots:
             slot.read_version = slot.host._version
@@ -230,6 +267,11 @@ class Chunk:
         """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
         for slot in self.slots:
             left = slot.twin.numel() and slot.twin.data_ptr() != self._storage.data_ptr() + slot.offset
+            if slot.copy is not None and (left or slot.twin._version != slot.twin_version):
+                raise RuntimeError(
+                    f"{slot.fqn!r} was changed in a forward and is streamed in {slot.twin.dtype}: the change would "
+                    "lose precision. Make its chunk resident (`num_persistent_chunks`), or change it after the step."
+                )
             if left or slot.twin._version != slot.twin_version:
                 self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
             if left:
@@ -251,36 +293,52 @@ class Chunk:
 
     def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
         stride = host.stride() if _is_dense(host) else torch.empty(host.shape, device="meta").stride()
-        data = torch.empty(0, dtype=host.dtype, device=self._device.torch_device)
-        data.set_(self._storage, offset // host.element_size(), host.shape, stride)
+        data = torch.empty(0, dtype=self._low_dtype or host.dtype, device=self._device.torch_device)
+        data.set_(self._storage, offset // data.element_size(), host.shape, stride)
         kind = Twin if type(host) is nn.Parameter else type(host)
         twin = torch.Tensor._make_subclass(kind, data, host.requires_grad)
         twin.__dict__.update(host.__dict__)
         slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
-        self._adopt(slot)
+        if self._low_dtype is None:
+            self._adopt(slot)
+        else:
+            slot.copy = self._at_offset(slot, self._low_dtype)
+            slot.pointer = host.data_ptr()
+            self._device.note_host(host)
         return slot
 
     def _adopt(self, slot: Slot) -> None:
         """Copies the data of the host parameter into the chunk and points it there, at a storage of its own."""
         host = slot.host
         if host.numel():
-            flat = torch.frombuffer(self._buffer, dtype=host.dtype, count=host.numel(), offset=slot.offset)
-            data = torch.empty(0, dtype=host.dtype)
-            data.set_(flat.untyped_storage(), 0, slot.twin.shape, slot.twin.stride())
+            data = self._at_offset(slot, host.dtype)
             data.copy_(host.detach())
             host.data = data
         slot.pointer = host.data_ptr()
+
+    def _at_offset(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """The host memory of a slot, as a tensor like its twin with a storage of its own."""
+        empty = torch.empty(0, dtype=dtype)
+        if not slot.twin.numel():
+            return empty.new_empty(slot.twin.shape)
+        flat = torch.frombuffer(self._buffer, dtype=dtype, count=slot.twin.numel(), offset=slot.offset)
+        return empty.set_(flat.untyped_storage(), 0, slot.twin.shape, slot.twin.stride())
 
     def _rebind(self, slot: Slot) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
         host, twin = slot.host, slot.twin
         if not slot.is_repointed:
             return
-        if host.dtype != twin.dtype or host.shape != twin.shape or host.device.type != "cpu":
+        planned = getattr(torch, self.plan.dtype)
+        if host.dtype != planned or host.shape != twin.shape or host.device.type != "cpu":
             raise RuntimeError(
                 f"{slot.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
-                f"{twin.dtype}{list(twin.shape)} in host memory. Change weights in place, or before fit."
+                f"{planned}{list(twin.shape)} in host memory. Change weights in place, or before fit."
             )
+        if slot.copy is not None:
+            slot.pointer, slot.copied_version, slot.seen_version = host.data_ptr(), -1, -1
+            self._device.note_host(host)
+            return
         self._device.settle()  # An upload may still read what is written over here.
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)

@@ -269,6 +269,9 @@ class Executor:
     def refresh(self) -> None:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
         self.settle()
+        for index, chunk in enumerate(self._chunks):
+            if self._updates.job(index) is None:
+                chunk.distrust_copies()
         for index in self._pinned():
             # Fetched whatever the versions say: an optimizer may write through `parameter.data`.
             self._chunks[index].release()

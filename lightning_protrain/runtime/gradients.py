@@ -26,7 +26,7 @@ from lightning_protrain.runtime.updates import Updates
 
 @dataclass
 class _Sum:
-    """A landed gradient that waits to be added to the one before."""
+    """A landed gradient that waits to be added to the one before, or to be cast."""
 
     fence: object
     slot: Slot
@@ -123,7 +123,7 @@ class Landing:
         if grad.is_sparse:
             grad = grad.to(slot.host.device)
             slot.host.grad = grad if slot.host.grad is None else slot.host.grad.add_(grad)
-        elif slot.host.grad is None:
+        elif slot.host.grad is None and grad.dtype == slot.host.dtype:
             slot.host.grad = self._device.host.empty_like(grad)
             self._fences.append((slot, self._device.download(grad, slot.host.grad)))
         else:
@@ -167,7 +167,7 @@ class Landing:
     def _add_up(self, item: _Sum) -> None:
         self._device.land(item.fence)
         if item.slot.host.grad is None:
-            item.slot.host.grad = item.part
+            item.slot.host.grad = item.part.to(item.slot.host.dtype)  # As autograd does behind a cast.
         elif item.slot.host.grad.is_sparse:
             item.slot.host.grad = item.part + item.slot.host.grad
         else:

@@ -270,7 +270,10 @@ class Updates:
     def _touched(self) -> None:
         if self._armed is not None and self._armed.stepped:
             raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
+        touched = [self._chunks[index] for index in self._pending]
         self.finish_all()
+        for chunk in touched:
+            chunk.distrust_copies()
 
     def _submit(self, index: int, armed: _Armed, land: Callable[[], None] | None) -> None:
         slots = tuple(slot for slot in self._chunks[index].slots if armed.stepper.has(slot.host))
@@ -290,6 +293,8 @@ class Updates:
                         if parameter.grad is not None:
                             parameter.grad.mul_(coefficient)
                 armed.stepper.run(groups)
+                for slot in slots:
+                    slot.renew_copy()
 
         self._guard.watch(parameters)
         armed.stepped.add(index)

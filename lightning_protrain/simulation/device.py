@@ -145,6 +145,10 @@ class SimulatedDevice(StreamDevice):
             if nbytes:
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(255)
 
+    def note_host(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._host_ranges[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
     def place(self, tensor: Tensor) -> str | None:
         """`"host"`, `"device"`, or None for what was made from nothing that is placed."""
         if self._host_key(tensor) is not None:
