@@ -148,6 +148,7 @@ class Runtime:
     def remove(self) -> None:
         """Takes everything off the model; safe to call again, also after it has failed."""
         self.reset()
+        self.updates.close()
         while self._caching:
             self._caching.pop().use_cache = True
         while self._interceptions:

@@ -14,8 +14,8 @@ takes the same way as in one call for the whole tensor, and the result is the sa
 [Note: Threads]
 A kernel that divides a tile between OpenMP threads loses more than it wins: each tile ends at a barrier, and a
 neighbour on the machine delays them all. So each thread here computes alone (`torch.set_num_threads(1)`) and takes the
-next *part*, some tiles, from one queue. The calling thread is one of them: to wake another takes as long as a small
-part, and who wakes too late is not waited for. `torch.set_num_threads` also sets what threads started later begin with,
+next *part*, some tiles, from one queue. The calling thread is one of them; a thread that wakes too late is not waited
+for. `torch.set_num_threads` also sets what threads started later begin with,
 and even what the main thread gets if it has not computed yet; so the calling thread reads its own number before, and
 sets it again when ours have started and at the end.
 
@@ -48,7 +48,7 @@ LINE = 64
 TILE_BYTES = 2 << 20
 # Parts of a large step for each thread: one that is held up leaves some to the others.
 PARTS_PER_THREAD = 2
-# The fused kernel of exactly these classes; a class derived from one may step in another way.
+# Of exactly these classes; a class derived from one may step in another way.
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
@@ -72,6 +72,7 @@ class _Rule:
     """A fused kernel with its hyperparameters."""
 
     name: str
+    states: list[str]
     numbers: dict[str, float]
     flags: dict[str, bool]
 
@@ -148,17 +149,18 @@ class HostStep:
                 "LBFGS works on all parameters as one vector and evaluates the loss again, so it cannot step them part "
                 'by part. Use another optimizer, or plan="resident".'
             )
-        fused: list[Update] = []
-        rest: list[Update] = []
-        for update in updates:
-            (fused if self._takes_kernel(optimizer, group, update) else rest).append(update)
+        kernel = self._kernel(optimizer, group)
+        fused = [update for update in updates if kernel and _is_dense(update)]
+        rest = [update for update in updates if not (kernel and _is_dense(update))]
         if rest:
             _own_step(optimizer, group, rest)
-        if fused:
-            rule = _rule(KERNELS[type(optimizer)], group)
+        if kernel and fused:
+            rule = _rule(kernel, group)
             with torch.no_grad():
-                pieces = [_piece(optimizer, group, rule.name, update) for update in fused]
-            self._run(rule, pieces)
+                pieces = [_piece(optimizer, rule, update) for update in fused]
+                if kernel != "sgd":
+                    torch._foreach_add_([piece.step for piece in pieces], 1)
+                self._run(rule, pieces)
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later step would start others."""
@@ -167,19 +169,16 @@ class HostStep:
                 self._pool.shutdown()
                 self._pool = None
 
-    def _takes_kernel(self, optimizer: Optimizer, group: Mapping[str, Any], update: Update) -> bool:
+    def _kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
         chosen = group.get("fused")
-        return (
-            type(optimizer) in KERNELS
-            and bool(chosen or (self._fuse and chosen is None and group.get("foreach") is None))
+        takes = (
+            (chosen or (self._fuse and chosen is None and group.get("foreach") is None))
             and not group.get("differentiable")
             # Set by a gradient scaler for the time of a step: the class's own step obeys them.
             and getattr(optimizer, "grad_scale", None) is None
             and getattr(optimizer, "found_inf", None) is None
-            and update.parameter.is_floating_point()
-            and update.gradient.layout == torch.strided
-            and _is_dense(update.parameter, update.parameter)
         )
+        return KERNELS.get(type(optimizer)) if takes else None
 
     def _run(self, rule: _Rule, pieces: Sequence[_Piece]) -> None:
         before = torch.get_num_threads()
@@ -193,10 +192,10 @@ class HostStep:
             self._work(rule, queue)
         finally:
             torch.set_num_threads(before)
-            wait([job for job in jobs if not job.cancel()])  # also before an error lets the caller go on
+            jobs = [job for job in jobs if not job.cancel()]
+            wait(jobs)  # also before an error lets the caller go on
         for job in jobs:
-            if not job.cancelled():
-                job.result()
+            job.result()
 
     @torch.no_grad()
     def _work(self, rule: _Rule, queue: Iterator[list[_Piece]]) -> None:
@@ -312,37 +311,50 @@ def _rule(name: str, group: Mapping[str, Any]) -> _Rule:
     numbers = {"beta1": float(beta1), "beta2": float(beta2)}
     for key in ("lr", "weight_decay", "eps", "momentum", "dampening", "lr_decay"):
         numbers[key] = float(group.get(key, 0.0))
-    flags = ("maximize", "amsgrad", "decoupled_weight_decay", "nesterov")
-    return _Rule(name, numbers, {key: bool(group.get(key)) for key in flags})
+    flags = {key: bool(group.get(key)) for key in ("maximize", "amsgrad", "decoupled_weight_decay", "nesterov")}
+    states = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": [], "adagrad": ["sum"]}[name]
+    if name == "adam" and flags["amsgrad"]:
+        states.append("max_exp_avg_sq")
+    if name == "sgd" and numbers["momentum"]:
+        states.append("momentum_buffer")
+    return _Rule(name, states, numbers, flags)
 
 
-def _piece(optimizer: Optimizer, group: Mapping[str, Any], name: str, update: Update) -> _Piece:
-    """The whole parameter; its state is made and its counter raised as by PyTorch's own fused step."""
+def _piece(optimizer: Optimizer, rule: _Rule, update: Update) -> _Piece:
+    """The whole parameter; its state is made as by PyTorch's own fused step."""
     parameter, copy = update.parameter, update.copy
     assert update.gradient.shape == parameter.shape, "a gradient of another shape"
-    assert copy is None or (copy.shape == parameter.shape and _is_dense(copy, parameter)), "a copy of another layout"
-    names = {
-        "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq"),
-        "sgd": ("momentum_buffer",) if group.get("momentum") else (),
-        "adagrad": ("sum",),
-    }[name]
-    state = optimizer.state[parameter] if names else {}
-    first = name == "sgd" and state.get("momentum_buffer") is None
-    if first and names:
+    assert copy is None or copy.shape == parameter.shape, "a copy of another shape"
+    state = optimizer.state[parameter] if rule.states else {}
+    first = rule.name == "sgd" and state.get("momentum_buffer") is None
+    if first and rule.states:
         state["momentum_buffer"] = torch.empty_like(parameter)  # the kernel fills it
-    elif names and not state:
-        start = optimizer.defaults["initial_accumulator_value"] if name == "adagrad" else 0.0
-        state |= {
-            "step": torch.zeros((), dtype=torch.float32),
-            **{key: torch.full_like(parameter, start) for key in names},
-        }
-    for key in names:
-        if not _is_dense(state[key], parameter):  # loaded from elsewhere; the kernels go by memory, not by index
-            state[key] = torch.empty_like(parameter).copy_(state[key])
-    step = torch.zeros(()) if name == "sgd" else state["step"].add_(1)
-    tensors = [parameter, update.gradient, *(state[key] for key in names), *([] if copy is None else [copy])]
+    elif rule.states and not state:
+        start = optimizer.defaults["initial_accumulator_value"] if rule.name == "adagrad" else 0.0
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state |= {key: torch.full_like(parameter, start) for key in rule.states}
+    tensors = [parameter, update.gradient, *(state[key] for key in rule.states)]
+    if copy is not None:
+        tensors.append(copy)
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        tensors = _in_memory_order(tensors, state, rule.states, copy is not None)
     kind = (parameter.dtype, copy is not None, first)
-    return _Piece([_in_order(tensor, parameter).contiguous() for tensor in tensors], step, kind, 0, parameter.numel())
+    return _Piece(tensors, state.get("step", parameter), kind, 0, parameter.numel())  # SGD counts no steps
+
+
+def _in_memory_order(tensors: list[Tensor], state: dict[str, Any], names: Iterable[str], copied: bool) -> list[Tensor]:
+    """The tensors of a piece with their dimensions in the order in which those of the parameter lie in memory."""
+    order = _order(tensors[0])
+    for index, name in enumerate(names, start=2):
+        if not tensors[index].permute(order).is_contiguous():
+            # Loaded from elsewhere. The kernels go by memory, not by index.
+            tensors[index] = state[name] = torch.empty_like(tensors[0]).copy_(tensors[index])
+    assert not copied or tensors[-1].permute(order).is_contiguous(), "a copy of another layout"
+    return [tensor.permute(order).contiguous() for tensor in tensors]
+
+
+def _order(tensor: Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _parts(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
@@ -362,16 +374,11 @@ def _parts(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
         yield alike[first:]
 
 
-def _is_dense(tensor: Tensor, like: Tensor) -> bool:
-    """Whether it fills its memory without gaps, in the order in which the dimensions of `like` lie."""
-    return _in_order(tensor, like).is_contiguous()
-
-
-def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """With its dimensions in the order in which those of `like` lie in memory."""
-    if like.is_contiguous():
-        return tensor
-    return tensor.permute(sorted(range(like.dim()), key=like.stride, reverse=True))
+def _is_dense(update: Update) -> bool:
+    """Whether a kernel can go through the memory of the parameter from its begin to its end."""
+    parameter = update.parameter
+    dense = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
+    return dense and parameter.is_floating_point() and update.gradient.layout == torch.strided
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:

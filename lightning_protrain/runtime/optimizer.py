@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as optim
 
+from lightning_protrain.runtime.hoststep import hyperparameters
+
 # Adam's two moments in fp32: assumed of optimizers that are not PyTorch's own.
 ASSUMED_STATE_BYTES = 8.0
 _PROBE_SIZE = 32
@@ -105,43 +107,29 @@ def fused_host_step(
         optimizer.param_groups = groups
 
 
-class PartialStep:
-    """Steps some of an optimizer's parameters at a time, with the optimizer's own groups and state.
+class PartGroups:
+    """Groups of some of an optimizer's parameters.
 
     Args:
-        optimizer: One of `torch.optim` that steps each parameter on its own, see `steps_parameters_alone`.
-        device_type: Of the accelerator, see [Note: Host step].
+        optimizer: Whose groups they are parts of.
     """
 
-    def __init__(self, optimizer: Optimizer, device_type: str) -> None:
-        self._splits = device_type != "cpu"
-        self._groups = optimizer.param_groups
-        self._places = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        self._part = copy.copy(optimizer)
-        self._part.state = optimizer.state
-        # Unwrapped, so that neither hooks nor the profiler take a part for a step.
-        self._step = inspect.unwrap(type(optimizer).step)
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
     def has(self, parameter: Tensor) -> bool:
         """Whether the optimizer steps `parameter`."""
-        return id(parameter) in self._places
+        return id(parameter) in self._groups
 
-    def groups(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Groups of `parameters` alone, with the settings that their groups have now (schedulers change them later)."""
+    def of(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Groups of `parameters` alone, with the settings that their groups have now: schedulers change them later."""
         found: dict[int, dict[str, Any]] = {}
         for parameter in parameters:
-            group = self._places[id(parameter)]
+            group = self._groups[id(parameter)]
             if id(group) not in found:
-                settings = {name: value for name, value in group.items() if name != "params"}
-                tensors = {name: value.clone() for name, value in settings.items() if isinstance(value, Tensor)}
-                found[id(group)] = {**settings, **tensors, "params": []}
+                found[id(group)] = {**hyperparameters(group), "params": []}
             found[id(group)]["params"].append(parameter)
         return list(found.values())
-
-    def run(self, groups: list[dict[str, Any]]) -> None:
-        """Steps what is in `groups`; on any thread, under `torch.no_grad()`."""
-        self._part.param_groups = [part for group in groups for part in _split(group)] if self._splits else groups
-        self._step(self._part)
 
 
 def steps_parameters_alone(optimizer: Optimizer) -> bool:

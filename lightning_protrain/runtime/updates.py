@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
-from lightning_protrain.runtime.optimizer import PartialStep, has_step_hooks
+from lightning_protrain.runtime.hoststep import HostStep, Update
+from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 
 
 class Overlap(StrEnum):
@@ -40,7 +42,7 @@ class Overlap(StrEnum):
 
 
 @dataclass(eq=False)
-class Update:
+class Pending:
     """The pending step of one chunk: the job that does it, and what it steps."""
 
     job: Job
@@ -52,7 +54,8 @@ class _Armed:
     """What is known of the micro-batch that ends in an optimizer step.
 
     Attributes:
-        stepper: Steps parts of the optimizer.
+        optimizer: Whose step it is.
+        groups: Gives groups of some of its parameters.
         overlap: `BACKWARD` or `FORWARD`.
         clip_value: Bound of gradient values, applied in the steps that run behind backward.
         take_norms: Whether norms are taken as gradients land.
@@ -63,7 +66,8 @@ class _Armed:
         parameters: Identities of what they step.
     """
 
-    stepper: PartialStep
+    optimizer: Optimizer
+    groups: PartGroups
     overlap: Overlap
     clip_value: float | None
     take_norms: bool
@@ -90,7 +94,8 @@ class Updates:
         self._chunks = tuple(chunks)
         self._device = device
         self._guard = Guard(self._touched)
-        self._pending: dict[int, Update] = {}
+        self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
+        self._pending: dict[int, Pending] = {}
         self._armed: _Armed | None = None
         self._num_steps = 0
         self._num_backwards = 0  # since `arm`
@@ -120,11 +125,12 @@ class Updates:
         self._armed = None
         self._num_steps += 1
         if overlap is not Overlap.OFF and self._num_steps > 1 and self._chunks and not has_step_hooks(optimizer):
-            stepper = PartialStep(optimizer, self._device.torch_device.type)
             if overlap is Overlap.BACKWARD and (self._several_backwards or self._has_user_hooks()):
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
-            self._armed = _Armed(stepper, overlap, clip_value, take_norms and not self._several_backwards)
+            self._armed = _Armed(
+                optimizer, PartGroups(optimizer), overlap, clip_value, take_norms and not self._several_backwards
+            )
         self._num_backwards = 0
         self._in_step = True
 
@@ -253,6 +259,11 @@ class Updates:
             if error is not None:
                 self.torn = self.torn or f"the optimizer raised {error!r} for {update.slots[0].fqn!r}"
 
+    def close(self) -> None:
+        """Waits for what runs and ends the threads."""
+        self.abandon()
+        self._host_step.close()
+
     def refuse_torn(self) -> None:
         """Lets nobody save or train weights that belong to no step, see [Note: Torn].
 
@@ -276,9 +287,9 @@ class Updates:
             chunk.distrust_copies()
 
     def _submit(self, index: int, armed: _Armed, land: Callable[[], None] | None) -> None:
-        slots = tuple(slot for slot in self._chunks[index].slots if armed.stepper.has(slot.host))
+        slots = tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
         parameters = [slot.host for slot in slots]
-        groups = armed.stepper.groups(parameters)
+        groups = armed.groups.of(parameters)
         clip_value = armed.clip_value if land is not None else None
         coefficient = armed.coefficient
 
@@ -292,14 +303,21 @@ class Updates:
                     for parameter in parameters:
                         if parameter.grad is not None:
                             parameter.grad.mul_(coefficient)
-                armed.stepper.run(groups)
-                for slot in slots:
-                    slot.renew_copy()
+                self._step(armed.optimizer, groups, slots)
 
         self._guard.watch(parameters)
         armed.stepped.add(index)
         armed.parameters.update(map(id, parameters))
-        self._pending[index] = Update(self._device.worker.submit(work), slots)
+        self._pending[index] = Pending(self._device.worker.submit(work), slots)
+
+    def _step(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]], slots: Sequence[Slot]) -> None:
+        copies = {id(slot.host): slot.copy for slot in slots}
+        for group in groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._host_step.step(optimizer, group, [Update(p, p.grad, copies[id(p)]) for p in parameters])
+        for slot in slots:
+            if slot.host.grad is not None:
+                slot.copied_version = slot.host._version
 
     def _can_step(self, chunk: Chunk) -> bool:
         return chunk.plan.trainable and all(can_be_watched(slot.host) for slot in chunk.slots)
