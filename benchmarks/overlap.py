@@ -1,68 +1,387 @@
-"""How much of the time of transfers is hidden behind computation, from a trace of CUDA activities."""
+"""How much of the host's work and of the transfers is hidden, on the virtual clock of the simulated device.
+
+    python -m benchmarks.overlap --results overlap
+    python -m benchmarks.overlap --blocks 8 --accumulate 1 --host 0.5 --link 0.5
+
+Nothing is timed: the runtime trains a small GPT on the simulated device, whose clock goes by given rates, so the
+figures are the same on every machine. Only proportions matter, and they are given as such: the optimizer step on the
+host over the device's computation in one forward and backward (`--host`), and the upload of all chunks over the
+forward's computation (`--link`; downloads go at the same rate). With fp32 weights, 100 TFLOP/s, 8192 tokens, a link of
+25 GB/s and a host of 150 GB/s, the first is about 0.4 and the second about 1.
+
+[Note: Bound]
+The paper's equations 2 to 7: a forward takes, chunk by chunk, its computation or its copies, whichever is longer; so
+does a backward; and the host steps beside the last backward. Uploads and downloads have a link each (PCI Express
+carries both at one time), so a chunk's copies take the longer of the two, where the paper adds them: the bound is the
+lower one. A step behind forward shares its time with the next forward in the same way. What the host does beside
+stepping counts where it can be done at the earliest: sums over micro-batches and norms in the backward in which the
+gradients land, scaling with the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, nn
 
-Interval = tuple[float, float]
-UPLOAD = "Memcpy HtoD"
-NO_KERNELS = ("Memcpy", "Memset")
+from benchmarks.report import table, write_result
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.presets import make_plan
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime import executor
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.optimizer import fused_host_step
+from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+
+HEADER = ("overlap", "clipped", "micro-batches", "host", "link", "step", "device busy", "host busy", "up", "down",
+          "hidden", "of what fits", "step / bound", "met")  # fmt: skip
+# What is wanted: parts of what fits behind backward and behind forward, and the step over its bound.
+WANTED = {Overlap.BACKWARD: 0.90, Overlap.FORWARD: 0.80}
+WANTED_RATIO = 1.05
+WAYS = (
+    (Overlap.OFF, False),
+    (Overlap.BACKWARD, False),
+    (Overlap.FORWARD, False),
+    (Overlap.OFF, True),
+    (Overlap.FORWARD, True),
+)
+WIDTH = 32
+VOCABULARY = 256  # The embedding has two thirds of a block's weights, as in a Llama of 7 billion.
+NUM_BUFFERS = 3
+# The host may put off sums of 256 MiB, a third of a block of such a Llama in fp32.
+PENDING_BYTES = 4 * WIDTH**2 * 4
+# The first step of a run is not overlapped, the second one meets no step before it.
+NUM_STEPS = 4
+FLOPS, UNLIMITED = 1e9, 1e30
+# What the virtual clock counts for each element, over the 16 bytes of a step: weight, gradient, and two moments.
+SUM, NORM, SCALE, SCALE_LIST = 12 / 16, 4 / 16, 8 / 16, 4 / 16
 
 
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals (begin, end) that neither touch nor overlap, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def covered_share(copies: Iterable[Interval], kernels: Iterable[Interval]) -> float | None:
-    """The part of the time of `copies` during which one of `kernels` runs, in [0, 1]; None if nothing is copied."""
-    copying, running = merge(copies), merge(kernels)
-    total = sum(end - begin for begin, end in copying)
-    covered, first = 0.0, 0
-    for begin, end in copying:
-        while first < len(running) and running[first][1] <= begin:
-            first += 1
-        for start, stop in running[first:]:
-            if start >= end:
-                break
-            covered += min(end, stop) - max(begin, start)
-    return covered / total if total else None
-
-
-class TransferProbe:
-    """Traces the steps between `start` and `stop`."""
+class Block(nn.Module):
+    """A GPT block without attention scores, which no weights take part in: (B, S, WIDTH) to the same."""
 
     def __init__(self) -> None:
-        self._profile: profile | None = None
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def start(self) -> None:
-        """Begins the trace of a CUDA device."""
-        torch.cuda.synchronize()
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
-        self._profile.start()
+    def forward(self, hidden: Tensor) -> Tensor:
+        queries, keys, values = self.qkv(self.first(hidden)).chunk(3, dim=-1)
+        hidden = hidden + self.out(torch.sigmoid(queries * keys) * values)
+        return hidden + self.down(nn.functional.gelu(self.up(self.second(hidden))))
 
-    def stop(self) -> float | None:
-        """Ends it; the part of the time of uploads that ran beside kernels, None if nothing was uploaded."""
-        assert self._profile is not None
-        torch.cuda.synchronize()
-        self._profile.stop()
-        copies, kernels = [], []
-        for event in self._profile.events() or ():
-            if event.device_type != DeviceType.CUDA or event.is_user_annotation:
-                continue
-            span = (event.time_range.start, event.time_range.end)
-            if event.name.startswith(UPLOAD):
-                copies.append(span)
-            elif not event.name.startswith(NO_KERNELS):
-                kernels.append(span)
-        return covered_share(copies, kernels)
+
+class GPT(nn.Module):
+    """An embedding, blocks and a head of its own."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        overlap: Behind what the host steps.
+        clipped: Whether the norm of all gradients is bounded.
+        accumulate: Micro-batches in a step.
+        host: The optimizer step over the computation of one micro-batch.
+        link: The upload of all chunks over the computation of one forward.
+        num_blocks: Of the model.
+    """
+
+    overlap: Overlap = Overlap.OFF
+    clipped: bool = False
+    accumulate: int = 1
+    host: float = 0.0
+    link: float = 0.0
+    num_blocks: int = 32
+
+
+@dataclass(frozen=True)
+class Busy:
+    """How long everybody has worked until the end of a backward, and what time it is on the compute stream then."""
+
+    time: float
+    device: float
+    host: float
+    up: float
+    down: float
+
+    def __sub__(self, before: Busy) -> Busy:
+        names = asdict(self)
+        return Busy(**{name: value - getattr(before, name) for name, value in names.items()})
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the bound is made of.
+
+    Attributes:
+        nbytes: Of each chunk, in execution order.
+        weights: Of all parameters, without what lies between them in chunks.
+        forward: Virtual seconds of its forward's computation, with unlimited links and host.
+        backward: The same of all backwards.
+    """
+
+    nbytes: tuple[int, ...]
+    weights: int
+    forward: tuple[float, ...]
+    backward: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a case has given; seconds are virtual.
+
+    Attributes:
+        case: The case.
+        computing: Seconds of the device's computation in one micro-batch: the unit of what is printed.
+        busy: Of one step.
+        hidden: Part of the host's work that made the step no longer.
+        hidden_of_fitting: Part of what the bound hides that was hidden; None: it hides nothing.
+        ratio: Time of a step over the bound.
+    """
+
+    case: Case
+    computing: float
+    busy: Busy
+    hidden: float
+    hidden_of_fitting: float | None
+    ratio: float
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it is what is wanted; None: nothing is."""
+        if self.case.overlap is Overlap.OFF or self.hidden_of_fitting is None:
+            return None
+        return self.ratio <= WANTED_RATIO and self.hidden_of_fitting >= WANTED[self.case.overlap]
+
+
+def measure(case: Case) -> Row:
+    """Trains and sets the clock against the bound."""
+    model = describe(case.num_blocks)
+    busy = run(case)
+    unhindered = _time_without_host(case.accumulate, case.link, case.num_blocks)
+    hidden = busy.host - (busy.time - unhindered)
+    fits = busy.host - (bound(case, model) - bound(replace(case, host=0.0), model))
+    return Row(
+        case=case,
+        computing=sum(model.forward) + model.backward,
+        busy=busy,
+        hidden=hidden / busy.host,
+        hidden_of_fitting=hidden / fits if fits > 0.01 * busy.host else None,
+        ratio=busy.time / bound(case, model),
+    )
+
+
+def bound(case: Case, model: Model) -> float:
+    """Virtual seconds of one step, see [Note: Bound]."""
+    seconds = [nbytes * case.link * sum(model.forward) / sum(model.nbytes) for nbytes in model.nbytes]
+    shares = [forward / sum(model.forward) for forward in model.forward]
+    forward = sum(map(max, model.forward, seconds))
+    # Both copies take as long: that the last chunks need no upload in backward, nor the embedding, changes nothing.
+    backward = sum(max(share * model.backward, copy) for share, copy in zip(shares, seconds, strict=True))
+    update = case.host * (sum(model.forward) + model.backward)
+    adding = SUM * update if case.accumulate > 1 else 0.0
+    norm, scale = (NORM * update, SCALE * update) if case.clipped else (0.0, 0.0)
+    others = (case.accumulate - 1) * forward
+    if case.accumulate > 1:
+        others += backward + (case.accumulate - 2) * max(backward, adding)
+    if case.overlap is Overlap.BACKWARD:
+        return others + forward + max(backward, adding + update)
+    if case.overlap is Overlap.FORWARD:
+        return others + max(forward, scale + update) + max(backward, adding + norm)
+    at_once = SCALE_LIST * update if case.clipped else 0.0  # One operation without a result.
+    return others + forward + max(backward, adding) + norm + at_once + update
+
+
+@cache
+def describe(num_blocks: int) -> Model:
+    """The model on a device whose links and host take no time."""
+    gpt, device = GPT(num_blocks), SimulatedDevice(Rates(UNLIMITED, UNLIMITED, FLOPS, UNLIMITED, UNLIMITED))
+    compute, spent, began = device.compute_stream(), {}, {}
+
+    def begin(name: str, *_: Any) -> None:
+        began[name] = compute.busy
+
+    def end(name: str, *_: Any) -> None:
+        spent[name] = compute.busy - began[name]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        runtime = _apply(gpt, device)
+    names = [chunk.unit for chunk in runtime.plan.chunks]
+    for name in names:
+        gpt.get_submodule(name).register_forward_pre_hook(partial(begin, name))
+        gpt.get_submodule(name).register_forward_hook(partial(end, name))
+    with device:
+        loss = runtime.run_step(gpt, (_tokens(),), {}, True)
+        rest = compute.busy - sum(spent.values())  # The loss counts as the last unit's.
+        spent[names[-1]] += rest
+        before = compute.busy
+        loss.backward()
+        runtime.end_backward()
+    backward = compute.busy - before
+    nbytes = tuple(chunk.nbytes for chunk in runtime.plan.chunks)
+    runtime.remove()
+    weights = sum(parameter.nbytes for parameter in gpt.parameters())
+    return Model(nbytes, weights, tuple(spent[name] for name in names), backward)
+
+
+def run(case: Case) -> Busy:
+    """One step of many: what lies between the ends of two backwards."""
+    model = describe(case.num_blocks)
+    total, forward = sum(model.nbytes), sum(model.forward)
+    link = total / (case.link * forward) if case.link else UNLIMITED
+    # A fused step reads 4 numbers where a weight is one.
+    host = 4 * model.weights / (case.host * (forward + model.backward)) if case.host else UNLIMITED
+    torch.manual_seed(0)
+    gpt, device = GPT(case.num_blocks), SimulatedDevice(Rates(link, link, FLOPS, UNLIMITED, host))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        runtime = _apply(gpt, device)
+    optimizer = torch.optim.AdamW(gpt.parameters(), fused=True)
+    ends = []
+    with device:
+        for _ in range(NUM_STEPS):
+            _step(case, gpt, runtime, optimizer)
+            ends.append(_busy(device))
+        runtime.updates.finish_all()
+    runtime.remove()
+    return ends[-1] - ends[-2]
+
+
+@cache
+def _time_without_host(accumulate: int, link: float, num_blocks: int) -> float:
+    return run(Case(accumulate=accumulate, link=link, num_blocks=num_blocks)).time
+
+
+def _apply(gpt: GPT, device: SimulatedDevice) -> Runtime:
+    layout = describe_model(gpt)
+    knobs = Knobs(
+        num_persistent_chunks=0,
+        num_chunk_buffers=NUM_BUFFERS,
+        num_swap_blocks=0,
+        num_checkpoint_blocks=0,
+        num_keep_offloaded_blocks=len(gpt.blocks),
+    )
+    plan = make_plan(layout, "auto", knobs, None, None, state_bytes=8.0, min_num_params=1 << 40)
+    with mock.patch.object(executor, "Landing", partial(Landing, pending_bytes=PENDING_BYTES)):
+        return apply_plan(gpt, plan, layout, device, print)
+
+
+def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+    """One step as Lightning takes it: gradients are set to zero between the first forward and its backward."""
+
+    def forward_and_backward(first: bool) -> None:
+        loss = runtime.run_step(gpt, (_tokens(),), {}, True)
+        if first:
+            optimizer.zero_grad()
+        loss.backward()
+        runtime.end_backward()
+
+    def closure() -> None:
+        forward_and_backward(case.accumulate == 1)
+        if case.clipped:
+            runtime.updates.clip_norm(gpt.parameters(), 1e-3)
+        runtime.settle()
+
+    for index in range(case.accumulate - 1):
+        forward_and_backward(index == 0)
+    runtime.updates.arm(optimizer, case.overlap, None, case.clipped)
+    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
+        optimizer.step(final)
+    runtime.refresh()
+
+
+def _busy(device: SimulatedDevice) -> Busy:
+    compute, copying = device.compute_stream(), device._copying
+    host = device.host_stream.busy + device.worker.stream.busy
+    return Busy(compute.time, compute.busy, host, copying["up"].busy, copying["down"].busy)
+
+
+def _tokens() -> Tensor:
+    return torch.arange(16).view(1, 16)
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    rows = []
+    for accumulate, host, link in itertools.product(args.accumulate, args.host, args.link):
+        for overlap, clipped in WAYS:
+            rows.append(measure(Case(overlap, clipped, accumulate, host, link, args.blocks)))
+            print(" | ".join(_cells(rows[-1])), flush=True)
+    text = (
+        f"A GPT of {args.blocks} blocks, every chunk streamed through {NUM_BUFFERS} buffers, activations kept, AdamW. "
+        f"Times are multiples of the device's computation in one micro-batch. Wanted: of what fits, "
+        f"{WANTED[Overlap.BACKWARD]:.0%} behind backward and {WANTED[Overlap.FORWARD]:.0%} behind forward; "
+        f"step / bound <= {WANTED_RATIO}.\n\n{table(HEADER, [_cells(row) for row in rows])}"
+    )
+    print(f"\n{text}")
+    results = {"rows": [{**asdict(row), "met": row.met} for row in rows]}
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.results:
+        print(write_result(args.results, "benchmarks.overlap", arguments, results, text))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=32, help="of the model")
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches in a step")
+    parser.add_argument("--host", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="step / computation")
+    parser.add_argument("--link", type=float, nargs="+", default=[0.1, 0.5], help="upload / forward's computation")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    args = parser.parse_args(arguments)
+    if min(args.blocks, *args.accumulate, *args.host, *args.link) <= 0:
+        parser.error("give positive numbers")
+    return args
+
+
+def _cells(row: Row) -> list[str]:
+    case, busy = row.case, row.busy
+    times = (busy.time, busy.device, busy.host, busy.up, busy.down)
+    return [
+        case.overlap,
+        "by norm" if case.clipped else "no",
+        str(case.accumulate),
+        f"{case.host:g}",
+        f"{case.link:g}",
+        *(f"{seconds / row.computing:.3f}" for seconds in times),
+        f"{row.hidden:.0%}",
+        "-" if row.hidden_of_fitting is None else f"{row.hidden_of_fitting:.0%}",
+        f"{row.ratio:.3f}",
+        {True: "yes", False: "no", None: "-"}[row.met],
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

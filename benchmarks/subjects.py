@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.overlap import TransferProbe
+from benchmarks.systems import SYSTEMS, System
+from benchmarks.transfers import TransferProbe
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import BlockPolicy
 
@@ -41,6 +42,8 @@ class Subject:
     Attributes:
         name: What to call it.
         plan: Arguments of `ProTrainStrategy`; None: Lightning without a strategy of its own.
+        system: One of `SYSTEMS` in place of `plan`.
+        clip: Bound of the norm of all gradients; None: no clipping.
         checkpointed: Whether every block is checkpointed by `torch.utils.checkpoint`, for a run without a plan.
         num_params: About how many parameters the Llama has.
         batch: Sequences in a step.
@@ -54,6 +57,8 @@ class Subject:
 
     name: str
     plan: dict[str, Any] | None
+    system: str | None = None
+    clip: float | None = None
     checkpointed: bool = False
     num_params: int = 100_000_000
     batch: int = 4
@@ -103,10 +108,15 @@ class Llama(L.LightningModule):
     Args:
         config: Its sizes.
         checkpointed: Whether every block is checkpointed.
+        system: Its optimizer is taken, and the model sharded as it wants.
     """
 
-    def __init__(self, config: transformers.LlamaConfig, checkpointed: bool) -> None:
+    def __init__(
+        self, config: transformers.LlamaConfig, checkpointed: bool, system: System = SYSTEMS["plain Lightning"]
+    ) -> None:
         super().__init__()
+        self._system = system
+        self._is_sharded = False
         self.model = transformers.LlamaForCausalLM(config)
         if checkpointed:
             for block in self.model.model.layers:
@@ -116,9 +126,15 @@ class Llama(L.LightningModule):
         """Loss of tokens (B, S)."""
         return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
 
+    def configure_model(self) -> None:
+        """Shards the model once."""
+        if self._system.shard is not None and not self._is_sharded:
+            self._system.shard(self.model)
+            self._is_sharded = True
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over everything."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return self._system.optimizer(self.parameters())
 
 
 class Baton(L.Callback):
@@ -187,13 +203,15 @@ def run_subject(connection: Connection, subject: Subject) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(subject.threads)
     torch.manual_seed(0)
-    module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed)
+    system = SYSTEMS[subject.system or "plain Lightning"]
+    module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed, system)
     steps = subject.steps + subject.probed_steps
     tokens = torch.randint(VOCABULARY, (steps * subject.batch, subject.sequence))
     trainer = L.Trainer(
-        strategy="auto" if subject.plan is None else ProTrainStrategy(**subject.plan),
+        strategy=system.strategy() if subject.plan is None else ProTrainStrategy(**subject.plan),
         accelerator=subject.accelerator,
         precision=subject.precision,
+        gradient_clip_val=subject.clip,
         devices=1,
         max_steps=steps,
         max_epochs=-1,

@@ -157,8 +157,11 @@ class HostWorker:
     def submit(self, work: Callable[[], object]) -> Job:
         """Runs `work` after everything submitted before it."""
         if self._pool is None:
-            threads = self.threads or torch.get_num_threads()
-            self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (threads,))
+            before = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (self.threads or before,))
+            self._pool.submit(int).result()
+            # What the worker sets for itself, threads that start later would begin with, too.
+            torch.set_num_threads(before)
         return self._pool.submit(work)
 
     def close(self) -> None:
@@ -168,6 +171,7 @@ class HostWorker:
             self._pool = None
 
     def _prepare(self, threads: int) -> None:
+        torch.get_num_threads()  # Else the first kernel would take over what the main thread says later.
         torch.set_num_threads(threads)  # of this thread: OpenMP counts for each thread on its own
         if self._cores:
             os.sched_setaffinity(0, self._cores)

@@ -48,6 +48,11 @@ class ProTrainPrecision(Precision):
         """The dtype that autocast computes in; None without autocast."""
         return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
 
+    @property
+    def low_dtype_name(self) -> str | None:
+        """The same without the `torch.` prefix."""
+        return str(self.low_dtype).removeprefix("torch.") if self.low_dtype is not None else None
+
     def open(self, device_type: str) -> None:
         """Makes it compute on `device_type`; called before any other method that computes."""
         if self.precision in _MIXED and not isinstance(self._base, MixedPrecision):

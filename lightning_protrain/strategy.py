@@ -39,7 +39,8 @@ from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy, StartMethod
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
-from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
@@ -66,7 +67,7 @@ class ProTrainStrategy(ProcessStrategy):
         host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
-        num_swap_blocks: How many blocks swap their activations.
+        num_swap_blocks: How many blocks swap their activations; the first batch is profiled for it.
         num_checkpoint_blocks: How many blocks, from the first, recompute their activations.
         num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
@@ -143,6 +144,7 @@ class ProTrainStrategy(ProcessStrategy):
         self._handles: list[RemovableHandle] = []
         self._runtime: Runtime | None = None
         self._plan: Plan | None = None
+        self._profile: ModelProfile | None = None
         self._device: Device | None = None
         self._budget: int | None = None
 
@@ -162,6 +164,11 @@ class ProTrainStrategy(ProcessStrategy):
     def budget(self) -> int | None:
         """Bytes of model states that the device may hold; None without a limit."""
         return self._budget
+
+    @property
+    def overlap(self) -> OverlapPlan:
+        """How the host's optimizer steps are overlapped in the present or the latest run; off before the first one."""
+        return self._overlap
 
     @property
     def num_hooks(self) -> int:
@@ -197,13 +204,23 @@ class ProTrainStrategy(ProcessStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_own_checkpointing(model)
+        self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = open_device(self.root_device, rank_zero_info)
+        free = self._device.free_bytes()
+        self._budget = self._device_memory
+        if self._device_memory is None and free is not None:
+            self._budget = int(free * AUTO_SHARE)
         if fitting:
             self.setup_optimizers(trainer)
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, self.root_device.type)
         layout = describe_model(model, self._blocks, self._min_num_params)
-        plan = self._make_plan(layout, fitting)
+        self._profile = self._profile_model(trainer, model, layout) if fitting else None
+        low_dtype = self.precision_plugin.low_dtype_name
+        streamed = streamable(self._profile, model, low_dtype)
+        if low_dtype is not None:
+            layout = layout.streaming(streamed, low_dtype)
+        plan = self._make_plan(layout, fitting, streamed)
         if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
             rank_zero_info(
                 "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
@@ -226,7 +243,7 @@ class ProTrainStrategy(ProcessStrategy):
         """Takes the plan off the model; may be called again if it raises."""
         while self._handles:
             self._handles.pop().remove()
-        self.precision_plugin.attach(None, "cpu")
+        self.precision_plugin.attach(None)
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
@@ -236,31 +253,40 @@ class ProTrainStrategy(ProcessStrategy):
             return
         super().teardown()
 
-    def _make_plan(self, layout: ModelLayout, fitting: bool) -> Plan:
-        assert self._device is not None
-        free = self._device.free_bytes()
-        self._budget = self._device_memory
-        if self._device_memory is None and free is not None:
-            self._budget = int(free * AUTO_SHARE)
+    def _profile_model(self, trainer: Trainer, model: LightningModule, layout: ModelLayout) -> ModelProfile | None:
+        """What a training step does, if the plan cannot be made without it."""
+        num_swap = self._knobs.num_swap_blocks if self._choice == "auto" else None
+        offloads = self._choice == "offload" or (self._choice == "auto" and (self._knobs.given or self._budget))
+        casts = self.precision_plugin.low_dtype is not None and offloads
+        if not (num_swap or casts):
+            return None
+        reason = f"num_swap_blocks={num_swap}" if num_swap else ""
+        return profile_training_step(trainer, model, layout, self.precision_plugin.train_step_context, reason)
+
+    def _make_plan(self, layout: ModelLayout, fitting: bool, streamed: frozenset[str]) -> Plan:
         host_budget = self._host_memory
         if host_budget is None:
             # The weights are in host memory already.
             host_budget = psutil.virtual_memory().available + sum(info.nbytes for info in layout.parameters)
         state_bytes = state_bytes_per_element(self.optimizers) if fitting else 0.0
         if isinstance(self._choice, Plan):
-            check_plan(self._choice, layout)
+            check_plan(self._choice, layout, self.precision_plugin.low_dtype_name)
             check_fits(self._choice, layout, self._budget, host_budget, state_bytes)
             return self._choice
+        knobs = self._knobs
         if not fitting:
             layout = replace(layout, parameters=tuple(replace(info, trainable=False) for info in layout.parameters))
+            if knobs.num_swap_blocks:  # nothing is saved
+                knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         return make_plan(
             layout,
             cast(Preset, self._choice),
-            self._knobs,
+            knobs,
             self._budget,
             host_budget,
             state_bytes,
             self._min_num_params,
+            self._profile.swap_bytes(streamed) if self._profile is not None else None,
         )
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
@@ -270,7 +296,7 @@ class ProTrainStrategy(ProcessStrategy):
             model.to(self.root_device)
         self._plan = plan
         self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, not model.automatic_optimization)
-        self.precision_plugin.attach(self._runtime.updates, self.root_device.type)
+        self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------

@@ -31,13 +31,27 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "precision": ("device", "runtime"),
     "overlap": ("runtime",),
     "processes": (),
+    "batches": ("profiler.model",),
+    "profiling": ("batches", "profiler"),
     "callbacks": ("callbacks", "checkpoint", "data", "device", "metrics", "planner", "profiler.records", "strategy"),
     "strategy": None,
     "cli": None,
     "": None,  # lightning_protrain/__init__.py
 }
 # Who may import Lightning, and who must not import torch.
-MAY_IMPORT_LIGHTNING = ("strategy", "overlap", "processes", "precision", "cli", "module", "data", "callbacks", "")
+MAY_IMPORT_LIGHTNING = (
+    "strategy",
+    "overlap",
+    "processes",
+    "batches",
+    "profiling",
+    "precision",
+    "cli",
+    "module",
+    "data",
+    "callbacks",
+    "",
+)
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records")
 # The only imports inside functions: dependencies that may be absent, with the reason.
 OPTIONAL_IMPORTS = {

@@ -141,8 +141,9 @@ def test_a_chunk_of_no_bytes() -> None:
         ProTrainStrategy(chunk_bytes=0)
 
 
-def test_swap_needs_to_know_activations(made_blocks: list[int]) -> None:
-    _refused(zoo()["reused"](), r"num_swap_blocks=1.*activations", made_blocks, num_swap_blocks=1)
+@pytest.mark.parametrize(("model", "message"), [("reused", "no activations of block"), ("moe", "needs the values of")])
+def test_swap_needs_to_know_activations(model: str, message: str, made_blocks: list[int]) -> None:
+    _refused(zoo()[model](), rf"num_swap_blocks=1.*{message}", made_blocks, num_swap_blocks=1)
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,46 @@ def test_evaluation_computes_in_that_precision(precision: str) -> None:
         outputs.append(torch.stack(trainer.predict(module, token_batches())))
     assert torch.equal(*outputs)
     assert outputs[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_that_autocast_casts_are_streamed_in_two_bytes(model: str, overlap: str) -> None:
+    strategy = ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
+    module = MODELS[model]()
+    fit(module, strategy=strategy, precision="bf16-mixed")
+    assert differences(plain(model, "bf16-mixed", "unclipped", 1), Result(tuple(module.losses), snapshot(module))) == []
+    low = {chunk.streamed_dtype for chunk in strategy.plan.chunks}
+    # Whether an expert runs depends on values, which a trace does not know.
+    assert low == ({None} if model == "moe" else {None, "bfloat16"})
+
+
+def test_a_plan_made_in_mixed_precision_is_used_again() -> None:
+    made = ProTrainStrategy(plan="offload")
+    fit(MODELS["tied"](), strategy=made, precision="bf16-mixed")
+    expected = plain("tied", "bf16-mixed", "unclipped", 1)
+    assert differences(expected, run(MODELS["tied"](), "bf16-mixed", made.plan)) == []
+    with pytest.raises(ValueError, match="computes in the dtype of the weights"):
+        run(MODELS["tied"](), "32-true", made.plan)
+
+
+def test_a_hook_before_fit_keeps_a_weight_in_its_dtype() -> None:
+    def hooked() -> ParityModule:
+        module = MODELS["reused"]()
+        module.network.head.weight.register_hook(lambda gradient: gradient * 0.5)
+        return module
+
+    strategy = ProTrainStrategy(plan="offload")
+    module = hooked()
+    fit(module, strategy=strategy, precision="bf16-mixed")
+    assert differences(run(hooked(), "bf16-mixed"), Result(tuple(module.losses), snapshot(module))) == []
+    (chunk,) = [chunk for chunk in strategy.plan.chunks if "network.head.weight" in chunk.parameters]
+    assert chunk.streamed_dtype is None
+
+
+def test_nothing_is_profiled_where_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_protrain.strategy.profile_training_step", lambda *_: pytest.fail("profiled"))
+    run(MODELS["tied"](), "32-true", "offload")
+    run(MODELS["tied"](), "bf16-true", "offload")
+    run(MODELS["tied"](), "bf16-mixed", "resident")
+    run(MODELS["tied"](), "bf16-mixed", "auto")

@@ -14,6 +14,17 @@ from lightning_protrain.device import TransferCounters
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 
 
+class Overlapped(Protocol):
+    """How a strategy overlaps the host's optimizer steps; `lightning_protrain.overlap.OverlapPlan` is one."""
+
+    @property
+    def overlap(self) -> str:
+        """`"backward"`, `"forward"` or `"off"`."""
+
+    def describe(self, threads: int | None) -> str:
+        """A sentence for the user, if it is not off."""
+
+
 @runtime_checkable
 class Planned(Protocol):
     """What `PlanMonitor` asks of a strategy; `ProTrainStrategy` has it."""
@@ -30,6 +41,10 @@ class Planned(Protocol):
     def budget(self) -> int | None:
         """Bytes of the device that the plan may use; None where there is no limit."""
 
+    @property
+    def overlap(self) -> Overlapped:
+        """How the host's optimizer steps are overlapped."""
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -44,14 +59,18 @@ class _Row:
         return replace(self, name="") == replace(other, name="") and _stem(self.name) == _stem(other.name) is not None
 
 
-def render_plan(plan: Plan, budget: int | None = None) -> Group:
+def render_plan(plan: Plan, budget: int | None = None, overlap: Overlapped | None = None) -> Group:
     """The plan as two tables: what every unit gets, and what that takes of the device's memory.
 
     Args:
         plan: The plan.
         budget: Bytes of the device that the plan may use; None where there is no limit.
+        overlap: How the host's optimizer steps are overlapped; None: not said.
     """
-    return Group(_unit_table(plan), _placement(plan), "", _memory_table(plan, budget))
+    sentences = [_placement(plan)]
+    if overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
+        sentences.append(_host_step(overlap))
+    return Group(_unit_table(plan), *sentences, "", _memory_table(plan, budget))
 
 
 def short_bytes(count: int) -> str:
@@ -69,15 +88,16 @@ class PlanMonitor(Callback):
 
     Before the first step it prints the plan. At the trainer's logging steps it logs three numbers of bytes:
     `device_bytes`, which are the model states on the device at the end of the step (resident and fetched ones),
-    `peak_device_bytes`, the most there were until then, and `streamed_bytes`, moved in both directions since the start.
-    After training it prints the sum.
+    `peak_device_bytes`, the most there were until then, and `streamed_bytes`, parameters and gradients moved in both
+    directions since the start. Where blocks swap, there are two more: `swapped_out_bytes` and `swapped_in_bytes`, of
+    activations since the start. After training it prints the sum.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the plan, on rank zero."""
         strategy = trainer.strategy
         if isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
-            Console().print(render_plan(strategy.plan, strategy.budget))
+            Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -97,22 +117,27 @@ class PlanMonitor(Callback):
 def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
     """The bytes that `PlanMonitor` logs, by name."""
     resident = plan.memory.resident_states + plan.memory.module_buffers
-    return {
-        "device_bytes": float(resident + counters.live_bytes),
-        "peak_device_bytes": float(resident + counters.peak_live_bytes),
-        "streamed_bytes": float(counters.uploaded_bytes + counters.downloaded_bytes),
+    logged = {
+        "device_bytes": resident + counters.live_bytes,
+        "peak_device_bytes": resident + counters.peak_live_bytes,
+        "streamed_bytes": counters.uploaded_bytes + counters.downloaded_bytes,
     }
+    if any(block.swap_bytes for block in plan.blocks):
+        logged |= {"swapped_out_bytes": counters.swapped_out_bytes, "swapped_in_bytes": counters.swapped_in_bytes}
+    return {name: float(nbytes) for name, nbytes in logged.items()}
 
 
 def summary(counters: TransferCounters, budget: int | None) -> str:
-    """One sentence on what was streamed, through what, and how often it came in time."""
+    """What was streamed, through what, and how often it came in time; and what was swapped, if anything."""
     streamed = counters.uploaded_bytes + counters.downloaded_bytes
+    swapped = counters.swapped_out_bytes + counters.swapped_in_bytes
+    also = f" It swapped {short_bytes(swapped)} of activations." if swapped else ""
     if not streamed:
-        return "ProTrain streamed nothing: all model states stayed on the device."
+        return f"ProTrain streamed nothing: all model states stayed on the device.{also}"
     through = "" if budget is None else f" through a budget of {short_bytes(budget)}"
     fetches = counters.prefetch_hits + counters.prefetch_misses
     share = f", {100 * counters.prefetch_hits / fetches:.0f} % of {fetches} fetches were prefetched" if fetches else ""
-    return f"ProTrain streamed {short_bytes(streamed)}{through}{share}."
+    return f"ProTrain streamed {short_bytes(streamed)}{through}{share}.{also}"
 
 
 def _unit_table(plan: Plan) -> Table:
@@ -139,6 +164,12 @@ def _placement(plan: Plan) -> str:
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
     buffers = f" through {plan.num_chunk_buffers} chunk buffers" if streamed else ""
     return f"Parameters: {short_bytes(resident)} on the device, {short_bytes(streamed)} streamed{buffers}."
+
+
+def _host_step(overlap: Overlapped) -> str:
+    if overlap.overlap == "off":
+        return "The host steps the optimizer while the device waits."
+    return overlap.describe(None)
 
 
 def _rows(plan: Plan) -> list[_Row]:
@@ -193,7 +224,10 @@ def _memory_table(plan: Plan, budget: int | None) -> Table:
         "gradients in flight": memory.gradients_in_flight,
         "module buffers": memory.module_buffers,
     }
-    table = Table(title="Model states on the device", title_justify="left", show_footer=True)
+    if memory.swapped_activations:
+        terms["swapped activations"] = memory.swapped_activations
+    what = "Model states and swapped activations" if memory.swapped_activations else "Model states"
+    table = Table(title=f"{what} on the device", title_justify="left", show_footer=True)
     table.add_column("term", footer="total")
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
     table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")

@@ -16,7 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.profiler.operations import count_flops
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterUse, UnitCall, UnitInfo
+from lightning_protrain.profiler.records import (
+    ModelLayout,
+    ModelProfile,
+    ParameterUse,
+    UnitCall,
+    UnitInfo,
+    swapped_bytes,
+)
 from lightning_protrain.profiler.tracing import MetaMode
 
 _ATEN = torch.ops.aten
@@ -43,14 +50,15 @@ def profile_model(
         device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
 
     Raises:
-        ValueError: The step needs floating-point values, with the operation and the unit; or the device is absent.
+        UntraceableError: The step needs floating-point values, with the operation and the unit; or the device is
+            absent.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
     mode = MetaMode(tensors, device)
     recorder = _Recorder(mode, {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}, buffers)
     mode.observer = recorder
-    with _unchanged(model), mode, torch.enable_grad():
+    with unchanged(model), mode, torch.enable_grad():
         for unit in layout.units:
             module = model.get_submodule(unit.name)
             vars(module)["forward"] = _recording(module.forward, unit, recorder)
@@ -68,8 +76,8 @@ def _in_backward() -> bool:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what the modules hold: attributes, and the content of lists, dicts and sets among them."""
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back in the end what the modules hold: attributes, and the content of lists, dicts and sets among them."""
     attributes = [vars(module) for module in model.modules()]
     containers = [*attributes, *(value for values in attributes for value in values.values())]
     before = [(held, held.copy()) for held in containers if isinstance(held, (dict, list, set))]
@@ -115,6 +123,8 @@ class _Call:
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     saved: dict[StorageWeakRef, int] = field(default_factory=dict)
+    # By version of the contents too.
+    swapped: dict[tuple[StorageWeakRef, int], int] = field(default_factory=dict)
     live_before: int = 0
     live_peak: int = 0
     flops: int = 0
@@ -223,6 +233,7 @@ class _Recorder:
             if not any(call.unit.is_block for call in self._running):
                 self._outside[key] = nbytes
             for call in self._running:
+                call.swapped[key, tensor._version] = swapped_bytes(nbytes)
                 if key not in call.inputs:
                     call.saved[key] = nbytes
         return tensor
@@ -254,6 +265,7 @@ class _Recorder:
             output_bytes=sum(call.outputs.values()),
             flops=call.flops,
             peak_bytes=call.live_peak - call.live_before,
+            swap_bytes=sum(call.swapped.values()),
         )
 
     def _saved_casts(self, saved: dict[StorageWeakRef, int]) -> tuple[tuple[str, int], ...]:

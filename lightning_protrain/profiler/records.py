@@ -157,7 +157,7 @@ class UnitCall:
     output_bytes: int
     flops: int
     peak_bytes: int
-    swap_bytes: int = 0
+    swap_bytes: int
 
     def saved_bytes_without(self, streamed: frozenset[str]) -> int:
         """`saved_bytes` if the parameters `streamed` are at hand in the other dtype, so that no cast copies them."""

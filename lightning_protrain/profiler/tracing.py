@@ -54,6 +54,10 @@ _DTYPE_OF_FIRST = (
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
 
 
+class UntraceableError(ValueError):
+    """A trace cannot do what the program does."""
+
+
 class Observer(Protocol):
     """What a trace reports to."""
 
@@ -92,7 +96,7 @@ class ShapeTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise ValueError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
+        raise UntraceableError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShapeTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
@@ -113,7 +117,7 @@ class MetaMode(TorchDispatchMode):
         scopes: Names of the modules that run, the innermost last, for messages; kept by whoever knows.
 
     Raises:
-        ValueError: The device is absent. Inside: code needs values, with the operation and the module.
+        UntraceableError: The device is absent. Inside: code needs values, with the operation and the module.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class MetaMode(TorchDispatchMode):
         super().__init__()
         self.device = torch.device(device)
         if not torch.get_device_module(self.device).is_available():
-            raise ValueError(
+            raise UntraceableError(
                 f"A trace for {str(self.device)!r} needs that device: autograd asks it for streams. Trace for 'cpu', "
                 "with the autocast of the CPU."
             )
@@ -175,7 +179,7 @@ class MetaMode(TorchDispatchMode):
             return found[1]
         with torch._C.DisableTorchFunction():
             if is_traceable_wrapper_subclass(tensor):
-                raise ValueError(f"A {type(tensor).__name__} cannot be traced: it is more than one plain tensor.")
+                raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it is more than one plain tensor.")
             # A real tensor with a history became unknown inside: it is part of the graph and must stay.
             if isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor):
                 return tensor
@@ -188,10 +192,10 @@ class MetaMode(TorchDispatchMode):
         self._stand_ins[id(tensor)] = (tensor, stand_in)
         return stand_in
 
-    def refuse(self, operation: str, reason: str) -> ValueError:
+    def refuse(self, operation: str, reason: str) -> UntraceableError:
         """The error for what a trace cannot do."""
         scope = repr(self.scopes[-1] or "the model") if self.scopes else "code outside all blocks"
-        return ValueError(
+        return UntraceableError(
             f"{operation} in {scope} {reason}. A trace knows shapes, integers and bools, but no floating-point values."
         )
 

@@ -44,7 +44,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 # Elements: a multiple of every vector and of every cache line, see [Note: Tiles].
 LINE = 64
-# Bytes of a scratch tile, one for each thread: found with benchmarks/optimizer.py.
+# Bytes of a scratch tile, one for each thread: 1 to 2 MiB were best, see benchmarks/LOG.md.
 TILE_BYTES = 2 << 20
 # Parts of a large step for each thread: one that is held up leaves some to the others.
 PARTS_PER_THREAD = 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import optimizer
-from benchmarks.optimizer import CASES, Model, main
+from benchmarks.optimizer import CASES, Beside, Measurement, Model, Times, main
 from lightning_protrain.runtime.hoststep import HostStep
 
 NUMBER = r"\d+\.\d{3}"
@@ -24,8 +24,8 @@ def test_every_case_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     results = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
     assert list(results) == list(CASES)
     for name, wanted in CASES.items():
-        bound = "- | -" if wanted is None else f"<= {wanted} | (yes|no)"
-        row = rf"\| {name} \| {RATIO} \| {bound.replace(' | ', ' [|] ')} \| {RATIO} \| {RATIO} \| {RATIO} \|"
+        bound = r"- \| -" if wanted is None else rf"<= {wanted} \| (yes|no|busy)"
+        row = rf"\| {name} \| {RATIO} \| {bound} \| {RATIO} \| [\d.e-]+ s \| {RATIO} \| {RATIO} \|"
         assert re.search(row, printed)
         assert len(results[name]["steps"]) == len(results[name]["peers"]) == len(results[name]["beside"]) == 2
     assert torch.get_num_threads() == before
@@ -68,3 +68,13 @@ def test_the_cases_compute_the_same(low_precision: bool) -> None:
 def test_wrong_arguments_are_refused(wrong: str) -> None:
     with pytest.raises(SystemExit):
         optimizer.main([wrong])
+
+
+def test_a_disturbed_peer_proves_nothing() -> None:
+    def row(peer: float, fastest: float) -> list[str]:
+        steps, peers = [Times(1.0, 1.0)] * 6, [Times(peer, peer)] * 6
+        return optimizer._row("chunked-bf16", 1.25, Measurement(steps, peers, [Beside(1.0, 1.0)] * 6), fastest)
+
+    assert row(1.0, 1.0)[3] == "yes"
+    assert row(0.5, 0.5)[3] == "no"
+    assert row(4.0, 1.0)[3] == "busy"

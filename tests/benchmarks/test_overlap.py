@@ -1,50 +1,103 @@
-"""Hidden time of transfers: known cases, and agreement with counting by the tick."""
+"""What the overlap hides on the virtual clock, which is exact: the three figures, their causes, and the bound."""
 
 from __future__ import annotations
 
-import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.overlap import Interval, covered_share, merge
+from benchmarks import overlap
+from benchmarks.overlap import WANTED, WANTED_RATIO, Case, Model, bound, main, measure
+from lightning_protrain.runtime.updates import Overlap
 
-TICKS = 30
-spans = st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(lambda pair: (float(min(pair)), float(max(pair))))
-many_spans = st.lists(spans, max_size=8)
+BACKWARD = Case(Overlap.BACKWARD, host=0.25, link=0.1, num_blocks=24)
+CLIPPED = Case(Overlap.FORWARD, clipped=True, host=0.25, link=0.1, num_blocks=24)
 
 
-def _ticks(intervals: list[Interval]) -> set[int]:
-    return {tick for begin, end in intervals for tick in range(int(begin), int(end))}
+@pytest.mark.parametrize("case", [BACKWARD, CLIPPED], ids=["behind backward", "behind forward, clipped"])
+def test_the_step_of_the_host_is_hidden(case: Case) -> None:
+    row = measure(case)
+    assert row.hidden_of_fitting is not None
+    assert row.hidden_of_fitting >= WANTED[case.overlap]
+    assert row.ratio <= WANTED_RATIO
+    assert row.met
+    assert row.busy.device == pytest.approx(row.computing, rel=1e-3)
+    # The update, its norms and its scaling, where there are some.
+    others = overlap.NORM + overlap.SCALE if case.clipped else 0.0
+    assert row.busy.host == pytest.approx((1 + others) * case.host * row.computing, rel=0.01)
+
+
+# A download waits until no more than one is held, however small: behind the gradient of a large weight, those of a gain
+# and a bias keep the host from launching what comes next until the large one has landed.
+@pytest.mark.xfail(strict=True, reason="the bound on held gradients counts tensors, not bytes")
+def test_the_bound_is_met_with_a_slower_link() -> None:
+    assert measure(replace(BACKWARD, link=0.5)).ratio <= WANTED_RATIO
+
+
+def test_without_overlap_everything_is_exposed() -> None:
+    row = measure(Case(host=0.5, link=0.1, num_blocks=6))
+    assert row.hidden == pytest.approx(0, abs=0.01)
+    assert row.met is None
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+# Two chunks of 3 seconds each, a third of it forward.
+MODEL = Model(nbytes=(8, 8), weights=16, forward=(1.0, 1.0), backward=4.0)
 
 
 @pytest.mark.parametrize(
-    ("copies", "kernels", "share"),
+    ("case", "seconds"),
     [
-        ([(0, 4)], [(0, 4)], 1.0),
-        ([(0, 4)], [(1, 2), (3, 9)], 0.5),
-        ([(0, 4)], [], 0.0),
-        ([(0, 4), (2, 6)], [(5, 7)], 1 / 6),
-        ([], [(0, 4)], None),
+        (Case(), 6),
+        (Case(link=2.0), 4 + 4),  # forward waits for uploads, backward hides them
+        (Case(link=4.0), 8 + 8),  # so that both wait
+        (Case(host=0.5), 6 + 3),
+        (Case(Overlap.BACKWARD, host=0.5), 6),
+        (Case(Overlap.BACKWARD, host=1.0), 2 + 6),
+        (Case(Overlap.FORWARD, host=0.5), 4 + 3),
+        (Case(Overlap.FORWARD, host=0.25), 6),
+        (Case(clipped=True, host=1.0), 6 + 6 + 1.5 + 1.5),
+        (Case(Overlap.FORWARD, clipped=True, host=1.0), 4 + 6 + 3),
+        (Case(accumulate=3, host=1.0), 2 + 4 + 2 + 4.5 + 2 + 4.5 + 6),
+        (Case(Overlap.BACKWARD, accumulate=3, host=1.0), 2 + 4 + 2 + 4.5 + 2 + 4.5 + 6),
+        (Case(Overlap.FORWARD, accumulate=2, host=0.5), 3 + 4 + 2 + 4),
     ],
 )
-def test_covered_share(copies: list[Interval], kernels: list[Interval], share: float | None) -> None:
-    assert covered_share(copies, kernels) == (share if share is None else pytest.approx(share))
+def test_the_bound(case: Case, seconds: float) -> None:
+    assert bound(case, MODEL) == pytest.approx(seconds)
 
 
-@given(many_spans, many_spans)
-def test_covered_share_counts_every_tick_once(copies: list[Interval], kernels: list[Interval]) -> None:
-    copying = _ticks(copies)
-    share = covered_share(copies, kernels)
-    if copying:
-        assert share == pytest.approx(len(copying & _ticks(kernels)) / len(copying))
-    else:
-        assert share is None
+@pytest.mark.parametrize("way", list(Overlap))
+def test_a_slower_host_or_link_never_lowers_the_bound(way: Overlap) -> None:
+    cases = [Case(way, accumulate=2, host=host, link=0.5) for host in (0.0, 0.1, 1.0, 2.0)]
+    bounds = [bound(case, MODEL) for case in cases] + [bound(replace(cases[-1], link=9.0), MODEL)]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] > bounds[0]
 
 
-@given(many_spans)
-def test_merge_keeps_the_time_and_leaves_gaps(intervals: list[Interval]) -> None:
-    merged = merge(intervals)
-    assert _ticks(merged) == _ticks(intervals)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    main(["--blocks=2", "--accumulate", "1", "2", "--host=0.5", "--link=0.5", f"--json={file}"])
+    printed = capsys.readouterr().out
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 2 * len(overlap.WAYS)
+    for accumulate in (1, 2):
+        for way, clipped in overlap.WAYS:
+            assert f"| {way} | {'by norm' if clipped else 'no'} | {accumulate} | 0.5 | 0.5 | " in printed
+
+
+def test_the_clock_gives_the_same_twice() -> None:
+    case = Case(Overlap.FORWARD, clipped=True, accumulate=2, host=0.5, link=0.5, num_blocks=2)
+    assert overlap.run(case) == overlap.run(case)
+
+
+@pytest.mark.parametrize("wrong", ["--blocks=0", "--host=0", "--link=-1", "--accumulate=0"])
+def test_wrong_arguments_are_refused(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        main([wrong])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.device import TransferCounters
+from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
 
@@ -48,17 +49,21 @@ class Speaker(LightningModule):
 
 
 class PlannedStrategy(SingleDeviceStrategy):
-    """Plain training that claims to have a plan and counts one upload a step."""
+    """Plain training that claims to have a plan and counts one upload a step, and two swaps if a block swaps."""
 
-    def __init__(self, plan: Plan | None, budget: int | None) -> None:
+    def __init__(self, plan: Plan | None, budget: int | None, overlap: OverlapPlan | None = None) -> None:
         super().__init__(device=torch.device("cpu"))
         self.plan = plan
         self.budget = budget
         self.counters = TransferCounters()
+        self.overlap = overlap or OverlapPlan()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.counters.uploaded_bytes += 3000
         self.counters.downloaded_bytes += 1000
+        if self.plan is not None and any(block.swap_bytes for block in self.plan.blocks):
+            self.counters.swapped_out_bytes += 200
+            self.counters.swapped_in_bytes += 100
         self.counters.uploads += 1
         self.counters.prefetch_hits += 1
         self.counters.live_bytes = 500

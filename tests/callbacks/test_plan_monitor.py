@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,19 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor, render_plan, short_bytes, summary
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.callbacks.plan_monitor import (
+    PlanMonitor,
+    Planned,
+    device_bytes,
+    render_plan,
+    short_bytes,
+    summary,
+)
 from lightning_protrain.device import TransferCounters
+from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.runtime.updates import Overlap
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
 
 MIB = 2**20
@@ -28,10 +39,10 @@ def _plan(*chunks: ChunkPlan, blocks: tuple[BlockPlan, ...] = ()) -> Plan:
     return Plan(chunks, blocks, 2, MemoryTerms(4 * MIB, 2 * MIB, MIB, 512), {})
 
 
-def _text(plan: Plan, budget: int | None = None) -> list[str]:
+def _text(plan: Plan, budget: int | None = None, overlap: OverlapPlan | None = None) -> list[str]:
     console = Console(width=200, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render_plan(plan, budget))
+        console.print(render_plan(plan, budget, overlap))
     return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
 
 
@@ -41,6 +52,13 @@ LLAMA = _plan(
     _chunk("model.norm", 512, resident=True),
     _chunk("lm_head", 8 * MIB),
     blocks=tuple(BlockPlan(f"model.layers.{i}", CHECKPOINT if i > 3 else KEEP) for i in range(12)),
+)
+
+
+SWAPPED = replace(
+    LLAMA,
+    blocks=(BlockPlan("model.layers.0", BlockPolicy.SWAP, swap_bytes=3 * MIB), *LLAMA.blocks[1:]),
+    memory=replace(LLAMA.memory, swapped_activations=3 * MIB),
 )
 
 
@@ -66,6 +84,52 @@ def test_memory_is_shown_against_the_budget() -> None:
     assert "| module buffers | 512 B | 0 % of 16.0 MiB |" in lines
     assert "| total | 7.0 MiB | 44 % of 16.0 MiB |" in lines
     assert "| total | 7.0 MiB | no limit |" in _text(LLAMA)
+
+
+def test_swapped_activations_have_a_row_if_there_are_any() -> None:
+    lines = _text(SWAPPED, 20 * MIB)
+    assert "| swapped activations | 3.0 MiB | 15 % of 20.0 MiB |" in lines
+    assert "| total | 10.0 MiB | 50 % of 20.0 MiB |" in lines
+    assert "| model.layers.0 | 3 | 3.0 MiB | device | swap |" in lines
+    assert "Model states and swapped activations on the device" in lines
+    assert not any("swapped" in line for line in _text(LLAMA, 20 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "sentence"),
+    [
+        (OverlapPlan(), "The host steps the optimizer while the device waits."),
+        (
+            OverlapPlan(Overlap.BACKWARD),
+            "The host steps the optimizer while the device computes: behind backward.",
+        ),
+        (
+            OverlapPlan(Overlap.FORWARD, ends_before="on_train_batch_end of EMA"),
+            OverlapPlan(Overlap.FORWARD, ends_before="on_train_batch_end of EMA").describe(None),
+        ),
+    ],
+)
+def test_the_host_step_is_described_where_there_is_one(overlap: OverlapPlan, sentence: str) -> None:
+    assert sentence in _text(LLAMA, None, overlap)
+    resident = replace(LLAMA, chunks=tuple(replace(chunk, resident=True) for chunk in LLAMA.chunks))
+    frozen = replace(LLAMA, chunks=tuple(replace(chunk, trainable=False) for chunk in LLAMA.chunks))
+    for plan, said in ((LLAMA, None), (resident, overlap), (frozen, overlap)):
+        assert not any("The host steps" in line for line in _text(plan, None, said))
+
+
+def test_the_strategy_has_what_is_asked_of_it() -> None:
+    strategy = ProTrainStrategy()
+    assert isinstance(strategy, Planned)
+    assert strategy.overlap == OverlapPlan()
+    with pytest.raises(AttributeError):
+        strategy.overlap = OverlapPlan(Overlap.FORWARD)
+
+
+def test_swapped_bytes_are_logged_apart_and_only_if_a_block_swaps() -> None:
+    counters = TransferCounters(uploaded_bytes=5, downloaded_bytes=7, swapped_out_bytes=11, swapped_in_bytes=13)
+    logged = device_bytes(SWAPPED, counters)
+    assert (logged["streamed_bytes"], logged["swapped_out_bytes"], logged["swapped_in_bytes"]) == (12, 11, 13)
+    assert set(device_bytes(LLAMA, counters)) == {"device_bytes", "peak_device_bytes", "streamed_bytes"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +182,16 @@ def test_bytes_are_right_to_a_tenth_of_the_unit(count: int) -> None:
             "ProTrain streamed 3.0 MiB through a budget of 64.0 MiB, 98 % of 50 fetches were prefetched.",
         ),
         (TransferCounters(uploaded_bytes=MIB), None, "ProTrain streamed 1.0 MiB."),
+        (
+            TransferCounters(uploaded_bytes=MIB, swapped_out_bytes=MIB, swapped_in_bytes=MIB),
+            None,
+            "ProTrain streamed 1.0 MiB. It swapped 2.0 MiB of activations.",
+        ),
+        (
+            TransferCounters(swapped_out_bytes=MIB),
+            None,
+            "ProTrain streamed nothing: all model states stayed on the device. It swapped 1.0 MiB of activations.",
+        ),
     ],
 )
 def test_the_summary(counters: TransferCounters, budget: int | None, expected: str) -> None:
@@ -125,15 +199,19 @@ def test_the_summary(counters: TransferCounters, budget: int | None, expected: s
 
 
 def test_plan_summary_and_bytes_appear_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    strategy = PlannedStrategy(LLAMA, 16 * MIB)
+    strategy = PlannedStrategy(SWAPPED, 16 * MIB, OverlapPlan(Overlap.BACKWARD))
     logger = CSVLogger(tmp_path, name="run", version=0)
     fit(Speaker(), chat_data(tmp_path), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
     output = capsys.readouterr().out
     assert output.index("model.layers.4-11") < output.index("ProTrain streamed")
     assert "ProTrain streamed 11.7 KiB through a budget of 16.0 MiB, 100 % of 3 fetches were prefetched." in output
+    assert "while the device computes: behind backward." in output
+    assert "It swapped 900 B of activations." in output
     with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:
         logged = [row for row in csv.DictReader(lines) if row["streamed_bytes"]]
     assert [float(row["streamed_bytes"]) for row in logged] == [4000, 8000, 12000]
+    assert [float(row["swapped_out_bytes"]) for row in logged] == [200, 400, 600]
+    assert [float(row["swapped_in_bytes"]) for row in logged] == [100, 200, 300]
     assert {float(row["device_bytes"]) for row in logged} == {4 * MIB + 512 + 500}
     assert {float(row["peak_device_bytes"]) for row in logged} == {4 * MIB + 512 + 700}
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 import random
 import resource
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -20,9 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelProfile, ParameterUse, castable
+from lightning_protrain.runtime.swap import ActivationSwap
 from tests.models import LanguageModel, Mlp, variants, zoo
+from tests.plans import place
 from tests.profiler.models import CASES, TEXT, tokens
 from tests.profiler.real_run import Context, RealRun
+from tests.runtime.applied import applied
 
 PRECISIONS: dict[str, Context] = {
     "32-true": nullcontext,
@@ -113,6 +116,63 @@ def test_a_model_on_the_meta_device_has_the_same_profile(name: str) -> None:
         profiles.append(profile_model(model, describe_model(model), step, PRECISIONS["bf16-mixed"]))
     assert profiles[0] == profiles[1]
     assert castable(profiles[0], "bfloat16")
+
+
+class Changes(nn.Module):
+    """Saves one storage at two versions, one twice, its inputs, a view, and less than a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("table", torch.ones(64, 64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        held = hidden.exp()
+        first = (held.detach() * self.scale).sum()
+        held = held.detach().mul_(2)
+        second = held * self.scale + held.t() * self.scale + hidden[:8, :8].sum() * self.scale
+        return hidden * (first + second.mean() + (self.table * self.scale).sum() + self.scale.exp())
+
+
+BATCHED = sorted(MODELS.keys() - {"convolutions", "recurrent", "mlp", "lstm", "zamba2"})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", [*BATCHED, "changes"])
+def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_bytes: dict[str, int]) -> None:
+    if name == "changes":
+        model, inputs = nn.Sequential(*(nn.Sequential(Changes()) for _ in range(2))), {"input": torch.ones(64, 64)}
+    else:
+        build, small = MODELS[name]
+        model = build().train()
+        inputs = {key: value.repeat(64, *[1] * (value.dim() - 1)) for key, value in small.items()}
+        if name == "wav2vec2":
+            model.config.layerdrop = 0.0
+    step = lambda: loss_of(model(**inputs))  # noqa: E731
+    planned = profile_model(model, describe_model(model), step, PRECISIONS[precision]).swap_bytes()
+    names = [unit.name for unit in describe_model(model).blocks]
+    make = lambda module: place(module, lambda index: True, swap_bytes=lambda index: planned[names[index]])  # noqa: E731
+    with applied(model, make) as state, PRECISIONS[precision]():
+        state.step(step)
+    assert used_bytes == {name: planned[name] for name in names}
+    assert min(used_bytes.values()) > 0
+
+
+@pytest.fixture
+def used_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes of the slabs that swapped calls have used, the most for each block."""
+    used: dict[str, int] = {}
+    call = ActivationSwap.call
+
+    @contextmanager
+    def observed(self: ActivationSwap, name: str, *args: Any) -> Iterator[None]:
+        with call(self, name, *args):
+            yield
+            slab = self._running[-1].slab
+            used[name] = max(used.get(name, 0), slab.used if slab else 0)
+
+    monkeypatch.setattr(ActivationSwap, "call", observed)
+    return used
 
 
 class Busy(nn.Module):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import FrozenInstanceError, asdict, replace
+from mmap import PAGESIZE
 
 import pytest
 
@@ -14,6 +15,7 @@ from lightning_protrain.profiler.records import (
     UnitCall,
     UnitInfo,
     castable,
+    swapped_bytes,
 )
 
 WEIGHT = ParameterInfo("embed.weight", ("embed.weight", "head.weight"), (4, 3), "bfloat16", 24, True)
@@ -51,7 +53,7 @@ def test_records_are_values() -> None:
         LAYOUT.buffer_bytes = 0  # type: ignore[misc]
 
 
-CALL = UnitCall("block", 0, 100, (("a", 8), ("b", 4), ("b", 4)), 10, 20, 30, 40)
+CALL = UnitCall("block", 0, 100, (("a", 8), ("b", 4), ("b", 4)), 10, 20, 30, 40, 0)
 PROFILE = ModelProfile(
     calls=(CALL,),
     parameters=(
@@ -84,6 +86,26 @@ def test_uses_are_casts_and_direct_uses() -> None:
 @pytest.mark.parametrize(("streamed", "nbytes"), [((), 100), (("a",), 92), (("b",), 92), (("a", "b", "c"), 84)])
 def test_saved_bytes_without_copies_of_streamed_weights(streamed: tuple[str, ...], nbytes: int) -> None:
     assert CALL.saved_bytes_without(frozenset(streamed)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pages"), [(0, 0), (PAGESIZE - 1, 0), (PAGESIZE, 1), (PAGESIZE + 1, 2), (9 * PAGESIZE, 9)]
+)
+def test_swapped_bytes_are_whole_pages(nbytes: int, pages: int) -> None:
+    assert swapped_bytes(nbytes) == pages * PAGESIZE
+
+
+@pytest.mark.parametrize(("streamed", "pages"), [((), (7, 5)), (("a",), (5, 5)), (("a", "b"), (5, 4))])
+def test_swapped_bytes_without_copies_of_streamed_weights(streamed: tuple[str, ...], pages: tuple[int, int]) -> None:
+    casts = (("a", PAGESIZE + 1), ("b", PAGESIZE - 1)), (("b", PAGESIZE),)
+    calls = (
+        replace(CALL, saved_casts=casts[0], swap_bytes=7 * PAGESIZE),
+        replace(CALL, saved_casts=casts[1], swap_bytes=5 * PAGESIZE),
+        replace(CALL, name="other", saved_casts=(), swap_bytes=PAGESIZE),
+    )
+    assert [call.swap_bytes_without(frozenset(streamed)) // PAGESIZE for call in calls] == [*pages, 1]
+    most = replace(PROFILE, calls=calls).swap_bytes(frozenset(streamed))
+    assert most == {"block": max(pages) * PAGESIZE, "other": PAGESIZE}
 
 
 def test_a_profile_is_plain_values() -> None:

@@ -1,0 +1,90 @@
+"""What the strategy is set beside on a GPU: other systems that keep model states in host memory, where installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_protrain import ProTrainStrategy
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to train, started with `python -m benchmarks.gpu_step`.
+
+    Attributes:
+        strategy: Makes what the Trainer takes.
+        optimizer: Makes the optimizer of the given parameters.
+        shard: Prepares a model before its optimizer is made; None: nothing to do.
+        requires: Package that may not be installed; None: nothing is needed.
+        clips: Whether it can clip gradients by norm.
+    """
+
+    strategy: Callable[[], Strategy | str]
+    optimizer: OptimizerMaker = field(default=partial(AdamW, lr=LEARNING_RATE))
+    shard: Callable[[nn.Module], None] | None = None
+    requires: str | None = None
+    clips: bool = True
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can run here."""
+        return self.requires is None or importlib.util.find_spec(self.requires) is not None
+
+
+def _protrain(overlap: str, **plan: Any) -> Callable[[], ProTrainStrategy]:
+    return partial(ProTrainStrategy, overlap_optimizer=overlap, **plan)
+
+
+def _deepspeed() -> Strategy:
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+    return strategies.DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
+
+
+def _deepspeed_adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    adam = importlib.import_module("deepspeed.ops.adam")
+    return adam.DeepSpeedCPUAdam(parameters, lr=LEARNING_RATE)
+
+
+def _torchao_adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    optim = importlib.import_module("torchao.optim")
+    return optim.CPUOffloadOptimizer(parameters, AdamW, lr=LEARNING_RATE, fused=True)
+
+
+def _fsdp2() -> Strategy:
+    # Gradients lie on the CPU, so their norm is summed over processes there.
+    return ModelParallelStrategy(
+        data_parallel_size=1, tensor_parallel_size=1, process_group_backend="cuda:nccl,cpu:gloo"
+    )
+
+
+def _shard(model: nn.Module) -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    policy = fsdp.CPUOffloadPolicy()
+    for block in model.model.layers:
+        fsdp.fully_shard(block, offload_policy=policy)
+    fsdp.fully_shard(model, offload_policy=policy)
+
+
+SYSTEMS = {
+    "plain Lightning": System(lambda: "auto"),
+    "protrain, offload, overlap off": System(_protrain("off", plan="offload")),
+    # Clipping by norm needs all gradients, which a step behind backward cannot wait for.
+    "protrain, offload, overlap backward": System(_protrain("backward", plan="offload"), clips=False),
+    "protrain, offload, overlap forward": System(_protrain("forward", plan="offload")),
+    "DeepSpeed ZeRO-3 Offload": System(_deepspeed, _deepspeed_adam, requires="deepspeed"),
+    # It steps while gradients come down, before their norm is known.
+    "torchao CPUOffloadOptimizer": System(lambda: "auto", _torchao_adam, requires="torchao", clips=False),
+    "FSDP2 with CPUOffloadPolicy": System(_fsdp2, shard=_shard),
+}

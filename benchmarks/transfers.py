@@ -1,0 +1,68 @@
+"""How much of the time of transfers is hidden behind computation, from a trace of CUDA activities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+Interval = tuple[float, float]
+UPLOAD = "Memcpy HtoD"
+NO_KERNELS = ("Memcpy", "Memset")
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as intervals (begin, end) that neither touch nor overlap, in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def covered_share(copies: Iterable[Interval], kernels: Iterable[Interval]) -> float | None:
+    """The part of the time of `copies` during which one of `kernels` runs, in [0, 1]; None if nothing is copied."""
+    copying, running = merge(copies), merge(kernels)
+    total = sum(end - begin for begin, end in copying)
+    covered, first = 0.0, 0
+    for begin, end in copying:
+        while first < len(running) and running[first][1] <= begin:
+            first += 1
+        for start, stop in running[first:]:
+            if start >= end:
+                break
+            covered += min(end, stop) - max(begin, start)
+    return covered / total if total else None
+
+
+class TransferProbe:
+    """Traces the steps between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._profile: profile | None = None
+
+    def start(self) -> None:
+        """Begins the trace of a CUDA device."""
+        torch.cuda.synchronize()
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile.start()
+
+    def stop(self) -> float | None:
+        """Ends it; the part of the time of uploads that ran beside kernels, None if nothing was uploaded."""
+        assert self._profile is not None
+        torch.cuda.synchronize()
+        self._profile.stop()
+        copies, kernels = [], []
+        for event in self._profile.events() or ():
+            if event.device_type != DeviceType.CUDA or event.is_user_annotation:
+                continue
+            span = (event.time_range.start, event.time_range.end)
+            if event.name.startswith(UPLOAD):
+                copies.append(span)
+            elif not event.name.startswith(NO_KERNELS):
+                kernels.append(span)
+        return covered_share(copies, kernels)

@@ -1,0 +1,227 @@
+"""Takes the first training batch of a Trainer before training begins, and leaves no trace of it in the run.
+
+[Note: Ahead of time]
+What a step saves must be known before the model is placed, which is before Lightning makes the training data. So a
+batch is taken ahead: from the indices that the batch sampler would give first, with a sampler of its own. A loader that
+comes from a hook is made early, once; Lightning gets the same one when it asks, with the random states as the hook
+leaves them, so every later draw is that of a run that has not been profiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+
+from lightning_protrain.profiler.model import unchanged
+
+_CPU = torch.device("cpu")
+_TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
+    ("on_before_batch_transfer", ()),
+    ("transfer_batch_to_device", (_CPU,)),
+    ("on_after_batch_transfer", ()),
+)
+# What a sampler may change while it is iterated.
+_COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
+# Objects with a longer list of items are taken to hold data, and no random generators.
+_MAX_ITEMS = 1000
+
+
+def first_batch(trainer: Trainer) -> Any | None:
+    """The first training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
+
+    The items of the batch are read from the dataset now, and again in training: by a worker process where the loader
+    has workers, which ends before this returns, else in this process. Random states are put back, those of generators
+    that the dataset holds included; what else reading an item changes is changed. The hooks of batch transfer run now,
+    and again in training. It is another batch of the same kind where Lightning or a hook draws random numbers before
+    training begins, several loaders shuffle, a sampler is seeded by the epoch, or the run goes on from a checkpoint.
+
+    Args:
+        trainer: In `Strategy.setup` of a fit.
+
+    Returns:
+        The batch; None if that cannot be had without a trace: an iterable dataset, a loader that is no `DataLoader` or
+        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, no data.
+    """
+    if trainer.limit_train_batches == 0:
+        return None
+    in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
+    with ExitStack() as undo:
+        undo.callback(_set_rng_states, _collect_rng_states())
+        loaders, structure = tree_flatten(_train_loaders(trainer))
+        if not loaders:
+            return None
+        undo.enter_context(unchanged(trainer.lightning_module))
+        batches = []
+        for loader in loaders:
+            batches.append(_first_of(loader, in_order) if _is_plain(loader) else None)
+            if batches[-1] is None:
+                return None
+        batch = trainer.precision_plugin.convert_input(tree_unflatten(batches, structure))
+        hooks: Any = trainer._data_connector._datahook_selector
+        for hook, place in _TRANSFER_HOOKS:
+            batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
+    return batch
+
+
+class _MadeSource(_DataLoaderSource):
+    """A source of loaders whose hook has been called already: gives its result once, then calls it as ever.
+
+    Where random states are as they were before the call, they become what the call made of them.
+
+    Args:
+        source: What calls the hook.
+    """
+
+    def __init__(self, source: _DataLoaderSource) -> None:
+        super().__init__(source.instance, source.name)
+        before = _collect_rng_states()
+        self._made = [(_request_dataloader(source), before, _collect_rng_states())]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "instance":  # another fit begins
+            super().__setattr__("_made", [])
+
+    def peek(self) -> Any:
+        """What the next call gives."""
+        return self._made[0][0]
+
+    def dataloader(self) -> Any:
+        if not self._made:
+            return super().dataloader()
+        made, before, after = self._made.pop()
+        pairs = zip(tree_leaves(_collect_rng_states()), tree_leaves(before), strict=True)
+        if all(np.array_equal(one, other) for one, other in pairs):
+            _set_rng_states(after)
+        return made
+
+
+def _train_loaders(trainer: Trainer) -> Any:
+    """The loader of the fit, or its collection of loaders."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:  # a user asked for `estimated_stepping_batches`
+        return loop._combined_loader.iterables
+    if loop._data_source.is_module():
+        loop._data_source = _MadeSource(loop._data_source)
+        loaders = loop._data_source.peek()
+    else:
+        loaders = loop._data_source.instance
+    return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
+
+
+def _is_plain(loader: object) -> bool:
+    """Whether the batches of `loader` are those of PyTorch's own `DataLoader` over a map-style dataset."""
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+        return False
+    own = type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator
+    return own and not isinstance(loader.dataset, IterableDataset)
+
+
+def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
+    """The first batch of `loader`, drawn as an iterator of it would; None if its sampler gives nothing or no copy."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if in_order:  # Lightning replaces the sampler to overfit
+        sampler = SequentialSampler(cast(Sized, loader.dataset))
+        if loader.batch_size is not None:
+            sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    shared = {id(data): data for data in _data_of(sampler, loader.dataset)}
+    try:
+        own, generator = copy.deepcopy((sampler, loader.generator), shared)
+    except TypeError:
+        return None
+    before = _collect_rng_states()
+    iterator = iter(own)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of workers, which every iterator draws
+    indices = next(iterator, None)
+    if indices is None:
+        return None
+    if loader.num_workers:
+        after = _collect_rng_states()
+        _set_rng_states(before)
+        batch = _read_in_worker(loader, indices)
+        _set_rng_states(after)
+        return batch
+    with ExitStack() as undo:
+        for put_back in _generators(loader.dataset):
+            undo.callback(put_back)
+        return _read(loader, indices)
+
+
+def _data_of(sampler: object, dataset: object) -> Iterator[object]:
+    """What a sampler, and those inside it, look things up in: not to be copied."""
+    yield dataset
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, Sampler):
+            yield from _data_of(value, dataset)
+        elif hasattr(value, "__getitem__") and (isinstance(value, np.memmap) or not isinstance(value, _COPIED)):
+            yield value
+
+
+def _read(loader: DataLoader[Any], indices: Any) -> Any:
+    """The batch of these indices, or of one index where the loader does not batch."""
+    assert loader.collate_fn is not None
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[indices])
+    if hasattr(dataset, "__getitems__"):
+        return loader.collate_fn(dataset.__getitems__(indices))
+    return loader.collate_fn([dataset[index] for index in indices])
+
+
+def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
+    """The same, as the first worker of `loader` gives it."""
+    which: dict[str, Any] = {"batch_sampler": [indices]}
+    if loader.batch_sampler is None:
+        which = {"batch_size": None, "sampler": [indices]}
+    once: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        num_workers=1,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=copy.deepcopy(loader.generator),
+        timeout=loader.timeout,
+        **which,
+    )
+    (batch,) = once  # to the end, which is when the worker ends
+    return batch
+
+
+def _generators(root: object) -> list[Callable[[], object]]:
+    """What puts back the random generators that `root` and the objects in it hold."""
+    found: list[Callable[[], object]] = []
+    seen: dict[int, object] = {}
+    queue = [root]
+    while queue:
+        held = queue.pop()
+        if id(held) in seen or isinstance(held, (type, ModuleType, torch.Tensor, np.ndarray, nn.Module)):
+            continue
+        seen[id(held)] = held
+        if isinstance(held, torch.Generator):
+            found.append(partial(held.set_state, held.get_state()))
+        elif isinstance(held, random.Random):
+            found.append(partial(held.setstate, held.getstate()))
+        elif isinstance(held, np.random.Generator):
+            found.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+        elif isinstance(held, np.random.RandomState):
+            found.append(partial(held.set_state, held.get_state()))
+        elif isinstance(held, (list, tuple, dict)):
+            queue.extend((held.values() if isinstance(held, dict) else held) if len(held) <= _MAX_ITEMS else ())
+        else:
+            queue.extend(getattr(held, "__dict__", {}).values())
+    return found

@@ -1,0 +1,169 @@
+"""Profiles the training step of a Trainer before there is a plan, and leaves no trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric, MetricCollection
+
+from lightning_protrain.batches import first_batch
+from lightning_protrain.profiler.model import profile_model, unchanged
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
+from lightning_protrain.profiler.tracing import UntraceableError
+
+_NO_BATCH = (
+    "no batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
+    "that cannot be copied)"
+)
+
+
+def profile_training_step(
+    trainer: Trainer,
+    model: LightningModule,
+    layout: ModelLayout,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    needed_for: str = "",
+) -> ModelProfile | None:
+    """Runs `training_step` on the first batch for its shapes, see `profile_model`.
+
+    The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
+    of the trainer; attributes of modules and random states are put back. What the step does to anything else, it does.
+    What the user's own code raises is raised. Hooks that run before the first step (`on_train_start`) have not run.
+
+    Args:
+        trainer: In `Strategy.setup` of a fit, with its optimizers.
+        model: The module that it trains.
+        layout: What `describe_model` says about it.
+        forward_context: Around the step: the autocast of the precision.
+        needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
+
+    Returns:
+        The profile; None, and one sentence for the user, if there is no batch or the step cannot be traced.
+
+    Raises:
+        ValueError: The same, if the profile is needed.
+    """
+    try:
+        if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
+            raise UntraceableError("`training_step` takes batches itself, from `dataloader_iter`.")
+        batch = first_batch(trainer)
+        if batch is None:
+            raise UntraceableError(f"{_NO_BATCH}.")
+        takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+        step = partial(model.training_step, batch, *([0] if takes_index else []))
+        with _undisturbed(trainer, model), _noting():
+            return profile_model(model, layout, step, forward_context, trainer.strategy.root_device)
+    except UntraceableError as error:
+        if needed_for:
+            raise ValueError(
+                f"{needed_for} needs to know what a training step saves, and it is not known: {error} Leave "
+                f"{needed_for.partition('=')[0]} out (num_checkpoint_blocks needs no profile)."
+            ) from error
+        rank_zero_info(
+            f"What a training step saves and casts is not known: {error} Streamed weights keep their own dtype."
+        )
+        return None
+
+
+def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:
+    """Parameters that may be streamed in `low_dtype`: those of `castable` without hooks, which would see the cast."""
+    if profile is None or low_dtype is None:
+        return frozenset()
+    hooked = {
+        fqn
+        for fqn, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    }
+    return castable(profile, low_dtype) - hooked
+
+
+@contextmanager
+def _undisturbed(trainer: Trainer, model: LightningModule) -> Iterator[None]:
+    """Within it, what a step does beside computing does nothing, and random states and attributes are put back."""
+    with ExitStack() as undo:
+        undo.callback(_set_rng_states, _collect_rng_states())
+        undo.enter_context(unchanged(model))
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        for module in list(model.modules()):
+            if isinstance(module, LightningModule):
+                vars(module).update(_mute_module(module))
+            elif isinstance(module, (Metric, MetricCollection)):
+                vars(module).update(_mute_metric(module))
+        yield
+
+
+@contextmanager
+def _noting() -> Iterator[None]:
+    """Says with an exception when it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
+        raise
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _mute_module(module: LightningModule) -> dict[str, Callable[..., Any]]:
+    """Methods that take the place of those which reach out of `module`."""
+
+    def optimizers(use_pl_optimizer: bool = True) -> Any:
+        return _map(_Idle, module.__class__.optimizers(module, use_pl_optimizer))
+
+    def lr_schedulers() -> Any:
+        return _map(_Idle, module.__class__.lr_schedulers(module))
+
+    def manual_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+    muted = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), _nothing)
+    return muted | {"optimizers": optimizers, "lr_schedulers": lr_schedulers, "manual_backward": manual_backward}
+
+
+def _map(function: Callable[[Any], Any], values: Any) -> Any:
+    return list(map(function, values)) if isinstance(values, list) else values and function(values)
+
+
+def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., Any]]:
+    """Methods of a metric that counts nothing: its values are zero."""
+
+    def zero(*args: Any, **kwargs: Any) -> Any:
+        return dict.fromkeys(metric.keys(), nothing) if isinstance(metric, MetricCollection) else nothing
+
+    nothing = torch.zeros(())
+    return {"forward": zero, "compute": zero, "update": _nothing, "reset": _nothing}
+
+
+class _Idle:
+    """An optimizer or a scheduler that can be read but does nothing.
+
+    Args:
+        real: What it stands for.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        if hasattr(real, "param_groups"):
+            self.param_groups = [dict(group) for group in real.param_groups]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Runs the closure, if there is one."""
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leaves gradients alone."""
