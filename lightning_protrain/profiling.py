@@ -24,6 +24,9 @@ _NO_BATCH = (
     "no batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
     "that cannot be copied)"
 )
+# What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. If it is wrong in itself it
+# raises again when it is run.
+_STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def profile_training_step(
@@ -37,7 +40,7 @@ def profile_training_step(
 
     The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
     of the trainer; attributes of modules and random states are put back. What the step does to anything else, it does.
-    What the user's own code raises is raised. Hooks that run before the first step (`on_train_start`) have not run.
+    Hooks that run before the first step (`on_train_start`) have not run.
 
     Args:
         trainer: In `Strategy.setup` of a fit, with its optimizers.
@@ -47,10 +50,11 @@ def profile_training_step(
         needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
 
     Returns:
-        The profile; None, and one sentence for the user, if there is no batch or the step cannot be traced.
+        The profile; None, and one sentence for the user, if there is no batch, or the step cannot be traced or raises.
 
     Raises:
-        ValueError: The same, if the profile is needed.
+        ValueError: There is no batch or the step cannot be traced, and the profile is needed. What the step itself
+            raises is raised then, too.
     """
     try:
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
@@ -68,10 +72,17 @@ def profile_training_step(
                 f"{needed_for} needs to know what a training step saves, and it is not known: {error} Leave "
                 f"{needed_for.partition('=')[0]} out (num_checkpoint_blocks needs no profile)."
             ) from error
-        rank_zero_info(
-            f"What a training step saves and casts is not known: {error} Streamed weights keep their own dtype."
-        )
-        return None
+        return _unknown(str(error))
+    except _STEP_ERRORS as error:
+        if needed_for:
+            raise
+        return _unknown(f"it raised {type(error).__name__} ({error}).")
+
+
+def _unknown(reason: str) -> None:
+    rank_zero_info(
+        f"What a training step saves and casts is not known: {reason} Streamed weights keep their own dtype."
+    )
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
-from tests.models import ParityModule, fit, token_batches, zoo
+from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.parity import Result, differences, snapshot
 from tests.plans import plans
 
@@ -232,3 +232,21 @@ def test_nothing_is_profiled_where_nothing_is_cast(monkeypatch: pytest.MonkeyPat
     run(MODELS["tied"](), "bf16-true", "offload")
     run(MODELS["tied"](), "bf16-mixed", "resident")
     run(MODELS["tied"](), "bf16-mixed", "auto")
+
+
+def test_a_step_that_needs_what_training_sets_up_is_streamed_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Prepared(ParityModule):
+        def on_train_start(self) -> None:
+            self.scale = 0.5
+
+        def loss(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.scale * super().loss(tokens, batch_idx)
+
+    def prepared() -> ParityModule:
+        torch.manual_seed(0)
+        return Prepared(LanguageModel([Mlp() for _ in range(3)]))
+
+    with caplog.at_level("INFO"):
+        found = run(prepared(), "bf16-mixed", "offload")
+    assert differences(run(prepared(), "bf16-mixed"), found) == []
+    assert any("raised AttributeError" in line and "scale" in line for line in caplog.messages)
