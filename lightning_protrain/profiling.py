@@ -24,8 +24,8 @@ _NO_BATCH = (
     "no batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
     "that cannot be copied)"
 )
-# What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. If it is wrong in itself it
-# raises again when it is run.
+# What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. One that is wrong in
+# itself raises again when it is run.
 _STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -72,14 +72,15 @@ def profile_training_step(
                 f"{needed_for} needs to know what a training step saves, and it is not known: {error} Leave "
                 f"{needed_for.partition('=')[0]} out (num_checkpoint_blocks needs no profile)."
             ) from error
-        return _unknown(str(error))
+        _say_unknown(str(error))
     except _STEP_ERRORS as error:
         if needed_for:
             raise
-        return _unknown(f"it raised {type(error).__name__} ({error}).")
+        _say_unknown(f"it raised {type(error).__name__} ({error}).")
+    return None
 
 
-def _unknown(reason: str) -> None:
+def _say_unknown(reason: str) -> None:
     rank_zero_info(
         f"What a training step saves and casts is not known: {reason} Streamed weights keep their own dtype."
     )
