@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +38,7 @@ from benchmarks.report import table, write_result
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime import executor
 from lightning_protrain.runtime.apply import Runtime, apply_plan
-from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
@@ -61,8 +58,6 @@ WAYS = (
 WIDTH = 32
 VOCABULARY = 256  # The embedding has two thirds of a block's weights, as in a Llama of 7 billion.
 NUM_BUFFERS = 3
-# The host may put off sums of 256 MiB, a third of a block of such a Llama in fp32.
-PENDING_BYTES = 4 * WIDTH**2 * 4
 # The first step of a run is not overlapped, the second one meets no step before it.
 NUM_STEPS = 4
 FLOPS, UNLIMITED = 1e9, 1e30
@@ -293,8 +288,7 @@ def _apply(gpt: GPT, device: SimulatedDevice) -> Runtime:
         num_keep_offloaded_blocks=len(gpt.blocks),
     )
     plan = make_plan(layout, "auto", knobs, None, None, state_bytes=8.0, min_num_params=1 << 40)
-    with mock.patch.object(executor, "Landing", partial(Landing, pending_bytes=PENDING_BYTES)):
-        return apply_plan(gpt, plan, layout, device, print)
+    return apply_plan(gpt, plan, layout, device, print)
 
 
 def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ fences order them, and no other is needed:
    read by an earlier kernel under another name.
 2. The compute stream waits for an upload where its bytes are first used, or where its memory is freed unused.
 3. A download waits for everything the compute stream has been given so far; its source is held until it has ended,
-   which replaces `record_stream`; no more than two are held.
+   which replaces `record_stream`; those that are held have `hold_bytes` at most, or it is one alone.
 4. The host waits for a download before it reads what has landed.
 5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
    of every evaluation step.
@@ -80,12 +80,14 @@ class Device(ABC):
         counters: What has been moved.
         host: Host memory that this device can copy to and from at full speed.
         worker: The host's thread beside the main one.
+        hold_bytes: The most that sources of downloads under way should take together.
     """
 
     torch_device: torch.device
     counters: TransferCounters = field(default_factory=TransferCounters)
     host: HostMemory = field(default_factory=HostMemory)
     worker: HostWorker = field(default_factory=HostWorker)
+    hold_bytes: int = 0
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
@@ -239,8 +241,9 @@ class StreamDevice(Device):
         self.compute_stream().wait_event(_issued(fence))
 
     def download(self, source: Tensor, target: Tensor) -> Event:
-        while len(self._held) > 1 or (self._held and self._held[0][0].query()):
-            # The host runs ahead: without a bound all gradients would pile up on the device.
+        # The host runs ahead: without a bound all gradients would pile up on the device.
+        most = max(self.hold_bytes - source.nbytes, 0)
+        while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
             self._drop_held()
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)

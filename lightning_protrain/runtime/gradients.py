@@ -42,7 +42,7 @@ class Landing:
         begin: Called before the first gradient of a backward, so that its end is noticed.
         updates: Takes gradients of whole chunks over.
         is_past: Whether no call that reads the chunk is awaited any more.
-        pending_bytes: The most bytes of sums that may wait for their copies.
+        pending_bytes: The most bytes of sums that may wait for their copies; None: two of the largest chunks.
 
     Attributes:
         uses: How many unit calls of the present step used each parameter; kept by the executor.
@@ -55,13 +55,17 @@ class Landing:
         begin: Callable[[], None],
         updates: Updates,
         is_past: Callable[[int], bool],
-        pending_bytes: int = 1 << 28,
+        pending_bytes: int | None = None,
     ) -> None:
         self._device = device
         self._begin = begin
         self._updates = updates
         self._is_past = is_past
-        self._pending_bytes = pending_bytes
+        two_chunks = 2 * max((chunk.nbytes for chunk in chunks), default=0)
+        self._pending_bytes = two_chunks if pending_bytes is None else pending_bytes
+        # Those that land take no more than the second largest, while the next one is computed: two of the largest.
+        sizes = sorted(slot.twin.nbytes for chunk in chunks if chunk.plan.trainable for slot in chunk.slots)
+        device.hold_bytes = sizes[-2] if len(sizes) > 1 else 0
         self._chunks = tuple(chunks)
         self._index = {slot: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
         self._missing: dict[int, set[Slot]] = {}
@@ -135,6 +139,8 @@ class Landing:
 
     def _hand_over(self, slot: Slot) -> None:
         """Gives the gradients of the chunk away, if this was the last of them, see [Note: Landing]."""
+        if not self._updates.takes_landings:
+            return
         index = self._index[slot]
         slots = self._chunks[index].slots
         missing = self._missing.setdefault(index, {other for other in slots if other.host.requires_grad})

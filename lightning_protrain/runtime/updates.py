@@ -149,11 +149,15 @@ class Updates:
             armed.take_norms = False
         self.finish_all()
 
+    @property
+    def takes_landings(self) -> bool:
+        """Whether gradients may be given to `landed` at all in this backward."""
+        armed = self._armed
+        return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
+
     def wants(self, index: int) -> bool:
         """Whether the gradients of a chunk that are on their way should be given to `landed`."""
-        armed = self._armed
-        wanted = armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
-        return wanted and self._can_step(self._chunks[index])
+        return self.takes_landings and self._can_step(self._chunks[index])
 
     def landed(self, index: int, land: Callable[[], None]) -> None:
         """Takes the gradients of a chunk, when all are on their way and nothing reads its weights any more.

@@ -29,9 +29,6 @@ def test_the_step_of_the_host_is_hidden(case: Case) -> None:
     assert row.busy.host == pytest.approx((1 + others) * case.host * row.computing, rel=0.01)
 
 
-# A download waits until no more than one is held, however small: behind the gradient of a large weight, those of a gain
-# and a bias keep the host from launching what comes next until the large one has landed.
-@pytest.mark.xfail(strict=True, reason="the bound on held gradients counts tensors, not bytes")
 def test_the_bound_is_met_with_a_slower_link() -> None:
     assert measure(replace(BACKWARD, link=0.5)).ratio <= WANTED_RATIO
 
