@@ -88,6 +88,7 @@ class Slot:
         twin_version: Version of `twin` that is not yet known to differ from the host.
         copy: What is streamed in place of the host parameter, see [Note: Low precision].
         copied_version: Version of `host` that the copy was made of.
+        shown: What has been registered in place of the host parameter, at present or last.
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
@@ -103,6 +104,7 @@ class Slot:
     twin_version: int = 0
     copy: Tensor | None = None
     copied_version: int = -1
+    shown: nn.Parameter = field(init=False, repr=False)
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
@@ -111,6 +113,30 @@ class Slot:
     def is_repointed(self) -> bool:
         """Whether `host.data` has become another tensor since the chunk adopted it."""
         return self.host.data_ptr() != self.pointer
+
+    def __post_init__(self) -> None:
+        """The twin is shown, but for exceptions."""
+        self.shown = self.twin
+
+    def show(self) -> nn.Parameter:
+        """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
+
+        Raises:
+            RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
+        """
+        kind = self.twin.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.twin.dtype
+        if self.copy is None or casts:
+            self.shown = self.twin
+        elif torch.is_grad_enabled() and self.twin.requires_grad:
+            raise RuntimeError(
+                f"{self.fqn!r} is trained outside of autocast and streamed in {self.twin.dtype}, because the first step "
+                "used it under autocast only. Make its chunk resident (`num_persistent_chunks`), or call its block "
+                "under autocast."
+            )
+        else:
+            self.shown = nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
+        return self.shown
 
     def renew_copy(self) -> None:
         """Casts the host parameter again, if it has changed since."""

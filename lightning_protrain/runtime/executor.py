@@ -184,7 +184,7 @@ class Executor:
             self._require(unit, recomputing)
             for site, slot in unit.sites:
                 slot.follow()
-                site.exchange(slot.host, slot.twin)
+                site.exchange(slot.host, slot.show())
         unit.depth += 1
         if not recomputing:
             self._prefetch(self._cursor)
@@ -195,7 +195,7 @@ class Executor:
         if unit.depth:
             return
         for site, slot in unit.sites:
-            site.exchange(slot.twin, slot.host)
+            site.exchange(slot.shown, slot.host)
         for index in unit.chunks:
             self._chunks[index].write_back()
         if not in_backward() and (self._scope is None or not self._scope.open):
@@ -290,7 +290,7 @@ class Executor:
             if unit.depth:
                 unit.depth = 0
                 for site, slot in unit.sites:
-                    site.exchange(slot.twin, slot.host)
+                    site.exchange(slot.shown, slot.host)
         self._backward_runs = False
         self._backward = None
         self._landing.forget()

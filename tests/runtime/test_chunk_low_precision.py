@@ -203,3 +203,27 @@ def test_a_plan_for_another_precision_is_refused() -> None:
         with pytest.raises(ValueError, match=r"in bfloat16, but the Trainer's precision computes in"):
             check_plan(plan, layout, low_dtype)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_outside_of_autocast_a_block_computes_in_full_precision() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        expected = model(batches()[0])
+        with autocast():
+            cast = model(batches()[0])
+    layout = low_layout(model, mean_square)
+    device = CPUDevice(torch.device("cpu"))
+    runtime = apply_plan(model, low_plan(model, layout), layout, device, lambda sentence: None)
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(batches()[0]), expected)
+        assert torch.equal(runtime.run_step(model, (batches()[0],), {}, False), expected)
+        with autocast():
+            assert torch.equal(runtime.run_step(model, (batches()[0],), {}, False), cast)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match=r"trained outside of autocast and streamed in torch\.bfloat16"):
+        runtime.run_step(model, (batches()[0],), {}, True)
+    runtime.reset()
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    runtime.remove()
