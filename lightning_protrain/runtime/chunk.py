@@ -130,9 +130,9 @@ class Slot:
             self.shown = self.twin
         elif torch.is_grad_enabled() and self.twin.requires_grad:
             raise RuntimeError(
-                f"{self.fqn!r} is streamed in {self.twin.dtype}, because the first step used it under autocast only, and "
-                "is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call its "
-                "block under autocast."
+                f"{self.fqn!r} is streamed in {self.twin.dtype}, because the first step used it under autocast only, "
+                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
+                "its block under autocast."
             )
         else:
             self.shown = nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
