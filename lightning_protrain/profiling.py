@@ -64,7 +64,9 @@ def profile_training_step(
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
         step = partial(model.training_step, batch, *([0] if takes_index else []))
-        with _undisturbed(trainer, model), _noting():
+        with ExitStack() as stack:
+            stack.enter_context(_undisturbed(trainer, model))
+            stack.push(_note)
             return profile_model(model, layout, step, forward_context, trainer.strategy.root_device)
     except UntraceableError as error:
         if needed_for:
@@ -114,14 +116,10 @@ def _undisturbed(trainer: Trainer, model: LightningModule) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _noting() -> Iterator[None]:
+def _note(kind: object, error: BaseException | None, traceback: object) -> None:
     """Says with an exception when it was raised."""
-    try:
-        yield
-    except BaseException as error:
+    if error is not None:
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
-        raise
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

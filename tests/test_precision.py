@@ -227,11 +227,15 @@ def test_a_hook_before_fit_keeps_a_weight_in_its_dtype() -> None:
 
 
 def test_nothing_is_profiled_where_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_protrain.strategy.profile_training_step", lambda *_: pytest.fail("profiled"))
+    profiled: list[Any] = []
+    monkeypatch.setattr("lightning_protrain.strategy.profile_training_step", lambda *given: profiled.append(given))
     run(MODELS["tied"](), "32-true", "offload")
     run(MODELS["tied"](), "bf16-true", "offload")
     run(MODELS["tied"](), "bf16-mixed", "resident")
     run(MODELS["tied"](), "bf16-mixed", "auto")
+    assert profiled == []
+    run(MODELS["tied"](), "bf16-mixed", "offload")
+    assert len(profiled) == 1
 
 
 def test_a_step_that_needs_what_training_sets_up_is_streamed_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,9 @@
 [Note: Guard]
 While an update is pending, the class of its parameters is a subclass that overrides `__torch_function__`: the first
 operation on one of them, an attribute such as `grad` or `data` included, waits for every pending update, gives the
-classes back and goes on. The objects stay the same, so whoever holds them (optimizers, averages, callbacks) is covered,
-and nothing is paid where nobody looks. The worker itself and autograd's engine pass below it.
+classes back and goes on; only what describes the parameter, such as its dtype, is read at once. The objects stay the
+same, so whoever holds them (optimizers, averages, callbacks) is covered, and nothing is paid where nobody looks. The
+worker itself and autograd's engine pass below it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from torch import Tensor, nn
 
 # The worker and the runtime themselves pass below the guard within it; it holds for the present thread.
 below_guard = torch._C.DisableTorchFunctionSubclass
+
+# What a step does not change: models ask for the dtype or the device of their weights in every forward.
+_DESCRIPTIONS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad")
+)
 
 
 class Guard:
@@ -55,7 +62,8 @@ class Guard:
             finish = self._finish
 
             def touch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-                finish()
+                if func not in _DESCRIPTIONS:
+                    finish()
                 with below_guard():
                     return func(*args, **(kwargs or {}))
 

@@ -327,7 +327,8 @@ class Updates:
         return chunk.plan.trainable and all(can_be_watched(slot.host) for slot in chunk.slots)
 
     def _has_user_hooks(self) -> bool:
-        return any(slot.has_user_hooks for chunk in self._chunks for slot in chunk.slots)
+        with below_guard():  # or to ask would wait for every pending step
+            return any(slot.has_user_hooks for chunk in self._chunks for slot in chunk.slots)
 
 
 _LESS_OVERLAP = 'overlap_optimizer="forward" steps after backward, "off" steps all weights at once.'

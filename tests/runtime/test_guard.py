@@ -38,7 +38,6 @@ TOUCHES: dict[str, Callable[[nn.Parameter], Any]] = {
     "grad": lambda p: p.grad,
     "set grad": lambda p: setattr(p, "grad", None),
     "detach": lambda p: p.detach(),
-    "shape": lambda p: p.shape,
     "version": lambda p: p._version,
     "address": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
@@ -147,3 +146,14 @@ class Labelled(nn.Parameter):
 )
 def test_only_plain_parameters_are_watched(make: Callable[[Tensor], Tensor], can: bool) -> None:
     assert can_be_watched(make(torch.ones(2))) is can
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad"])
+def test_what_describes_a_parameter_is_read_at_once(name: str) -> None:
+    parameter = a_parameter()
+    finish = Finish(parameter)
+    finish.guard.watch([parameter])
+    assert getattr(parameter, name) == getattr(a_parameter(), name)
+    assert finish.calls == 0
+    assert finish.guard.watches(parameter)
+    finish.guard.leave([parameter])
