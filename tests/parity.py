@@ -15,6 +15,13 @@ from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import ParityModule, fit
 from tests.plans import PlanChoice
 
+# Options of the Trainer that clip gradients, by name.
+CLIPPING: dict[str, dict[str, Any]] = {
+    "unclipped": {},
+    "norm": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
 
 @dataclass(frozen=True)
 class Result:

@@ -23,16 +23,11 @@ from lightning_protrain.overlap import OverlapPlan, plan_overlap
 from lightning_protrain.runtime.guard import Guard
 from lightning_protrain.runtime.updates import Overlap, Updates
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
-from tests.parity import Result, differences, snapshot
+from tests.parity import CLIPPING, Result, differences, snapshot
 from tests.plans import plans
 
 MODELS = zoo()
 PLANS = plans()
-CLIPPING: dict[str, dict[str, Any]] = {
-    "unclipped": {},
-    "norm": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
-    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-}
 WAYS = [
     (overlap, clipping)
     for overlap, clipping in itertools.product(("backward", "forward"), CLIPPING)

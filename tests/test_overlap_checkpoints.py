@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
 from tests.models import ParityModule, fit, token_batches
-from tests.parity import differences, snapshot
-from tests.test_overlap import CLIPPING, MODELS, WAYS, network, run
+from tests.parity import CLIPPING, differences, snapshot
+from tests.test_overlap import MODELS, WAYS, network, run
 
 
 def checkpoints(folder: Path) -> ModelCheckpoint:

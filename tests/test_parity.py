@@ -16,16 +16,11 @@ from lightning_protrain.runtime import hooks
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.gradients import Landing
 from tests.models import HIDDEN, OPTIMIZERS, LanguageModel, ParityModule, variants, zoo
-from tests.parity import Result, differences, run
+from tests.parity import CLIPPING, Result, differences, run
 from tests.plans import plans
 
 MODELS = zoo()
 PLANS = plans()
-CLIPPING: dict[str, dict[str, Any]] = {
-    "unclipped": {},
-    "norm": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
-    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-}
 ACCUMULATION = (1, 3)
 DIMENSIONS: tuple[tuple[Any, ...], ...] = (
     tuple(PLANS),

@@ -207,22 +207,6 @@ def test_a_step_that_is_watched_is_not_overlapped(hook: str, monkeypatch: pytest
     assert seen == expected
 
 
-def test_arming_waits_for_no_step_before() -> None:
-    seen: list[tuple[int, int]] = []
-    with running(Net(), PLANS["kept"], "simulated") as state:
-        updates = state.runtime.updates
-
-        def arm_again(model: nn.Module, index: int) -> None:
-            before = len(updates._pending)
-            updates.arm(torch.optim.SGD(model.parameters(), lr=0.1), Overlap.BACKWARD)
-            seen.append((before, len(updates._pending)))
-
-        train(
-            state.model, state, Overlap.BACKWARD, num_steps=3, look=lambda *given: arm_again(*given) or torch.zeros(())
-        )
-    assert seen == [(0, 0), (6, 6), (6, 6)]
-
-
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 

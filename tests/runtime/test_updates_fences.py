@@ -131,6 +131,23 @@ def test_a_chunk_that_is_read_again_is_not_stepped_early(monkeypatch: pytest.Mon
         run(twice, PLANS["kept"], Overlap.BACKWARD)
 
 
+def test_arming_waits_for_no_step_before() -> None:
+    seen: list[tuple[int, int]] = []
+    device, model = SimulatedDevice(), Net()
+    with applied(model, PLANS["kept"], device) as state, device:
+        updates = state.runtime.updates
+
+        def arm_again(model: nn.Module, index: int) -> None:
+            before = len(updates._pending)
+            updates.arm(torch.optim.SGD(model.parameters(), lr=0.1), Overlap.BACKWARD)
+            seen.append((before, len(updates._pending)))
+
+        train(
+            state.model, state, Overlap.BACKWARD, num_steps=3, look=lambda *given: arm_again(*given) or torch.zeros(())
+        )
+    assert seen == [(0, 0), (6, 6), (6, 6)]
+
+
 # --- random schedules -------------------------------------------------------------------------------------------------
 
 
