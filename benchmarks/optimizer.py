@@ -29,7 +29,7 @@ from torch.optim import AdamW
 
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
-from lightning_protrain.runtime import hoststep
+from lightning_protrain.runtime import kernels
 from lightning_protrain.runtime.hoststep import TILE_BYTES, HostStep, Update, hyperparameters
 
 HEADER = (
@@ -214,7 +214,7 @@ def _integer(text: str) -> int:
 def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
     host = HostStep(threads, tile_bytes=tile)
     if name == "chunked-bf16-eager":
-        host._walk = hoststep._walk
+        host._walk = kernels.walk
     works: dict[str, Work] = {
         "fused": model.fused.step,
         "chunked-fp32": lambda: model.chunked(host, low_precision=False),

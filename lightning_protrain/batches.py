@@ -10,11 +10,8 @@ leaves them, so every later draw is that of a run that has not been profiled.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack
-from functools import partial
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -23,8 +20,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from lightning_protrain.profiler.model import unchanged
@@ -37,18 +33,17 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
 )
 # What a sampler may change while it is iterated.
 _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
-# Objects with a longer list of items are taken to hold data, and no random generators.
-_MAX_ITEMS = 1000
 
 
 def first_batch(trainer: Trainer) -> Any | None:
     """The first training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
 
     The items of the batch are read from the dataset now, and again in training: by a worker process where the loader
-    has workers, which ends before this returns, else in this process. Random states are put back, those of generators
-    that the dataset holds included; what else reading an item changes is changed. The hooks of batch transfer run now,
-    and again in training. It is another batch of the same kind where Lightning or a hook draws random numbers before
-    training begins, several loaders shuffle, a sampler is seeded by the epoch, or the run goes on from a checkpoint.
+    has workers, which ends before this returns, else in this process. The hooks of batch transfer run now, and again in
+    training. Random states are put back, and what the module, the data module and the loaders hold (their datasets,
+    samplers and `collate_fn` too), as far as [Note: Reach] goes. It is another batch of the same kind where Lightning
+    or a hook draws random numbers before training begins, several loaders shuffle, a sampler is seeded by the epoch, or
+    the run goes on from a checkpoint.
 
     Args:
         trainer: In `Strategy.setup` of a fit.
@@ -63,14 +58,16 @@ def first_batch(trainer: Trainer) -> Any | None:
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         loaders, structure = tree_flatten(_train_loaders(trainer))
-        if not loaders:
+        if not loaders or not all(map(_is_plain, loaders)):
             return None
-        undo.enter_context(unchanged(trainer.lightning_module))
+        undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
         batches = []
         for loader in loaders:
-            batches.append(_first_of(loader, in_order) if _is_plain(loader) else None)
-            if batches[-1] is None:
+            batch = _first_of(loader, in_order)
+            if batch is None:
                 return None
+            # A sample that is not batched may be the dataset's own, and a hook may change it in place.
+            batches.append(tree_map_only(torch.Tensor, torch.clone, batch))
         batch = trainer.precision_plugin.convert_input(tree_unflatten(batches, structure))
         hooks: Any = trainer._data_connector._datahook_selector
         for hook, place in _TRANSFER_HOOKS:
@@ -156,10 +153,7 @@ def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
         batch = _read_in_worker(loader, indices)
         _set_rng_states(after)
         return batch
-    with ExitStack() as undo:
-        for put_back in _generators(loader.dataset):
-            undo.callback(put_back)
-        return _read(loader, indices)
+    return _read(loader, indices)
 
 
 def _data_of(sampler: object, dataset: object) -> Iterator[object]:
@@ -200,28 +194,3 @@ def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
     )
     (batch,) = once  # to the end, which is when the worker ends
     return batch
-
-
-def _generators(root: object) -> list[Callable[[], object]]:
-    """What puts back the random generators that `root` and the objects in it hold."""
-    found: list[Callable[[], object]] = []
-    seen: dict[int, object] = {}
-    queue = [root]
-    while queue:
-        held = queue.pop()
-        if id(held) in seen or isinstance(held, (type, ModuleType, torch.Tensor, np.ndarray, nn.Module)):
-            continue
-        seen[id(held)] = held
-        if isinstance(held, torch.Generator):
-            found.append(partial(held.set_state, held.get_state()))
-        elif isinstance(held, random.Random):
-            found.append(partial(held.setstate, held.getstate()))
-        elif isinstance(held, np.random.Generator):
-            found.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
-        elif isinstance(held, np.random.RandomState):
-            found.append(partial(held.set_state, held.get_state()))
-        elif isinstance(held, (list, tuple, dict)):
-            queue.extend((held.values() if isinstance(held, dict) else held) if len(held) <= _MAX_ITEMS else ())
-        else:
-            queue.extend(getattr(held, "__dict__", {}).values())
-    return found

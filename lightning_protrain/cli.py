@@ -1,6 +1,8 @@
-"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`."""
+"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and `plan` in place of `fit`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -8,6 +10,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_protrain.callbacks import baseline, completion, plan_monitor  # noqa: F401
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
+from lightning_protrain.trainer import PlanningTrainer
 
 
 class ProTrainCLI(LightningCLI):
@@ -22,6 +25,7 @@ class ProTrainCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         super().__init__(
+            trainer_class=PlanningTrainer,
             trainer_defaults={"strategy": "protrain"},
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
@@ -30,10 +34,35 @@ class ProTrainCLI(LightningCLI):
             run=run,
         )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of Lightning, and `plan`."""
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule", "gpu"}}
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Sets the classes that a config need not name."""
         for key, default in (("model", CausalLMModule), ("data", ChatDataModule)):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
+
+    def before_instantiate_classes(self) -> None:
+        """A plan needs no GPU, writes no logs, and is the same for every rank."""
+        if self.subcommand != "plan":
+            return
+        self.save_config_callback = None
+        config = self.config["plan"]
+        settings: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": False}
+        if config["gpu"]:
+            settings["accelerator"] = "cpu"
+        for name, value in settings.items():
+            config["trainer"][name] = value
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "plan":
+            # Not from the signature: as a list it could not be given name by name.
+            parser.add_argument("--gpu", action="append", help="Name of a GPU, e.g. 'RTX 3090'; may be given again.")
+            self._subcommand_method_arguments[subcommand].append("gpu")
+        return parser
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ fences order them, and no other is needed:
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -36,39 +37,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_protrain.counters import TransferCounters
 from lightning_protrain.host import HostMemory, HostWorker, Job, Later, worker_cores
-
-
-@dataclass
-class TransferCounters:
-    """What has been moved since the run began; all in bytes unless said otherwise.
-
-    Attributes:
-        uploaded_bytes: Host to device, parameters.
-        downloaded_bytes: Device to host, gradients and weights changed in a forward.
-        uploads: Number of chunk uploads.
-        prefetch_hits: Number of uploads that had been issued before the chunk was asked for.
-        prefetch_misses: Number of uploads issued only when the chunk was needed at once.
-        live_bytes: Offloaded chunks now on the device.
-        peak_live_bytes: The most there ever were.
-        swapped_out_bytes: Device to host, activations.
-        swapped_in_bytes: Host to device, the same.
-    """
-
-    uploaded_bytes: int = 0
-    downloaded_bytes: int = 0
-    uploads: int = 0
-    prefetch_hits: int = 0
-    prefetch_misses: int = 0
-    live_bytes: int = 0
-    peak_live_bytes: int = 0
-    swapped_out_bytes: int = 0
-    swapped_in_bytes: int = 0
-
-    def add_live(self, nbytes: int) -> None:
-        """Counts `nbytes` more (or fewer, if negative) on the device."""
-        self.live_bytes += nbytes
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
 
 @dataclass
@@ -131,6 +101,30 @@ class Device(ABC):
     @abstractmethod
     def free_bytes(self) -> int | None:
         """Bytes a plan may use, or None where no budget is known (the CPU has only the one it is given)."""
+
+    def peak_bytes(self) -> int | None:
+        """The most that was allocated on it since `forget_peak`, or None where nobody counts."""
+        return None
+
+    def forget_peak(self) -> None:
+        """Counts the peak anew from what is allocated now."""
+        return
+
+    def synchronize(self) -> None:
+        """Blocks the host until everything the device has been given has ended."""
+        return
+
+    def describe(self) -> dict[str, str]:
+        """What tells it from other devices: its `name`, and whatever else its speed depends on."""
+        return {"name": self.torch_device.type}
+
+    def new_host_memory(self) -> HostMemory:
+        """Memory like `host`, for a while: the caller closes it."""
+        return HostMemory()
+
+    def trim(self) -> None:
+        """Gives back memory of the device that is kept for later, as if it had never been used."""
+        return
 
     def close(self) -> None:
         """Ends the worker and releases page-locked memory; the device is of no use afterwards."""
@@ -253,7 +247,9 @@ class StreamDevice(Device):
         return fence
 
     def land(self, fence: Event) -> None:
+        began = time.perf_counter()
         fence.synchronize()
+        self.counters.waited_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
         while self._uploads:
@@ -267,6 +263,10 @@ class StreamDevice(Device):
     def swap_in(self, source: Tensor, target: Tensor) -> Event:
         self.counters.swapped_in_bytes += source.nbytes
         return self._swap(self._in, source, target)
+
+    def synchronize(self) -> None:
+        for stream in (self._up, self._down, self._out, self._in, self.compute_stream()):
+            stream.record_event().synchronize()
 
     def close(self) -> None:
         self.settle()
@@ -319,6 +319,23 @@ class CUDADevice(StreamDevice):
         reserved = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + reserved
 
+    def describe(self) -> dict[str, str]:
+        name, address = torch.cuda.get_device_name(self.torch_device), _pci_address(self.torch_device)
+        return {"name": name, "address": str(address)}
+
+    def new_host_memory(self) -> HostMemory:
+        return HostMemory(lambda *block: int(torch.cuda.cudart().cudaHostRegister(*block, 0)) == 0, self._unlock)
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def trim(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
     def _lock(self, address: int, size: int) -> bool:
         if self._pageable:
             return False
@@ -337,15 +354,18 @@ class CUDADevice(StreamDevice):
             raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
 
 
-def _numa_node(torch_device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node."""
+def _pci_address(torch_device: torch.device) -> str | None:
     properties = torch.cuda.get_device_properties(torch_device)
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     domain, bus, device = (f"{part or 0:02x}" for part in parts)
-    told = devices / f"{domain:0>4}:{bus}:{device}.0" / "numa_node"
-    if None in parts:
-        return None
-    return int(told.read_text()) if told.is_file() else None
+    return None if None in parts else f"{domain:0>4}:{bus}:{device}.0"
+
+
+def _numa_node(torch_device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node."""
+    address = _pci_address(torch_device)
+    told = devices / str(address) / "numa_node"
+    return int(told.read_text()) if address is not None and told.is_file() else None
 
 
 def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:

@@ -102,8 +102,10 @@ class CausalLMModule(LightningModule):
         config = self._resolve_config()
         dtype = self.hparams["dtype"]
         options = {"dtype": dtype, "attn_implementation": self.hparams["attn_implementation"]}
-        if self.hparams["model"] is None:
-            options["dtype"] = None if dtype == "auto" else getattr(torch, dtype)
+        if self.hparams["model"] is None or torch.get_default_device().type == "meta":
+            # Where tensors have no memory there is nothing to load.
+            known = config.dtype if self.hparams["model"] is not None else None
+            options["dtype"] = known if dtype == "auto" else getattr(torch, dtype)
             model = AutoModelForCausalLM.from_config(config, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(self.hparams["model"], **options)

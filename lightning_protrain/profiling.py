@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_protrain.batches import first_batch
@@ -39,7 +42,9 @@ def profile_training_step(
     """Runs `training_step` on the first batch for its shapes, see `profile_model`.
 
     The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
-    of the trainer; attributes of modules and random states are put back. What the step does to anything else, it does.
+    of the trainer; random states are put back, and what the module and the data module hold, as far as [Note: Reach]
+    goes. What the step does to anything else, it does. A model with a key-value cache runs twice, with it and without,
+    and what is swapped is the larger of the two: the runtime switches caches off where blocks are checkpointed.
     Hooks that run before the first step (`on_train_start`) have not run.
 
     Args:
@@ -63,11 +68,22 @@ def profile_training_step(
         if batch is None:
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
-        step = partial(model.training_step, batch, *([0] if takes_index else []))
-        with ExitStack() as stack:
-            stack.enter_context(_undisturbed(trainer, model))
-            stack.push(_note)
-            return profile_model(model, layout, step, forward_context, trainer.strategy.root_device)
+        step: Callable[[], Any] = partial(model.training_step, batch, *([0] if takes_index else []))
+        if model.automatic_optimization:
+            step = partial(_with_loss, step, trainer.accumulate_grad_batches)
+
+        def profiled() -> ModelProfile:
+            with ExitStack() as stack:
+                stack.enter_context(_undisturbed(trainer, model, batch))
+                stack.push(_note)
+                return profile_model(model, layout, step, forward_context, trainer.strategy.root_device)
+
+        profile = profiled()
+        with _without_caches(model) as caches:
+            if caches:
+                profile = _with_swaps_of(profiled(), profile)
+        samples, tokens = _size_of(batch)
+        return replace(profile, samples=samples, tokens=tokens)
     except UntraceableError as error:
         if needed_for:
             raise ValueError(
@@ -82,9 +98,40 @@ def profile_training_step(
     return None
 
 
+@contextmanager
+def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
+    """Switches key-value caches off, as the runtime does where blocks are checkpointed; gives what was switched."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield caching
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
+    """`profile`, with room for what `other` swaps: which of them the run is like depends on the plan."""
+    most: dict[str, int] = {}
+    for call in other.calls:
+        most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
+    calls = (replace(call, swap_bytes=max(call.swap_bytes, most.get(call.name, 0))) for call in profile.calls)
+    return replace(profile, calls=tuple(calls))
+
+
+def _size_of(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch; 0 where that cannot be told."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return (sizes[0] if sizes else 0), (ids.numel() if isinstance(ids, torch.Tensor) else 0)
+
+
 def _say_unknown(reason: str) -> None:
     rank_zero_info(
-        f"What a training step saves and casts is not known: {reason} Streamed weights keep their own dtype."
+        f"What a training step saves, casts and computes is not known: {reason} No plan is searched for, and streamed "
+        "weights keep their own dtype."
     )
 
 
@@ -101,11 +148,11 @@ def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: 
 
 
 @contextmanager
-def _undisturbed(trainer: Trainer, model: LightningModule) -> Iterator[None]:
-    """Within it, what a step does beside computing does nothing, and random states and attributes are put back."""
+def _undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterator[None]:
+    """Within it, what a step does beside computing does nothing; in the end all that can be is put back."""
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
-        undo.enter_context(unchanged(model))
+        undo.enter_context(unchanged(model, trainer.datamodule, batch))  # type: ignore[attr-defined]
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         for module in list(model.modules()):
@@ -120,6 +167,15 @@ def _note(kind: object, error: BaseException | None, traceback: object) -> None:
     """Says with an exception when it was raised."""
     if error is not None:
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
+
+
+def _with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
+    """What the loop holds of a step when backward begins: the loss, divided, and a copy of it for logging."""
+    outputs = step()
+    if outputs is None:
+        return None
+    result = ClosureResult.from_training_step_output(outputs, accumulate)
+    return {"loss": result.closure_loss, "held": result}
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, cast
 
-import psutil
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
@@ -18,13 +16,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.device import Device, TransferCounters, open_device
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import Device, open_device
 from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -33,26 +33,22 @@ from lightning_protrain.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import check_fits
-from lightning_protrain.planner.plan import Plan, check_plan
-from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.presets import Preset, parse_bytes
+from lightning_protrain.planning import Wishes, answers, describe_case
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy, StartMethod
-from lightning_protrain.profiler.blocks import BlockChoice, describe_model
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
-from lightning_protrain.profiling import profile_training_step, streamable
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
     move_state_beside_parameters,
-    state_bytes_per_element,
 )
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.runtime.updates import Overlap
 
 PRESETS = ("auto", "resident", "offload")
-# Of the memory that a GPU reports as free, the part that "auto" gives to model states; the rest is for activations.
-AUTO_SHARE = 0.7
 
 
 class ProTrainStrategy(ProcessStrategy):
@@ -77,6 +73,7 @@ class ProTrainStrategy(ProcessStrategy):
             the device under `"auto"` if it fits.
         overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
             first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
+        hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
 
@@ -105,6 +102,7 @@ class ProTrainStrategy(ProcessStrategy):
         blocks: Sequence[str | type[nn.Module]] | Literal["size"] | None = None,
         min_num_params: int = 100_000_000,
         overlap_optimizer: OverlapChoice = "auto",
+        hardware: HardwareProfile | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -121,10 +119,10 @@ class ProTrainStrategy(ProcessStrategy):
         )
         if not isinstance(plan, (Plan, str, os.PathLike)):
             raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
-        self._choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
-        self._device_memory = None if device_memory == "auto" else parse_bytes(device_memory)
-        self._host_memory = None if host_memory == "auto" else parse_bytes(host_memory)
-        self._knobs = Knobs(
+        if type(min_num_params) is not int or min_num_params < 1:
+            raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
+        choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
+        knobs = Knobs(
             num_persistent_chunks=num_persistent_chunks,
             num_chunk_buffers=num_chunk_buffers,
             num_swap_blocks=num_swap_blocks,
@@ -132,19 +130,25 @@ class ProTrainStrategy(ProcessStrategy):
             num_keep_offloaded_blocks=num_keep_offloaded_blocks,
             chunk_bytes=chunk_bytes,
         )
-        if isinstance(self._choice, Plan):
-            self._knobs.refuse("a Plan")
-        self._blocks: BlockChoice = blocks
-        if type(min_num_params) is not int or min_num_params < 1:
-            raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
-        self._min_num_params = min_num_params
+        if isinstance(choice, Plan):
+            knobs.refuse("a Plan")
+        self._wishes = Wishes(
+            choice=cast("Plan | Preset", choice),
+            knobs=knobs,
+            blocks=blocks,
+            min_num_params=min_num_params,
+            device_memory=None if device_memory == "auto" else parse_bytes(device_memory),
+            host_memory=None if host_memory == "auto" else parse_bytes(host_memory),
+            hardware=hardware,
+        )
+        self._machines: Mapping[str, HardwareProfile | None] | None = None
+        self._answers: dict[str, Plan | ValueError] = {}
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
         self._handles: list[RemovableHandle] = []
         self._runtime: Runtime | None = None
         self._plan: Plan | None = None
-        self._profile: ModelProfile | None = None
         self._device: Device | None = None
         self._budget: int | None = None
 
@@ -171,9 +175,31 @@ class ProTrainStrategy(ProcessStrategy):
         return self._overlap
 
     @property
+    def measured_peak_bytes(self) -> int | None:
+        """The most that the device had allocated since the latest `setup`; None where it does not count."""
+        return self._device.peak_bytes() if self._device is not None else None
+
+    @property
     def num_hooks(self) -> int:
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
+
+    @contextmanager
+    def planning_only(self, machines: Mapping[str, HardwareProfile | None]) -> Generator[dict[str, Plan | ValueError]]:
+        """Within it, a fit ends when its plan is made, and no weights are.
+
+        Args:
+            machines: What to plan for, by name; None stands for this machine.
+
+        Yields:
+            A dict that the fit fills: a plan for each machine, or why there is none.
+        """
+        found: dict[str, Plan | ValueError] = {}
+        self._machines, self._answers = machines, found
+        try:
+            yield found
+        finally:
+            self._machines = None
 
     @property
     def precision_plugin(self) -> ProTrainPrecision:
@@ -188,7 +214,8 @@ class ProTrainStrategy(ProcessStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Weights are made in host memory: the plan says later which of them the device ever sees.
-        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+        nowhere = nullcontext() if self._machines is None else torch.device("meta")
+        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), nowhere:
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -207,20 +234,26 @@ class ProTrainStrategy(ProcessStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = open_device(self.root_device, rank_zero_info)
-        free = self._device.free_bytes()
-        self._budget = self._device_memory
-        if self._device_memory is None and free is not None:
-            self._budget = int(free * AUTO_SHARE)
         if fitting:
             self.setup_optimizers(trainer)
-            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, self.root_device.type)
-        layout = describe_model(model, self._blocks, self._min_num_params)
-        self._profile = self._profile_model(trainer, model, layout) if fitting else None
-        low_dtype = self.precision_plugin.low_dtype_name
-        streamed = streamable(self._profile, model, low_dtype)
-        if low_dtype is not None:
-            layout = layout.streaming(streamed, low_dtype)
-        plan = self._make_plan(layout, fitting, streamed)
+            elsewhere = any((self._machines or {}).values())
+            kind = "cuda" if elsewhere else self.root_device.type
+            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+        case = describe_case(
+            self._wishes,
+            trainer,
+            model,
+            self._device,
+            self.precision_plugin,
+            self.optimizers if fitting else None,
+            self._overlap,
+            elsewhere=self._machines is not None,
+        )
+        if self._machines is not None:
+            self._answers.update(answers(case, self._machines))
+            raise _TunerExitException
+        plan, layout = case.plan(), case.layout
+        self._budget = case.budget()
         if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
             rank_zero_info(
                 "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
@@ -247,47 +280,13 @@ class ProTrainStrategy(ProcessStrategy):
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
+        elif self._device is not None:
+            self._device.close()
         module = self.lightning_module
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
             return
         super().teardown()
-
-    def _profile_model(self, trainer: Trainer, model: LightningModule, layout: ModelLayout) -> ModelProfile | None:
-        """What a training step does, if the plan cannot be made without it."""
-        num_swap = self._knobs.num_swap_blocks if self._choice == "auto" else None
-        offloads = self._choice == "offload" or (self._choice == "auto" and (self._knobs.given or self._budget))
-        casts = self.precision_plugin.low_dtype is not None and offloads
-        if not (num_swap or casts):
-            return None
-        reason = f"num_swap_blocks={num_swap}" if num_swap else ""
-        return profile_training_step(trainer, model, layout, self.precision_plugin.train_step_context, reason)
-
-    def _make_plan(self, layout: ModelLayout, fitting: bool, streamed: frozenset[str]) -> Plan:
-        host_budget = self._host_memory
-        if host_budget is None:
-            # The weights are in host memory already.
-            host_budget = psutil.virtual_memory().available + sum(info.nbytes for info in layout.parameters)
-        state_bytes = state_bytes_per_element(self.optimizers) if fitting else 0.0
-        if isinstance(self._choice, Plan):
-            check_plan(self._choice, layout, self.precision_plugin.low_dtype_name)
-            check_fits(self._choice, layout, self._budget, host_budget, state_bytes)
-            return self._choice
-        knobs = self._knobs
-        if not fitting:
-            layout = replace(layout, parameters=tuple(replace(info, trainable=False) for info in layout.parameters))
-            if knobs.num_swap_blocks:  # nothing is saved
-                knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
-        return make_plan(
-            layout,
-            cast(Preset, self._choice),
-            knobs,
-            self._budget,
-            host_budget,
-            state_bytes,
-            self._min_num_params,
-            self._profile.swap_bytes(streamed) if self._profile is not None else None,
-        )
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
         assert self._device is not None

@@ -17,14 +17,18 @@ MAX_FUNCTION_LINES = 80
 # What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "host": (),
-    "device": ("host",),
-    "simulation": ("simulation", "device", "host"),
+    "counters": (),
+    "device": ("counters", "host"),
+    "simulation": ("simulation", "device", "host", "profiler.machine"),
     "loss": (),
     "metrics": ("loss",),
     "profiler.records": (),
-    "profiler": ("profiler", "device"),
-    "planner": ("planner", "profiler.records"),
-    "runtime": ("runtime", "planner.plan", "profiler.records", "device", "host"),
+    "profiler.machine": ("profiler.records",),
+    "profiler.catalogue": ("profiler.machine",),
+    "profiler.limits": (),
+    "profiler": ("profiler", "counters", "device"),
+    "planner": ("planner", "profiler.records", "profiler.machine"),
+    "runtime": ("runtime", "planner.plan", "profiler.records", "counters", "device", "host"),
     "checkpoint": ("checkpoint",),
     "data": ("data",),
     "module": ("data", "loss", "metrics"),
@@ -33,7 +37,9 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "processes": (),
     "batches": ("profiler.model",),
     "profiling": ("batches", "profiler"),
-    "callbacks": ("callbacks", "checkpoint", "data", "device", "metrics", "planner", "profiler.records", "strategy"),
+    "callbacks": ("callbacks", "checkpoint", "counters", "data", "metrics", "planner", "profiler.records", "strategy"),
+    "planning": None,
+    "trainer": None,
     "strategy": None,
     "cli": None,
     "": None,  # lightning_protrain/__init__.py
@@ -45,14 +51,16 @@ MAY_IMPORT_LIGHTNING = (
     "processes",
     "batches",
     "profiling",
+    "planning",
     "precision",
+    "trainer",
     "cli",
     "module",
     "data",
     "callbacks",
     "",
 )
-MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records")
+MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
 # The only imports inside functions: dependencies that may be absent, with the reason.
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",

@@ -87,12 +87,15 @@ VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.imports_run_one_way, "planner/plan.py", "import lightning_protrain.device"),
     (architecture.imports_run_one_way, "planner/plan.py", "from lightning_protrain import Plan"),
     (architecture.imports_run_one_way, "profiler/records.py", "from lightning_protrain.profiler import blocks"),
+    (architecture.imports_run_one_way, "planner/steptime.py", "from lightning_protrain.profiler.catalogue import gpu"),
     (architecture.imports_run_one_way, "device.py", "def f():\n    from lightning_protrain.runtime import chunk"),
     (architecture.imports_run_one_way, "unheard_of.py", ""),
     (architecture.lightning_is_at_the_edge, "runtime/apply.py", "import lightning as L"),
     (architecture.lightning_is_at_the_edge, "strategy.py", "from pytorch_lightning import Trainer"),
     (architecture.planner_imports_no_torch, "planner/search.py", "from torch import nn"),
     (architecture.planner_imports_no_torch, "profiler/records.py", "import torch.nn"),
+    (architecture.planner_imports_no_torch, "profiler/machine.py", "import torch"),
+    (architecture.planner_imports_no_torch, "profiler/catalogue.py", "from torch import nn"),
     (architecture.cuda_is_in_one_file, "strategy.py", "import torch\ntorch.cuda.synchronize()"),
     (architecture.cuda_is_in_one_file, "strategy.py", "import torch as t\nt.cuda.synchronize()"),
     (architecture.cuda_is_in_one_file, "strategy.py", "from torch import cuda"),
@@ -124,6 +127,7 @@ VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.environment_is_not_read, "cli.py", "from os import environ"),
 ]
 ALLOWED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
+    (architecture.imports_run_one_way, "planner/steptime.py", "import lightning_protrain.profiler.machine"),
     (architecture.imports_run_one_way, "runtime/hooks.py", "from lightning_protrain.planner.plan import Plan"),
     (architecture.imports_run_one_way, "strategy.py", "from lightning_protrain.runtime.apply import apply_plan"),
     (architecture.lightning_is_at_the_edge, "callbacks/timeline.py", "from lightning.pytorch import Callback"),

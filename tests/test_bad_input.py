@@ -16,10 +16,11 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from torch import Tensor, nn
 
-from lightning_protrain.device import TransferCounters
+from lightning_protrain.counters import TransferCounters
 from lightning_protrain.host import HostMemory
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
 from tests.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
 from tests.plans import half, kept, place
 
@@ -36,20 +37,15 @@ KNOBS = (
 def _state(module: nn.Module) -> list[Any]:
     """What a refusal must leave alone: objects, their memory, their gradients, and everything that can be attached."""
     parameters = [
-        (
-            name,
-            id(p),
-            p.data_ptr(),
-            p._version,
-            p.requires_grad,
-            p.grad,
-            p._backward_hooks,
-            p._post_accumulate_grad_hooks,
-        )
+        (name, id(p), p.data_ptr(), p._version, p.requires_grad, p.grad, _hooks(p))
         for name, p in module.named_parameters(remove_duplicate=False)
     ]
     modules = [(name, id(m), "forward" in vars(m), len(m._forward_hooks)) for name, m in module.named_modules()]
     return [parameters, modules, [(name, id(b), b.data_ptr()) for name, b in module.named_buffers()]]
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 @pytest.fixture
@@ -92,7 +88,10 @@ def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
             {"plan": "offload", "device_memory": 100},
             r"needs at least .*\d+ bytes.* 100 bytes are allowed.*Raise device_mem",
         ),
-        ({"plan": "auto", "device_memory": "1KiB"}, r"needs at least .*\d+ bytes.*\(1024 bytes\) are allowed"),
+        (
+            {"plan": "auto", "device_memory": "1KiB", "hardware": CPU},
+            r"need at least .*\d+ bytes.*\(1024 bytes\) are allowed.*Raise device_memory to ",
+        ),
         (
             {"plan": "resident", "device_memory": 5000},
             r'plan="resident" needs .*\(5000 bytes\).*"auto", or .*"offload"',
@@ -101,7 +100,10 @@ def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
             {"plan": "offload", "host_memory": 5000},
             r"of host memory, .*\(5000 bytes\) are available.*Raise host_memory",
         ),
-        ({"num_persistent_chunks": 3, "device_memory": 2000}, r"needs at least .*\(2000 bytes\) are allowed"),
+        (
+            {"num_persistent_chunks": 3, "device_memory": 2000, "hardware": CPU},
+            r"need at least .*\(2000 bytes\) are allowed",
+        ),
     ],
     ids=str,
 )
@@ -237,10 +239,10 @@ def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int])
     [
         (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
         ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
-        ("[1, 2]", r"The plan has format 'list', this version reads format 2"),
-        ("{}", r"The plan has format None, this version reads format 2"),
-        ('{"format": 99}', r"The plan has format 99, this version reads format 2\. Make the plan again"),
-        ('{"format": 2}', r"The plan's plan has the fields \[\], not \['blocks'"),
+        ("[1, 2]", r"The plan has format 'list', this version reads format 3"),
+        ("{}", r"The plan has format None, this version reads format 3"),
+        ('{"format": 99}', r"The plan has format 99, this version reads format 3\. Make the plan again"),
+        ('{"format": 3}', r"The plan's plan has the fields \[\], not \['blocks'"),
     ],
 )
 def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:

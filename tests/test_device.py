@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.device import CPUDevice, Device, StreamDevice, TransferCounters, _numa_node, open_device
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import CPUDevice, Device, StreamDevice, _numa_node, open_device
 from lightning_protrain.host import HostMemory
 from tests.runtime.applied import PLANS, Net, applied, batches, mean_square
 
@@ -77,6 +78,18 @@ def test_storages_are_resized_in_place() -> None:
     assert storage.nbytes() == 0
     device.resize(storage, 16)
     assert storage.nbytes() == 16
+
+
+def test_the_cpu_has_nothing_to_wait_for_and_memory_of_its_own() -> None:
+    device = CPUDevice(torch.device("cpu"))
+    device.synchronize()
+    assert device.describe() == {"name": "cpu"}
+    memory = device.new_host_memory()
+    memory.empty(1)
+    assert memory.allocated_bytes > 0
+    assert device.host.allocated_bytes == memory.locked_bytes == 0
+    memory.close()
+    device.close()
 
 
 @pytest.mark.parametrize("kind", ["meta", "mps", "xpu"])
@@ -155,6 +168,15 @@ def test_swaps_have_streams_of_their_own() -> None:
     assert (out.query(), back.query()) == (True, False)
     device.close()
     assert all(stream.recorded[-1].query() for stream in (device._out, device._in))
+
+
+def test_synchronizing_waits_for_every_stream() -> None:
+    device = LateDevice()
+    for copy in (device.upload, device.download, device.swap_out, device.swap_in):
+        copy(torch.zeros(1), torch.zeros(1))
+    device.synchronize()
+    streams = (device._up, device._down, device._out, device._in, device.computing)
+    assert all(stream.recorded[-1].query() for stream in streams)
 
 
 def test_settling_waits_for_the_last_upload() -> None:

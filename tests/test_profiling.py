@@ -15,18 +15,26 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_protrain import strategy as strategy_module
+from lightning_protrain import planning
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.profiling import profile_training_step
 from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
 from tests.models import SEQUENCE, VOCABULARY, LanguageModel, Mlp, ParityModule, fit, token_batches, variants, zoo
 from tests.parity import Result, differences, snapshot
 from tests.plans import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+WHOLE = {
+    "num_persistent_chunks": 1,
+    "num_chunk_buffers": 3,
+    "num_swap_blocks": 0,
+    "num_checkpoint_blocks": 1,
+    "chunk_bytes": 1 << 20,
+}
 SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
 
 
@@ -90,7 +98,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
         profiles.append(profile_training_step(*arguments))
         return profiles[-1]
 
-    monkeypatch.setattr(strategy_module, "profile_training_step", profile)
+    monkeypatch.setattr(planning, "profile_training_step", profile)
     return profiles
 
 
@@ -103,6 +111,11 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
         ({"num_checkpoint_blocks": 2}, 0),
         ({"num_swap_blocks": 0}, 0),
         ({"num_swap_blocks": 1}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU, "num_checkpoint_blocks": 2}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU, **WHOLE}, 0),
+        ({"device_memory": "1GiB", "plan": "offload"}, 0),
+        ({"device_memory": "1GiB", "plan": "resident"}, 0),
     ],
     ids=str,
 )
@@ -353,7 +366,11 @@ def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixtur
         runs.append(Result(tuple(module.losses), snapshot(module)))
     assert differences(*runs) == []
     assert callbacks[0].profile is None
-    said = [line for line in caplog.messages if line.startswith("What a training step saves and casts is not known: ")]
+    said = [
+        line
+        for line in caplog.messages
+        if line.startswith("What a training step saves, casts and computes is not known: ")
+    ]
     assert len(said) == 1
     assert pytest.raises(ValueError, match=message).matches(ValueError(said[0]))
     with pytest.raises(ValueError, match=rf"num_x=3 needs to know .* not known: .*{message}.* Leave num_x out"):

@@ -16,10 +16,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_protrain.device import TransferCounters
+from lightning_protrain import planning
+from lightning_protrain.counters import TransferCounters
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.precision import ProTrainPrecision
+from lightning_protrain.profiler import cache
+from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
 from tests.models import HIDDEN, ParityModule, fit, token_batches, variants, zoo
 from tests.parity import differences, run
 from tests.plans import half, kept, preset
@@ -83,8 +87,8 @@ def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
         assert type(trainer.strategy.precision_plugin) is ProTrainPrecision
         assert trainer.world_size == 1
         assert trainer.strategy.root_device == torch.device("cpu")
-    assert trainers[-1].strategy._knobs.chunk_bytes == 4096
-    assert trainers[-1].strategy._device_memory == 2**30
+    assert trainers[-1].strategy._wishes.knobs.chunk_bytes == 4096
+    assert trainers[-1].strategy._wishes.device_memory == 2**30
 
 
 class ParityCommand(L.LightningModule):
@@ -148,19 +152,48 @@ def test_a_plan_as_object_or_file(given: str) -> None:
 # --- "auto" -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", zoo())
-def test_auto_is_resident_if_that_fits_and_else_offloads(model: str) -> None:
-    module = zoo()[model]()
-    needed = preset(module, "resident").memory.total
-    fitting = _spy(module, ProTrainStrategy(device_memory=needed))
-    assert fitting.plan is not None
-    assert fitting.plan.num_offloaded_chunks == 0
-    assert fitting.budget == needed
-    tight = _spy(zoo()[model](), ProTrainStrategy(device_memory=needed - 1))
-    assert tight.plan is not None
-    assert tight.plan.num_offloaded_chunks == len(tight.plan.chunks)
-    assert tight.plan.memory.total <= needed - 1
-    assert all(block.policy is BlockPolicy.CHECKPOINT for block in tight.plan.blocks)
+def _auto(module: L.LightningModule, budget: int | str, **arguments: Any) -> Plan:
+    """The plan that is searched for."""
+    plan = _spy(module, ProTrainStrategy(device_memory=budget, hardware=CPU, **arguments)).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("model", sorted(zoo().keys() - {"moe"}))  # which looks at values: no plan is searched for
+def test_auto_is_resident_if_that_fits_and_else_the_fastest_that_does(model: str) -> None:
+    roomy = _auto(zoo()[model](), "1GiB")
+    assert roomy.num_offloaded_chunks == 0
+    assert {block.policy for block in roomy.blocks} == {BlockPolicy.KEEP}
+    assert roomy.memory.activations > 0
+    needed = roomy.prediction.device_bytes
+    fitting = _auto(zoo()[model](), needed)
+    assert (fitting.chunks, fitting.blocks) == (roomy.chunks, roomy.blocks)
+    tight = _auto(zoo()[model](), needed - 1)
+    assert (tight.chunks, tight.blocks) != (roomy.chunks, roomy.blocks)
+    assert tight.prediction.device_bytes <= needed - 1
+    assert tight.prediction.step_seconds >= roomy.prediction.step_seconds
+
+
+def test_auto_measures_the_machine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "user_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cache, "is_busy", lambda: False)
+    names = [_spy(zoo()["reused"](), ProTrainStrategy(device_memory="1GiB")).plan.prediction.hardware for _ in "12"]
+    assert names == [cpu_name()] * 2
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_without_a_trace_a_preset_takes_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    module = zoo()["reused"]()
+    module.training_step = lambda batch, batch_idx=0: _looking(module, batch)
+    plan = _auto(module, preset(zoo()["reused"](), "resident").memory.total)
+    assert (plan.num_offloaded_chunks, plan.prediction) == (0, None)
+    assert any("No plan is searched for" in message for message in caplog.messages)
+
+
+def _looking(module: L.LightningModule, batch: Any) -> torch.Tensor:
+    """A step that depends on a value."""
+    loss = type(module).training_step(module, batch, 0)
+    return loss if loss.item() < 1e9 else 2 * loss
 
 
 def test_auto_has_no_limit_on_the_cpu() -> None:
@@ -172,23 +205,11 @@ def test_auto_has_no_limit_on_the_cpu() -> None:
 
 def test_auto_counts_the_states_of_the_optimizer_in_use() -> None:
     """SGD without momentum keeps nothing, so it fits where AdamW does not."""
-    budget = preset(zoo()["reused"](), "resident").memory.total - 1
     module = zoo()["reused"]()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
-    plain = _spy(module, ProTrainStrategy(device_memory=budget)).plan
-    adamw = _spy(zoo()["reused"](), ProTrainStrategy(device_memory=budget)).plan
-    assert plain is not None
-    assert adamw is not None
-    assert (plain.num_offloaded_chunks, adamw.num_offloaded_chunks) == (0, len(adamw.chunks))
-
-
-def test_auto_keeps_a_large_embedding_if_it_fits() -> None:
-    size = 32 * HIDDEN
-    plan = _spy(zoo()["reused"](), ProTrainStrategy(device_memory=30_000, min_num_params=size)).plan
-    assert plan is not None
-    assert {chunk.unit for chunk in plan.chunks if chunk.resident} <= {"network.embedding", "network.head"}
-    assert any(chunk.resident for chunk in plan.chunks)
-    assert plan.num_offloaded_chunks >= 3
+    needed = _auto(module, "1GiB").prediction.device_bytes
+    assert _auto(zoo()["reused"](), "1GiB").prediction.device_bytes > needed
+    assert _auto(zoo()["reused"](), needed).num_offloaded_chunks > 0
 
 
 def test_more_budget_means_more_buffers_and_fewer_uploads() -> None:

@@ -42,6 +42,11 @@ class Knobs:
         """Names of the knobs that are set."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether nothing is left open; the number of blocks that keep with offloaded chunks follows from the rest."""
+        return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
+
     def refuse(self, plan: str, allowed: Collection[str] = ()) -> None:
         """Refuses knobs beside a plan that leaves them nothing to decide.
 

@@ -101,6 +101,19 @@ def host_bytes(
     return states + sum(block.swap_bytes for block in blocks)
 
 
+def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
+    """Parameters and optimizer states of a chunk that stays on the device, without gradients.
+
+    Args:
+        layout: The model.
+        chunk: One of its chunks, whether it is resident or not.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+    """
+    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
+    _, nbytes = chunk_offsets([info.nbytes for info in infos])
+    return nbytes + (ceil(state_bytes * sum(info.numel for info in infos)) if chunk.trainable else 0)
+
+
 def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
     infos = [layout.parameter(fqn) for fqn in chunk.parameters]
     _, nbytes = chunk_offsets([info.nbytes for info in infos])

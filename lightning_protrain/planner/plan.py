@@ -10,9 +10,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+
+from lightning_protrain.planner.explain import explain
+from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-FORMAT = 2
+FORMAT = 3
 # Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
 ALIGNMENT = 256
 
@@ -76,6 +80,7 @@ class MemoryTerms:
         module_buffers: Registered buffers.
         swapped_activations: The most that swapped tensors occupy at one time: those of one block in use, those of its
             neighbour under way.
+        activations: What operations make and autograd keeps, at the peak of the step; 0: nothing is known of them.
     """
 
     resident_states: int
@@ -83,6 +88,7 @@ class MemoryTerms:
     gradients_in_flight: int
     module_buffers: int
     swapped_activations: int = 0
+    activations: int = 0
 
     @property
     def total(self) -> int:
@@ -100,6 +106,7 @@ class Plan:
         num_chunk_buffers: How many offloaded chunks may be on the device at one time (n_buffer).
         memory: What it costs on the device.
         shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
+        prediction: What it is expected to take and to give, if that was worked out.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -107,6 +114,7 @@ class Plan:
     num_chunk_buffers: int
     memory: MemoryTerms
     shapes: Mapping[str, tuple[int, ...]]
+    prediction: Prediction | None = None
 
     @property
     def num_offloaded_chunks(self) -> int:
@@ -131,6 +139,10 @@ class Plan:
             KeyError: The plan has no such block.
         """
         return self.block(block).policy
+
+    def explain(self, budget: int | None = None, sentences: Sequence[str] = ()) -> Group:
+        """The plan as tables to print with rich, see `lightning_protrain.planner.explain`."""
+        return explain(self, budget, sentences)
 
     def to_json(self) -> str:
         """The plan as JSON text that `from_json` reads back to an equal plan."""
@@ -160,6 +172,7 @@ class Plan:
             num_chunk_buffers=content["num_chunk_buffers"],
             memory=MemoryTerms(**_typed("memory", content["memory"], _MEMORY_FIELDS)),
             shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
+            prediction=None if content["prediction"] is None else Prediction.from_dict(content["prediction"]),
         )
 
     def save(self, path: str | Path) -> None:
@@ -214,7 +227,11 @@ def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) ->
         for fqn in chunk.parameters:
             planned, present = _state(plan.shapes[fqn], chunk), _state(infos[fqn].shape, infos[fqn])
             if planned != present:
-                raise ValueError(f"The plan has {fqn!r} as {planned}, the model as {present}. {_REMEDY}")
+                other_dtype = chunk.dtype != infos[fqn].dtype and plan.shapes[fqn] == infos[fqn].shape
+                raise ValueError(
+                    f"The plan has {fqn!r} as {planned}, the model as {present}. "
+                    f"{_DTYPE_REMEDY if other_dtype else _REMEDY}"
+                )
             if fqn not in owners[chunk.unit]:
                 raise ValueError(
                     f"The plan puts {fqn!r} into a chunk of {chunk.unit!r}, which does not use it. {_REMEDY}"
@@ -266,6 +283,11 @@ def _check_swap(block: BlockPlan) -> None:
 
 
 _REMEDY = "It was made for another model: make the plan again, or load that model."
+
+_DTYPE_REMEDY = (
+    "Weights of another dtype need another plan: make it again, or give the Trainer the precision that the plan was made "
+    'with ("32-true" or a mixed one for float32, "bf16-true" for bfloat16, "16-true" for float16).'
+)
 
 
 def _state(shape: tuple[int, ...], source: ChunkPlan | ParameterInfo) -> str:
@@ -325,6 +347,7 @@ _PLAN_FIELDS: _Readers = {
     "num_chunk_buffers": _is(int),
     "memory": _is(dict),
     "shapes": _is(dict),
+    "prediction": lambda where, value: value,  # read by its own class
 }
 _CHUNK_FIELDS: _Readers = {
     "parameters": _names,

@@ -6,7 +6,7 @@ import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal, get_args
 
@@ -14,6 +14,7 @@ from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_resid
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_host, format_bytes, host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.policies import check_counts, lay_out, spread
 from lightning_protrain.profiler.records import ModelLayout
 
 Preset = Literal["auto", "resident", "offload"]
@@ -197,30 +198,22 @@ def _pinned(case: _Case, knobs: Knobs) -> Plan:
         "num_keep_offloaded_blocks": num_keep,
     }
     open_knobs = [f"{name}={value}" for name, value in taken.items() if name not in knobs.given]
-    if open_knobs:
+    if open_knobs and not knobs.are_whole:  # the last one follows from the others
         warnings.warn(f"Knobs that were not given take these values: {', '.join(open_knobs)}.", stacklevel=3)
     return plan
 
 
 def _interleave(case: _Case, num_swap: int, num_checkpoint: int) -> tuple[BlockPlan, ...]:
-    """Swapped blocks early, spread among the checkpointed ones, kept ones last (paper, section 3.1.2).
-
-    What a block swaps has the time of the blocks up to the next swapped one to leave and to come back. What the last
-    blocks keep is used up first in backward, and makes room for what comes back.
+    """Swapped blocks spread among the checkpointed ones: how far apart they should be is not known without a search.
 
     Raises:
         ValueError: It is not known what a block saves, or it saves nothing.
     """
-    reduced = num_swap + num_checkpoint
-    blocks = []
-    for index, kept in enumerate(case.keep_all):
-        if index >= reduced:
-            blocks.append(kept)
-        elif (index + 1) * num_checkpoint // reduced > index * num_checkpoint // reduced:
-            blocks.append(replace(kept, policy=BlockPolicy.CHECKPOINT))
-        else:
-            blocks.append(BlockPlan(kept.name, BlockPolicy.SWAP, _saved_bytes(case, kept.name, num_swap)))
-    return tuple(blocks)
+    policies = lay_out(len(case.keep_all), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
+    return tuple(
+        BlockPlan(kept.name, policy, _saved_bytes(case, kept.name, num_swap) if policy is BlockPolicy.SWAP else 0)
+        for kept, policy in zip(case.keep_all, policies, strict=True)
+    )
 
 
 def _saved_bytes(case: _Case, block: str, num_swap: int) -> int:
@@ -244,7 +237,7 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
     keeps = [sum(streamed[num:]) for num in range(len(streamed) + 1)]  # falls to 0 in steps of one at most
     num_checkpoint, num_keep = knobs.num_checkpoint_blocks, knobs.num_keep_offloaded_blocks
     num_swap = knobs.num_swap_blocks or 0
-    _check_counts(layout, num_swap, num_checkpoint or 0)
+    check_counts(layout, num_swap, num_checkpoint or 0)
     if num_keep is None:
         num_checkpoint = num_checkpoint or 0
         return num_checkpoint, keeps[num_swap + num_checkpoint]
@@ -262,19 +255,6 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
             "blocks with offloaded chunks that keep their activations. Leave one of them out."
         )
     return num_checkpoint, num_keep
-
-
-def _check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> None:
-    counts = {"num_swap_blocks": num_swap, "num_checkpoint_blocks": num_checkpoint}
-    given = " and ".join(f"{name}={count}" for name, count in counts.items() if count)
-    if given and [block.name for block in layout.blocks] == [""]:
-        effect = "cannot be run twice" if num_checkpoint else "would bring all its activations back at once"
-        raise ValueError(
-            f"{given}: this model has no repeated list of blocks, and as a whole it {effect}. Name blocks with "
-            "`blocks`."
-        )
-    if num_swap + num_checkpoint > len(layout.blocks):
-        raise ValueError(f"{given}: this model has {len(layout.blocks)} blocks.")
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -40,7 +40,7 @@ def discover_blocks(
         Fully qualified names in `named_modules()` order; empty if nothing was found.
 
     Raises:
-        ValueError: An unknown name, a class without instances, a block inside another, without parameters or without a
+        ValueError: No list; an unknown name, a class without instances, a block inside another, without parameters or without a
             `forward` of its own, an uninitialized parameter, or `min_num_params` below 1.
     """
     chosen: Iterable[nn.Module]
@@ -54,7 +54,9 @@ def discover_blocks(
             raise ValueError(f"min_num_params is {min_num_params}; give a positive number of parameters.")
         _refuse_uninitialized(model)
         chosen = _smallest_large(model, min_num_params, {})
-    elif isinstance(blocks, str) or not blocks:
+    elif isinstance(blocks, type) and issubclass(blocks, nn.Module):
+        raise ValueError(f"blocks={blocks.__name__} is one class, not a list: give blocks=[{blocks.__name__}].")
+    elif isinstance(blocks, (str, type)) or not isinstance(blocks, Iterable) or not blocks:
         raise ValueError(f'blocks={blocks!r}: give None, "size", or a list of module names and classes.')
     else:
         chosen = _explicit(model, blocks)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.profiler.operations import count_flops
+from lightning_protrain.profiler.liveness import Activation, LiveBytes
+from lightning_protrain.profiler.operations import count_flops, operation_cost
 from lightning_protrain.profiler.records import (
     ModelLayout,
     ModelProfile,
@@ -24,7 +24,9 @@ from lightning_protrain.profiler.records import (
     UnitInfo,
     swapped_bytes,
 )
-from lightning_protrain.profiler.tracing import MetaMode
+from lightning_protrain.profiler.segments import SegmentRecorder
+from lightning_protrain.profiler.snapshot import unchanged as unchanged
+from lightning_protrain.profiler.tracing import MetaMode, ShapeTensor
 
 _ATEN = torch.ops.aten
 
@@ -44,8 +46,8 @@ def profile_model(
     Args:
         model: The model; it may live on the meta device. Its parameters are neither read nor copied.
         layout: What `describe_model` says about it.
-        step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss. It may run
-            backward too, which is not counted.
+        step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss or a mapping with
+            it as `"loss"`, as `training_step` does. If it has not gone through backward itself, that is done here.
         forward_context: Around the step: the autocast of the precision.
         device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
 
@@ -62,8 +64,12 @@ def profile_model(
         for unit in layout.units:
             module = model.get_submodule(unit.name)
             vars(module)["forward"] = _recording(module.forward, unit, recorder)
+        recorder.watch_gradients()
         with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack):
-            step()
+            outputs = step()
+        recorder.run_backward(outputs)
+        del outputs
+    recorder.check_conserved()
     return recorder.profile()
 
 
@@ -73,33 +79,6 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back in the end what the modules hold: attributes, and the content of lists, dicts and sets among them."""
-    attributes = [vars(module) for module in model.modules()]
-    containers = [*attributes, *(value for values in attributes for value in values.values())]
-    before = [(held, held.copy()) for held in containers if isinstance(held, (dict, list, set))]
-    try:
-        yield
-    finally:
-        for held, content in reversed(before):
-            _put_back(held, content)
-
-
-def _put_back(held: Any, content: Any) -> None:
-    if isinstance(held, set):
-        now, then = sorted(map(id, held)), sorted(map(id, content))
-    else:
-        now, then = ([id(item) for item in _flat(one)] for one in (held, content))
-    if now != then:
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(content)
-
-
-def _flat(held: Any) -> Iterable[object]:
-    return [item for pair in held.items() for item in pair] if isinstance(held, dict) else held
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo, recorder: _Recorder) -> Callable[..., Any]:
@@ -130,30 +109,12 @@ class _Call:
     flops: int = 0
 
 
-class _LiveBytes:
-    """Bytes of the storages that operations made and that are still alive."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._alive: set[int] = set()
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._alive:
-            self._alive.add(key)
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._remove, key, storage.nbytes()).atexit = False
-
-    def _remove(self, key: int, nbytes: int) -> None:
-        self._alive.discard(key)
-        self.now -= nbytes
-
-
 class _Recorder:
     """Counts what a trace does. Storages are held weakly, and so that no address ever stands for two of them."""
 
     def __init__(self, mode: MetaMode, parameters: dict[str, Tensor], buffers: Iterable[Tensor]) -> None:
         self._mode = mode
+        self._named = parameters
         # By address of a storage, which the mode keeps alive: the parameters in it.
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for fqn, parameter in parameters.items():
@@ -164,7 +125,9 @@ class _Recorder:
         self._saves: Counter[str] = Counter()
         self._dtype_reads: Counter[str] = Counter()
         self._copies: dict[StorageWeakRef, str] = {}
-        self._live = _LiveBytes()
+        self._live = LiveBytes()
+        self._segments = SegmentRecorder(self._live)
+        self._accumulated = False
         self._step = _Call(UnitInfo("", False, ()))
         self._outside: dict[StorageWeakRef, int] = {}
         self._calls: list[_Call] = []
@@ -174,6 +137,9 @@ class _Recorder:
     def call(self, unit: UnitInfo, inputs: object) -> Iterator[_Call]:
         """Around the forward of a unit."""
         call = _Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
+        is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
+        if is_segment:
+            self._segments.enter(unit.name, self._activations(inputs))
         self._calls.append(call)
         self._running.append(call)
         self._mode.scopes.append(unit.name)
@@ -182,6 +148,35 @@ class _Recorder:
         finally:
             self._running.pop()
             self._mode.scopes.pop()
+            if is_segment:
+                self._segments.leave()
+
+    def watch_gradients(self) -> None:
+        """Lets go of gradients of parameters as soon as they are accumulated."""
+        for fqn, parameter in self._named.items():
+            stand_in = self._mode.stand_in(parameter)
+            if stand_in.requires_grad:
+                stand_in.register_post_accumulate_grad_hook(functools.partial(self._accumulate, fqn))
+
+    def _accumulate(self, fqn: str, parameter: Tensor) -> None:
+        assert isinstance(parameter.grad, ShapeTensor)
+        self._accumulated = True
+        self._segments.accumulated(fqn)
+        activation = self._live.find(self._mode.storage(parameter.grad))
+        if activation is not None:  # else the gradient was added to what is there
+            activation.is_gradient = True
+            # The program may want to look at it. What takes its place was made by no operation.
+            parameter.grad = parameter.grad.elsewhere()
+
+    def run_backward(self, outputs: object) -> None:
+        """Goes through backward from the loss in `outputs`, if the step has not done it itself."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and not self._accumulated:
+            loss.backward()
+
+    def check_conserved(self) -> None:
+        """To be called when what the step gave has been let go."""
+        self._live.check_conserved()
 
     def give_out(self, call: _Call, outputs: object) -> None:
         """Notes what the forward of a unit returns."""
@@ -193,16 +188,22 @@ class _Recorder:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Part of `tracing.Observer`."""
+        with torch._C.DisableTorchFunction():
+            self._operation(func, args, kwargs, result)
+
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        before = self._live.now
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = {tensor.untyped_storage()._cdata for tensor in outputs}
         for tensor in outputs:
             if tensor.untyped_storage()._cdata not in read:
                 self._live.add(tensor.untyped_storage())
+        flops = count_flops(func, args, kwargs, result)
+        self._segments.operation(operation_cost(func, flops, inputs, outputs), before)
         if _in_backward():
             return
-        flops = count_flops(func, args, kwargs, result)
         for call in (self._step, *self._running):
             call.flops += flops
             call.live_peak = max(call.live_peak, self._live.now)
@@ -222,10 +223,11 @@ class _Recorder:
                 self._direct_uses[fqn] += 1
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves `tensor`."""
+        """Autograd saves `tensor`; what it is to keep."""
         storage = self._mode.storage(tensor)
+        activation = self._live.find(storage)
         if _in_backward():
-            return tensor
+            return tensor if activation is None else self._live.shadow(tensor, activation)
         self._saves.update(fqn for fqn, _ in self._parameters.get(storage._cdata, ()))
         if storage._cdata not in self._states:
             key, nbytes = StorageWeakRef(storage), storage.nbytes()
@@ -236,6 +238,9 @@ class _Recorder:
                 call.swapped[key, tensor._version] = swapped_bytes(nbytes)
                 if key not in call.inputs:
                     call.saved[key] = nbytes
+            if activation is not None:
+                self._segments.save(activation, self._copies.get(key))
+                return self._live.shadow(tensor, activation)
         return tensor
 
     def profile(self) -> ModelProfile:
@@ -253,6 +258,7 @@ class _Recorder:
             saved_bytes=sum(self._step.saved.values()),
             flops=self._step.flops,
             peak_bytes=self._step.live_peak,
+            segments=self._segments.segments(),
         )
 
     def _call(self, order: int, call: _Call) -> UnitCall:
@@ -273,11 +279,15 @@ class _Recorder:
 
     def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
         """Bytes of all tensors in `values` that are not the model's, by storage."""
-        found = {}
+        found = (storage for storage in self._storages(values) if storage._cdata not in self._states)
+        return {StorageWeakRef(storage): storage.nbytes() for storage in found}
+
+    def _activations(self, values: object) -> list[Activation]:
+        """Those among the tensors in `values` that operations made."""
+        found = (self._live.find(storage) for storage in self._storages(values))
+        return [activation for activation in found if activation is not None]
+
+    def _storages(self, values: object) -> list[torch.UntypedStorage]:
         with torch._C.DisableTorchFunction():
-            for leaf in tree_leaves(values):
-                if isinstance(leaf, Tensor):
-                    storage = self._mode.storage(self._mode.stand_in(leaf))
-                    if storage._cdata not in self._states:
-                        found[StorageWeakRef(storage)] = storage.nbytes()
-        return found
+            leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+            return [self._mode.storage(self._mode.stand_in(leaf)) for leaf in leaves]

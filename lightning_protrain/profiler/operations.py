@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 _ATEN = torch.ops.aten
@@ -30,6 +30,48 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
+def operation_cost(
+    func: Any, flops: int, given: Sequence[Tensor], made: Sequence[Tensor]
+) -> tuple[int, int, str] | None:
+    """What an operation takes: FLOPs, bytes that it reads and writes, dtype; None for one that moves nothing.
+
+    Args:
+        func: An `OpOverload`.
+        flops: What `count_flops` says.
+        given: Its tensors; of a view that it is given, the elements of the view count.
+        made: What it gave.
+    """
+    tensors = [*given, *made]
+    if func.is_view or not tensors:
+        return None
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    of = next((tensor for tensor in given if tensor.is_floating_point()), tensors[0]) if flops else tensors[0]
+    return flops, nbytes, str(of.dtype).removeprefix("torch.")
+
+
+def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    tensors = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
+
+
+def mask_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Indices in which the positions of its true elements stand for every mask."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions.extend(index.nonzero(as_tuple=True))
+        else:
+            positions.append(index)
+    return positions
+
+
 def _grouped_mm(
     first: Tensor, second: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None, dtype: Any = None
 ) -> Tensor:
@@ -44,8 +86,16 @@ def _grouped_mm(
 def _normalization(operation: Any, tensor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The CPU keeps statistics in the dtype of the weights or, without any, of the input; meta kernels differ."""
     output, *statistics = operation(tensor, *rest)
+    if operation is _ATEN.native_batch_norm.default and not rest[4]:  # outside of training
+        statistics = [statistic.new_empty(0) for statistic in statistics]
     dtype = next((weight.dtype for weight in rest if isinstance(weight, Tensor)), tensor.dtype)
     return (output, *(statistic.to(dtype) for statistic in statistics))
+
+
+def _group_norm_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The meta kernel gives the gradient of the input in the dtype of the weights."""
+    of_input, *of_weights = _ATEN.native_group_norm_backward.default(gradient, tensor, *rest)
+    return (of_input.to(tensor.dtype), *of_weights)
 
 
 def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
@@ -54,6 +104,22 @@ def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
     workspace = _ATEN.mkldnn_rnn_layer.default(*zeros)[-1]
     *outputs, empty = _ATEN.mkldnn_rnn_layer.default(*args)
     return (*outputs, empty.new_empty(workspace.shape))
+
+
+def _rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The two biases have the same gradient, but not in the same memory."""
+    *outputs, second, hidden, cell = _ATEN.mkldnn_rnn_layer_backward.default(*args)
+    return (*outputs, torch.empty_like(second), hidden, cell)
+
+
+def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """A mean or sum is written into the memory of what it is the mean or sum of."""
+    output: Tensor = operation(tensor, target, *rest, **options)
+    return (
+        output
+        if output.dim()
+        else output.new_empty(torch.broadcast_shapes(tensor.shape, target.shape)).as_strided((), ())
+    )
 
 
 def _grouped_mm_flops(first: Tensor, second: Tensor, *rest: Any) -> int:
@@ -77,10 +143,19 @@ _NORMALIZATIONS = (
     _ATEN._native_batch_norm_legit.default,
     _ATEN._native_batch_norm_legit.no_stats,
 )
+_LOSSES = (
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.soft_margin_loss.default,
+    _ATEN.binary_cross_entropy.default,
+)
 # What gives the result of an operation on meta tensors as the CPU would, where its meta kernel does not.
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.mkldnn_rnn_layer.default: _rnn_layer,
+    _ATEN.mkldnn_rnn_layer_backward.default: _rnn_layer_backward,
+    _ATEN.native_group_norm_backward.default: _group_norm_backward,
+    **{operation: partial(_loss, operation) for operation in _LOSSES},
     **{operation: partial(_normalization, operation) for operation in _NORMALIZATIONS},
 }
 # What torch's registry of costs lacks.

@@ -169,6 +169,85 @@ class UnitCall:
 
 
 @dataclass(frozen=True)
+class OperationCost:
+    """Operations of one size.
+
+    Attributes:
+        flops: Floating-point operations of one of them; 0 for those that only move bytes.
+        nbytes: Bytes that one of them reads and writes.
+        dtype: Of what it multiplies, without the `torch.` prefix; of its first tensor if `flops` is 0.
+        count: How many there are.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through a segment, forward or backward; see [Note: Segment].
+
+    Attributes:
+        live_bytes: Activations when it begins: all tensors that operations have made, but for gradients of parameters.
+        peak_bytes: The most there are within it; a gradient of a parameter counts until it is accumulated.
+        operations: What is computed.
+        peak_without_casts: As `peak_bytes`, but for the segment's own copies of parameters in another dtype; 0: not
+            known.
+        unsaved_peak: As `peak_bytes`, if autograd saved nothing in it but what it was given; 0: not known.
+        unsaved_peak_without_casts: Both.
+    """
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    operations: tuple[OperationCost, ...] = ()
+    peak_without_casts: int = 0
+    unsaved_peak: int = 0
+    unsaved_peak_without_casts: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the step that no unit divides.
+
+    [Note: Segment]
+    A step is cut where units begin and end: a *segment* is one call of a unit that encloses no other (a block, an
+    embedding, a norm, a head), or what runs between two of them (masks, the loss), which belongs to the root. Backward
+    goes through the same segments, from the last to the first. All figures are those of a step that keeps every
+    activation; a block that does not is accounted for by what that frees from the end of its forward to its backward.
+
+    Attributes:
+        unit: Name of the unit; `""` for what runs between two of them.
+        forward: Forward.
+        backward: Backward; empty where there is none.
+        peak_with_gradients: `backward.peak_bytes`, if the gradients that are accumulated within it stay.
+        checkpoint_saving: Bytes that checkpointing frees: all that autograd saves in it but what the unit was given,
+            less what it was given and would not be kept otherwise.
+        swap_saving: Bytes that swapping frees: all that autograd saves and that takes at least a page, what it was
+            given too unless an earlier segment holds it.
+        input_bytes: What the unit is given, without what an earlier segment was given.
+        casts: The part of what is saved that is a copy of a parameter in another dtype: first name and bytes.
+        gradients: First names of the parameters whose gradient is whole at the end of its backward.
+        held_bytes: All that checkpointing it keeps of what it was given and that would not be kept otherwise. In
+            `checkpoint_saving` such a tensor counts for the first segment that is given it alone.
+        between: Whether it lies between two calls; where the root is a block, its calls have no name either.
+    """
+
+    unit: str
+    forward: Pass
+    backward: Pass = Pass()
+    peak_with_gradients: int = 0
+    checkpoint_saving: int = 0
+    swap_saving: int = 0
+    input_bytes: int = 0
+    casts: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[str, ...] = ()
+    held_bytes: int = 0
+    between: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """What one step, forward and loss, does.
 
@@ -180,6 +259,9 @@ class ModelProfile:
         saved_bytes: All that autograd saves, every storage once in the whole step.
         flops: As in `UnitCall`, of the whole step.
         peak_bytes: The most that was alive at one time.
+        segments: Forward and backward in the order of forward; empty if the step ran no backward.
+        samples: Of the batch: the first dimension of its tensors; 0: not known.
+        tokens: Of the batch: elements of its `input_ids`; 0: not known.
     """
 
     calls: tuple[UnitCall, ...]
@@ -189,6 +271,9 @@ class ModelProfile:
     saved_bytes: int
     flops: int
     peak_bytes: int
+    segments: tuple[Segment, ...] = ()
+    samples: int = 0
+    tokens: int = 0
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
         """Host bytes that one call of each unit swaps, the largest of its calls.

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_protrain.profiler.operations import SHAPE_RULES
+from lightning_protrain.profiler.operations import SHAPE_RULES, mask_positions, written_tensors
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -94,6 +95,11 @@ class ShapeTensor(Tensor):
         self.elem = elem
         return self
 
+    def elsewhere(self) -> ShapeTensor:
+        """One like it, with memory of its own that no operation has made."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return ShapeTensor(_like(self.elem), self.device)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise UntraceableError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
@@ -138,6 +144,8 @@ class MetaMode(TorchDispatchMode):
         self._journal: dict[int, tuple[Any, object]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
+        # Real storages that were made within.
+        self._own: set[StorageWeakRef] = set()
         self._lift = _StandIns(self)
         for tensor in unknown:
             self._replace(tensor)
@@ -155,7 +163,7 @@ class MetaMode(TorchDispatchMode):
         self._lift.__exit__(*exception)
         self._undo.close()
         # What a trace knows of tensors outside keeps them alive.
-        for known in (self._journal, self._storages, self._stand_ins):
+        for known in (self._journal, self._storages, self._stand_ins, self._own):
             known.clear()
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
@@ -204,7 +212,7 @@ class MetaMode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.overloadpacket in _RESIZES:
             raise self.refuse(str(func), "changes how much memory a tensor has")
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             if not isinstance(tensor, ShapeTensor):
                 self._remember(tensor)
         if all(map(self.is_known, tensors)):
@@ -225,13 +233,18 @@ class MetaMode(TorchDispatchMode):
             self._journal[id(generator)] = (generator, None)
             self._undo.callback(generator.set_state, generator.get_state())
         result = tree_map_only(Tensor, lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
+        given, made = (
+            {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)}
+            for one in ((args, kwargs), result)
+        )
+        self._own |= made - given
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)
         return tree_map_only(Tensor, lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
 
     def _run_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the operation on meta tensors."""
-        written = {id(tensor) for tensor in _written(func, args, kwargs)}
+        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
         originals: dict[int, Tensor] = {}
 
         def lower(tensor: Tensor) -> Tensor:
@@ -244,15 +257,20 @@ class MetaMode(TorchDispatchMode):
             originals[id(elem)] = tensor
             return elem
 
-        args, rule = self._resolve_values(func, args, kwargs)
-        args, kwargs = tree_map_only(Tensor, lower, (args, kwargs))
+        resolved, rule = self._resolve_values(func, args, kwargs)
+        told = tree_map_only(Tensor, lower, args)
+        args, kwargs = (
+            tree_map_only(Tensor, lower, (resolved, kwargs))
+            if resolved is not args
+            else (told, tree_map_only(Tensor, lower, kwargs))
+        )
         if "device" in kwargs or "generator" in kwargs:
             kwargs = _without_device(kwargs) | ({"device": _META} if "device" in kwargs else {})
         try:
             result = rule(*args, **kwargs) if rule else func(*args, **kwargs)
         except NotImplementedError as error:
             raise self.refuse(str(func), "has no rule for its shapes (no meta kernel)") from error
-        return self._finish(func, args, kwargs, result, originals)
+        return self._finish(func, told, kwargs, result, originals)
 
     def _finish(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, originals: dict[int, Tensor]) -> Any:
         """Hands an operation's meta tensors to the observer and out to the program."""
@@ -280,7 +298,7 @@ class MetaMode(TorchDispatchMode):
         if func in _GATHERS or func in _PUTS or func in _IN_PLACE_PUTS:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
             if all(map(self.is_known, masks)):
-                return (args[0], _positions(args[1]), *args[2:]), None
+                return (args[0], mask_positions(args[1]), *args[2:]), None
             if func in _PUTS:
                 return args, lambda tensor, *_, **__: torch.empty_like(tensor)
             if func in _IN_PLACE_PUTS:
@@ -304,7 +322,12 @@ class MetaMode(TorchDispatchMode):
         return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _remember(self, tensor: Tensor) -> None:
-        """Notes the values, shape and version of a real tensor that is about to change, to be put back in the end."""
+        """Notes the values, shape and version of a real tensor that is about to change, to be put back in the end.
+
+        One that was made within need not be put back, and would be kept alive.
+        """
+        if StorageWeakRef(tensor.untyped_storage()) in self._own:
+            return
         if id(tensor) not in self._journal and not tensor.is_inference():
             self._journal[id(tensor)] = (tensor, None)
             self._undo.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
@@ -363,26 +386,3 @@ def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments without what the meta device does not take; a generator must be named where there is one."""
     kept = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     return {**kept, "generator": None} if "generator" in kept else kept
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
-    if not func._schema.is_mutable:
-        return []
-    tensors = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return tensors
-
-
-def _positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Indices in which the positions of its true elements stand for every mask."""
-    positions: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            positions.extend(index.nonzero(as_tuple=True))
-        else:
-            positions.append(index)
-    return positions

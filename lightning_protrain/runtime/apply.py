@@ -15,15 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_protrain.device import Device, TransferCounters
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import Device
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
-from lightning_protrain.runtime.executor import Executor, Unit
+from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
 from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.schedule import Capacity
 from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.unit import Unit
 from lightning_protrain.runtime.updates import Updates
 
 T = TypeVar("T")

@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.twin import Twin, Uses, low_class
 
 
 class ChunkState(Enum):
@@ -44,15 +46,6 @@ class ChunkState(Enum):
     HOST = auto()
     IN_FLIGHT = auto()
     LIVE = auto()
-
-
-class Twin(nn.Parameter):
-    """A device twin that can be shown at any time: a debugger or a traceback must not read memory that was freed."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.numel() and not self.untyped_storage().nbytes():
-            return f"Parameter of {self.dtype}{list(self.shape)}, not on the device at present"
-        return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
 
 
 @dataclass(eq=False)
@@ -73,7 +66,7 @@ class Site:
             setattr(self.module, self.name, new)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """One offloaded parameter, see [Note: Two parameters].
 
@@ -88,7 +81,7 @@ class Slot:
         twin_version: Version of `twin` that is not yet known to differ from the host.
         copy: What is streamed in place of the host parameter, see [Note: Low precision].
         copied_version: Version of `host` that the copy was made of.
-        shown: What has been registered in place of the host parameter, at present or last.
+        uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
@@ -104,45 +97,44 @@ class Slot:
     twin_version: int = 0
     copy: Tensor | None = None
     copied_version: int = -1
-    shown: nn.Parameter = field(init=False, repr=False)
+    uses: Uses | None = None
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
 
-    @property
-    def is_repointed(self) -> bool:
-        """Whether `host.data` has become another tensor since the chunk adopted it."""
-        return self.host.data_ptr() != self.pointer
-
-    def __post_init__(self) -> None:
-        """The twin is shown, but for exceptions."""
-        self.shown = self.twin
-
-    def show(self) -> nn.Parameter:
+    def show(self, whole: bool = False) -> nn.Parameter:
         """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
+
+        Args:
+            whole: Whether it must be of full precision in evaluation.
 
         Raises:
             RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
         """
-        kind = self.twin.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.twin.dtype
-        if self.copy is None or casts:
-            self.shown = self.twin
-        elif torch.is_grad_enabled() and self.twin.requires_grad:
+        if self.copy is None:
+            return self.twin
+        dtype, kind = self.copy.dtype, self.twin.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
+        if casts and not (whole and not torch.is_grad_enabled()):
+            return self.twin
+        if torch.is_grad_enabled() and self.twin.requires_grad:
             raise RuntimeError(
-                f"{self.fqn!r} is streamed in {self.twin.dtype}, because the first step used it under autocast only, "
+                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
                 "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
                 "its block under autocast."
             )
-        else:
-            self.shown = nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
-        return self.shown
+        return nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
 
     def renew_copy(self) -> None:
         """Casts the host parameter again, if it has changed since."""
         if self.copy is not None and self.copied_version != self.host._version:
             self.copy.copy_(self.host.detach())
             self.copied_version = self.host._version
+
+    def drop_gradient(self) -> None:
+        """Forgets a gradient of the twin that has not landed."""
+        with below_guard():
+            self.twin.grad = None
 
     @property
     def has_user_hooks(self) -> bool:
@@ -160,9 +152,10 @@ class Slot:
             return
         if self.copy is not None:
             raise RuntimeError(
-                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.twin.dtype}, so the hook would see "
-                f"another gradient than one of {self.host.dtype}. Register it before fit: then the weight is streamed "
-                "as it is."
+                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
+                f"another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
+                "weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
+                "make its chunk resident (`num_persistent_chunks`)."
             )
         for handle in self.mirrored.values():
             handle.remove()
@@ -199,6 +192,7 @@ class Chunk:
         self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self.slots = [
             self._make_slot(fqn, parameter, offset)
             for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
@@ -216,14 +210,16 @@ class Chunk:
             RuntimeError: A host parameter has been given another dtype or shape.
         """
         assert self.state is ChunkState.HOST
-        for slot in self.slots if after is None else ():
-            self._rebind(slot)
-        self._device.resize(self._storage, self.nbytes)
-        self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self._reads_stepped = after is not None
         if after is None:
-            self._renew_copies()
-            self._note_versions()
+            for slot in self.slots:
+                host = slot.host
+                if host.data_ptr() != slot.pointer:
+                    self._rebind(slot)
+                slot.read_version = host._version
+            if self._low_dtype is not None:
+                self._renew_copies()
+        self._device.resize(self._storage, self.nbytes)
         self._fence = self._device.upload(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
@@ -236,9 +232,19 @@ class Chunk:
             RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
         """
         if self._reads_stepped:
-            self._note_versions()
+            for slot in self.slots:
+                slot.read_version = slot.host._version
             self._reads_stepped = False
-        changed = [slot for slot in self.slots if slot.host._version != slot.seen_version or slot.is_repointed]
+        changed = []
+        outdated = False
+        for slot in self.slots:
+            host = slot.host
+            version = host._version
+            repointed = host.data_ptr() != slot.pointer
+            if repointed or version != slot.seen_version:
+                changed.append(slot)
+            if repointed or version != slot.read_version:
+                outdated = True
         if changed and in_backward:
             slot = changed[0]
             raise RuntimeError(
@@ -246,9 +252,7 @@ class Chunk:
                 f"{slot.host._version}, the forward used {slot.seen_version}): the gradient would be wrong. "
                 "Step optimizers and change weights after backward."
             )
-        if self.state is not ChunkState.HOST and any(
-            slot.host._version != slot.read_version or slot.is_repointed for slot in self.slots
-        ):
+        if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
         for slot in changed:
@@ -268,14 +272,13 @@ class Chunk:
             # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
             self._device.wait(self._fence)
             self._fence = None
-        self._target.set_(self._storage, 0, (0,), (1,))
         self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
     def distrust_copies(self) -> None:
-        """Somebody may have written to `parameter.data`, of which no version tells; frozen weights are left alone."""
-        for slot in self.slots if self.plan.trainable else ():
+        """Somebody may have written to `parameter.data`, of which no version tells."""
+        for slot in self.slots if self._low_dtype is not None else ():
             slot.copied_version = -1
 
     def _renew_copies(self) -> None:
@@ -285,21 +288,24 @@ class Chunk:
         for slot in stale:
             slot.renew_copy()
 
-    def _note_versions(self) -> None:
-        for slot in self.slots:
-            slot.read_version = slot.host._version
-
     def write_back(self) -> None:
         """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
-        for slot in self.slots:
-            left = slot.twin.numel() and slot.twin.data_ptr() != self._storage.data_ptr() + slot.offset
-            if slot.copy is not None and (left or slot.twin._version != slot.twin_version):
+        start = self._storage.data_ptr()
+        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+            changed = [
+                slot
+                for slot in self.slots
+                if slot.twin._version != slot.twin_version
+                or (slot.twin.data_ptr() != start + slot.offset and slot.twin.numel())
+            ]
+        for slot in changed:
+            left = slot.twin.numel() and slot.twin.data_ptr() != start + slot.offset
+            if slot.copy is not None:
                 raise RuntimeError(
-                    f"{slot.fqn!r} was changed in a forward and is streamed in {slot.twin.dtype}: the change would "
+                    f"{slot.fqn!r} was changed in a forward and is streamed in {slot.copy.dtype}: the change would "
                     "lose precision. Make its chunk resident (`num_persistent_chunks`), or change it after the step."
                 )
-            if left or slot.twin._version != slot.twin_version:
-                self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
+            self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
             if left:
                 place = torch.empty(0, dtype=slot.host.dtype, device=self._device.torch_device)
                 place.set_(self._storage, slot.offset // slot.host.element_size(), slot.host.shape, slot.host.stride())
@@ -315,19 +321,21 @@ class Chunk:
                 hook.remove()
             slot.hooks.clear()
             slot.mirrored.clear()
-            slot.twin.grad = None
+            slot.drop_gradient()
 
     def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
         stride = host.stride() if _is_dense(host) else torch.empty(host.shape, device="meta").stride()
         data = torch.empty(0, dtype=self._low_dtype or host.dtype, device=self._device.torch_device)
         data.set_(self._storage, offset // data.element_size(), host.shape, stride)
         kind = Twin if type(host) is nn.Parameter else type(host)
-        twin = torch.Tensor._make_subclass(kind, data, host.requires_grad)
+        kind = kind if self._low_dtype is None else low_class(type(host))
+        twin: Any = torch.Tensor._make_subclass(kind, data, host.requires_grad)
         twin.__dict__.update(host.__dict__)
         slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
         if self._low_dtype is None:
             self._adopt(slot)
         else:
+            twin.uses = slot.uses = Uses(fqn, host, data.device, data.dtype)
             slot.copy = self._at_offset(slot, self._low_dtype)
             slot.pointer = host.data_ptr()
             self._device.note_host(host)
@@ -353,8 +361,6 @@ class Chunk:
     def _rebind(self, slot: Slot) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
         host, twin = slot.host, slot.twin
-        if not slot.is_repointed:
-            return
         planned = getattr(torch, self.plan.dtype)
         if host.dtype != planned or host.shape != twin.shape or host.device.type != "cpu":
             raise RuntimeError(

@@ -22,46 +22,14 @@ from itertools import pairwise
 import torch
 
 from lightning_protrain.device import Device
-from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site, Slot
+from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.runtime.schedule import Capacity, Timeline, choose_evictions, choose_prefetch
+from lightning_protrain.runtime.order import Order
+from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.schedule import Capacity, Timeline
 from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.unit import Unit
 from lightning_protrain.runtime.updates import Updates
-
-
-@dataclass(eq=False)
-class Unit:
-    """A module whose chunks come and go together, see [Note: Unit].
-
-    Attributes:
-        name: Fully qualified name.
-        module: The module.
-        chunks: Indices of the offloaded chunks it needs.
-        sites: Where its offloaded parameters are registered inside it.
-        policy: What happens to its activations.
-        backward_reads: Whether its backward reads weights (that of an embedding does not).
-        swap_bytes: Host bytes that one call of it may swap; 0: it swaps nothing.
-        depth: How many of its forwards are running.
-        first_call: Number of its first call in this scope.
-        pinned_at: Number of the call whose backward holds it.
-    """
-
-    name: str
-    module: torch.nn.Module
-    chunks: tuple[int, ...]
-    sites: tuple[tuple[Site, Slot], ...]
-    policy: BlockPolicy
-    backward_reads: bool = True
-    swap_bytes: int = 0
-    depth: int = 0
-    first_call: int | None = None
-    pinned_at: int | None = None
-
-    @property
-    def in_use(self) -> bool:
-        """Whether its chunks must stay."""
-        return self.depth > 0 or self.pinned_at is not None
 
 
 @dataclass
@@ -107,28 +75,28 @@ class Executor:
         self.units = tuple(units)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
         self._chunks = tuple(chunks)
-        self._sizes = {index: chunk.nbytes for index, chunk in enumerate(chunks)}
-        self._capacity = capacity
         self._device = device
         self._say = say
         self._swap = swap
         self._updates = updates
-        self._landing = Landing(chunks, device, self.begin_backward, updates, self._is_past)
+        self._residency = Residency(chunks, capacity, device, updates, say)
+        self._landing = Landing(chunks, device, self.begin_backward, updates, self._is_past, self._num_uses)
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
-        self._orders = {training: list(self.units) for training in (True, False)}
-        self._needs = {True: _needs(self.units, self.units[::-1]), False: _needs(self.units, ())}
+        self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
-        self._timeline = Timeline([])
-        self._backward_positions: dict[int, int] = {}
-        self._backward_next: dict[int, int] = {}
-        self._last_reads: dict[int, int] = {}
+        self._said = False
+        self._timeline = Timeline(())
         self._cursor = 0
         self.num_calls = 0
         self._scope: _Scope | None = None
+        # What backward goes through.
+        self._awaited = Order((), ())
         self._backward: Unit | None = None
         self._backward_number = -1
         self._backward_runs = False
-        self._said: set[str] = set()
+        self._backward_positions: dict[int, int] = {}
+        self._backward_next: dict[int, int] = {}
+        self._last_reads: dict[int, int] = {}
 
     # --- scopes -----------------------------------------------------------------------------------------------------
 
@@ -141,11 +109,11 @@ class Executor:
             return
         self.release_all()
         self._scope = _Scope(training)
-        self._landing.uses.clear()
         for unit in self.units:
             unit.first_call = None
+            unit.num_calls = 0
         self._cursor = 0
-        self._timeline = Timeline(self._needs[training])
+        self._timeline = self._orders[training].timeline
         try:
             yield
         finally:
@@ -161,8 +129,7 @@ class Executor:
         if unit.first_call is None:
             unit.first_call = number
         if self._scope is not None and self._scope.open:
-            for _, slot in unit.sites:
-                self._landing.uses[slot] = self._landing.uses.get(slot, 0) + 1
+            unit.num_calls += 1
         return number
 
     def await_gradient(self, unit: Unit, number: int) -> None:
@@ -178,28 +145,28 @@ class Executor:
         if unit.depth == 0:
             if recomputing:
                 number = self._backward_number if self._backward is unit else unit.first_call
-                self._pin(unit, number if number is not None else -1)
+                self._residency.pin(unit, number if number is not None else -1)
             else:
                 self._advance(unit)
-            self._require(unit, recomputing)
-            for site, slot in unit.sites:
-                slot.follow()
-                site.exchange(slot.host, slot.show())
+            self._residency.require(unit, self._timeline, self._cursor, recomputing)
+            unit.follow()
+            unit.register_twins()
+            self._residency.running[unit] = None
         unit.depth += 1
-        if not recomputing:
-            self._prefetch(self._cursor)
+        if not recomputing and self._scope is not None and self._scope.open:
+            self._residency.prefetch(self._timeline, self._cursor)
 
     def exit(self, unit: Unit) -> None:
         """Registers the host parameters again; the chunks may go now."""
         unit.depth -= 1
         if unit.depth:
             return
-        for site, slot in unit.sites:
-            site.exchange(slot.shown, slot.host)
+        del self._residency.running[unit]
+        unit.register_hosts()
         for index in unit.chunks:
             self._chunks[index].write_back()
         if not in_backward() and (self._scope is None or not self._scope.open):
-            self._release(index for index in unit.chunks if index not in self._pinned())
+            self._residency.release(set(unit.chunks) - self._residency.pinned())
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +185,10 @@ class Executor:
         for number, unit in awaited:
             for index in unit.chunks:
                 self._last_reads[index] = min(number, self._last_reads.get(index, number))
-        self._timeline = Timeline(_needs((), [unit for _, unit in awaited]))
+        units = [unit for _, unit in awaited]
+        if not self._awaited.is_of([], units):
+            self._awaited = Order([], units)
+        self._timeline = self._awaited.timeline
         self._cursor = 0
 
     def before_backward(self, unit: Unit, number: int, end: int) -> None:
@@ -233,27 +203,23 @@ class Executor:
                 "would find no weights. Make its chunks resident (`num_persistent_chunks`), and swap no activations."
             )
         self.begin_backward()
-        for other in self.units:
-            if other.pinned_at is not None and other.pinned_at >= end:
-                other.pinned_at = None
+        self._residency.unpin(end)
         self._backward, self._backward_number = unit, number
-        self._pin(unit, number)
-        self._require(unit, backward=True)
+        self._residency.pin(unit, number)
+        self._residency.require(unit, self._timeline, self._cursor, in_backward=True)
         if self._swap is not None:
             self._swap.before_backward(number, self._backward_next.get(number), end)
-        for _, slot in unit.sites:
-            slot.follow()
+        unit.follow()
         position = self._backward_positions.get(number)
         if position is not None:
             self._cursor = position + 1
-            self._prefetch(self._cursor)
+            self._residency.prefetch(self._timeline, self._cursor)
 
     def end_backward(self) -> None:
         """Ends what backward began: every gradient is on the host, nothing is live that no forward is using."""
         self._backward_runs = False
         self._backward = None
-        for unit in self.units:
-            unit.pinned_at = None
+        self._residency.pins.clear()
         self._landing.finish()
         self.settle()
 
@@ -261,7 +227,7 @@ class Executor:
 
     def settle(self) -> None:
         """Before host weights are written to: nothing is live that no forward is using, and no upload reads them."""
-        self._release(self._live() - self._pinned())
+        self._residency.release_unused()
         if self._swap is not None:
             self._swap.settle()
         self._device.settle()
@@ -272,25 +238,19 @@ class Executor:
         for index, chunk in enumerate(self._chunks):
             if self._updates.job(index) is None:
                 chunk.distrust_copies()
-        for index in self._pinned():
-            # Fetched whatever the versions say: an optimizer may write through `parameter.data`.
-            self._chunks[index].release()
-            self._chunks[index].fetch()
-            self._chunks[index].wait(in_backward=False)
+        self._residency.renew()  # Whatever the versions say: an optimizer may write through `parameter.data`.
 
     def release_all(self) -> None:
         """Between scopes: frees everything. Afterwards host weights may be written to."""
-        for unit in self.units:
-            unit.pinned_at = None
+        self._residency.pins.clear()
         self.settle()
 
     def reset(self) -> None:
         """After an exception in mid-step: host parameters registered, nothing live, nothing under way."""
-        for unit in self.units:
-            if unit.depth:
-                unit.depth = 0
-                for site, slot in unit.sites:
-                    site.exchange(slot.shown, slot.host)
+        for unit in self._residency.running:
+            unit.depth = 0
+            unit.register_hosts()
+        self._residency.running.clear()
         self._backward_runs = False
         self._backward = None
         self._landing.forget()
@@ -300,100 +260,40 @@ class Executor:
         self.release_all()
         self._scope = None
 
-    # --- chunks -----------------------------------------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------------------------
 
     def _advance(self, unit: Unit) -> None:
         """Moves the cursor behind this call in the expected order."""
         if self._scope is None or not self._scope.open:
             return
         self._scope.entered.append(unit)
-        order = self._orders[self._scope.training]
-        self._cursor = next((at + 1 for at in range(self._cursor, len(order)) if order[at] is unit), self._cursor)
-
-    def _require(self, unit: Unit, backward: bool) -> None:
-        """Makes the unit's chunks live."""
-        if not unit.chunks:
-            return
-        wanted = set(unit.chunks)
-        live = self._live()
-        if not wanted <= live:
-            pinned = self._pinned()
-            evictions = choose_evictions(
-                live, wanted, pinned, self._timeline, self._cursor, self._capacity, self._sizes
-            )
-            if evictions is None:
-                self._say_once(
-                    "capacity",
-                    f"{unit.name!r} runs inside units that do not enclose it by name: more chunks are on the device at "
-                    "one time than planned.",
-                )
-                evictions = list(live - wanted - pinned)
-            self._release(evictions)
-        for index in unit.chunks:
-            chunk = self._chunks[index]
-            self._updates.finish(index)
-            if chunk.state is ChunkState.HOST:
-                chunk.fetch()
-                self._device.counters.prefetch_misses += 1
-            elif chunk.prefetched:
-                self._device.counters.prefetch_hits += 1
-            chunk.prefetched = False
-            chunk.wait(backward)
-
-    def _prefetch(self, position: int) -> None:
-        if not in_backward() and (self._scope is None or not self._scope.open):
-            return
-        releases, fetches = choose_prefetch(
-            self._live(), self._pinned(), self._timeline, position, self._capacity, self._sizes
-        )
-        self._release(releases)
-        for index in fetches:
-            self._chunks[index].fetch(self._updates.job(index))
-            self._chunks[index].prefetched = True
+        self._cursor = self._orders[self._scope.training].behind(unit, self._cursor)
 
     def _is_past(self, index: int) -> bool:
         """Whether backward has reached the earliest call that reads the chunk: none is left to come."""
         return self._backward_number <= self._last_reads.get(index, self._backward_number)
 
-    def _live(self) -> set[int]:
-        return {index for index, chunk in enumerate(self._chunks) if chunk.state is not ChunkState.HOST}
-
-    def _pinned(self) -> set[int]:
-        return {index for unit in self.units if unit.in_use for index in unit.chunks}
-
-    def _release(self, indices: Sequence[int] | set[int] | Iterator[int]) -> None:
-        for index in list(indices):
-            self._chunks[index].prefetched = False
-            self._chunks[index].release()
-
-    def _pin(self, unit: Unit, number: int) -> None:
-        unit.pinned_at = number if unit.pinned_at is None else min(unit.pinned_at, number)
+    def _num_uses(self, slot: Slot) -> int:
+        """In how many places calls of the present step have used a parameter."""
+        return sum(unit.num_calls for unit in self.units for _, other in unit.sites if other is slot)
 
     def _compare_order(self, scope: _Scope) -> None:
         """Takes the order of this step as the one to expect."""
         if not scope.entered:
             return
-        if self._recorded[scope.training] and scope.entered != self._orders[scope.training]:
-            self._say_once(
-                "order",
+        before = self._orders[scope.training]
+        if self._recorded[scope.training] and scope.entered != before.forward and not self._said:
+            self._said = True
+            self._say(
                 "The blocks ran in another order than in the step before: the results are right, but weights were "
-                "fetched late. Steps of changing order run slower when offloaded.",
+                "fetched late. Steps of changing order run slower when offloaded."
             )
         self._recorded[scope.training] = True
-        self._orders[scope.training] = scope.entered
-        self._needs[scope.training] = _needs(scope.entered, [unit for _, unit in reversed(scope.awaited)])
-
-    def _say_once(self, key: str, sentence: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._say(sentence)
+        backward = [unit for _, unit in reversed(scope.awaited)]
+        if not before.is_of(scope.entered, backward):
+            self._orders[scope.training] = Order(scope.entered, backward)
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread: a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _needs(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[tuple[int, ...]]:
-    """Chunks needed at each position of a step."""
-    return [unit.chunks for unit in forward] + [unit.chunks if unit.backward_reads else () for unit in backward]

@@ -14,6 +14,7 @@ until backward ends. What cannot be brought into autograd's own order is refused
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.gradient_memory import GradientMemory
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.updates import Updates
 
 
@@ -29,6 +32,7 @@ class _Sum:
     """A landed gradient that waits to be added to the one before, or to be cast."""
 
     fence: object
+    index: int
     slot: Slot
     part: Tensor
 
@@ -42,10 +46,8 @@ class Landing:
         begin: Called before the first gradient of a backward, so that its end is noticed.
         updates: Takes gradients of whole chunks over.
         is_past: Whether no call that reads the chunk is awaited any more.
+        num_uses: In how many places calls of units have used a parameter in the present step.
         pending_bytes: The most bytes of sums that may wait for their copies; None: two of the largest chunks.
-
-    Attributes:
-        uses: How many unit calls of the present step used each parameter; kept by the executor.
     """
 
     def __init__(
@@ -55,28 +57,34 @@ class Landing:
         begin: Callable[[], None],
         updates: Updates,
         is_past: Callable[[int], bool],
+        num_uses: Callable[[Slot], int],
         pending_bytes: int | None = None,
     ) -> None:
         self._device = device
         self._begin = begin
         self._updates = updates
         self._is_past = is_past
+        self._num_uses = num_uses
         two_chunks = 2 * max((chunk.nbytes for chunk in chunks), default=0)
         self._pending_bytes = two_chunks if pending_bytes is None else pending_bytes
         # Those that land take no more than the second largest, while the next one is computed: two of the largest.
         sizes = sorted(slot.twin.nbytes for chunk in chunks if chunk.plan.trainable for slot in chunk.slots)
         device.hold_bytes = sizes[-2] if len(sizes) > 1 else 0
         self._chunks = tuple(chunks)
-        self._index = {slot: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
+        # Where gradients stay, and where those wait that are added to older ones or cast.
+        self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
         self._missing: dict[int, set[Slot]] = {}
-        self._sums: list[_Sum] = []
-        self._fences: list[tuple[Slot, object]] = []
+        # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
+        self._sums: deque[_Sum] = deque()
+        self._sum_bytes = 0
+        self._fences: dict[int, list[object]] = {}
+        self._latest: dict[int, object] = {}
         self._landed: set[Slot] = set()
         self._aside: dict[Slot, Tensor | None] = {}
-        self.uses: dict[Slot, int] = {}
-        for chunk in chunks:
-            for slot in chunk.slots:
-                self._attach(slot)
+        for slot in self._places:
+            self._attach(slot)
 
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
@@ -92,12 +100,14 @@ class Landing:
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
-        for fence in (*(fence for _, fence in self._fences), *(item.fence for item in self._sums)):
-            self._device.land(fence)
+        self._land_fences()
+        for item in self._sums:
+            self._device.land(item.fence)
         for slot, older in self._aside.items():
             slot.host.grad = older
         self._sums.clear()
-        self._fences.clear()
+        self._sum_bytes = 0
+        self._latest.clear()
         self._landed.clear()
         self._aside.clear()
         self._missing.clear()
@@ -116,43 +126,57 @@ class Landing:
 
     def _land(self, slot: Slot) -> None:
         self._begin()
-        grad = slot.twin.grad
-        slot.twin.grad = None
-        if grad is None or not slot.host.requires_grad:
+        twin, host = slot.twin, slot.host
+        with below_guard():  # Without it each costs a look at the class of the twin.
+            grad = twin.grad
+            twin.grad = None
+        if grad is None or not host.requires_grad:
             # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
             return
-        if slot in self._aside and self.uses.get(slot, 0) > 1:
+        if slot in self._aside and self._num_uses(slot) > 1:
             raise _refusal(slot, "it is also used by several calls of its block")
+        index, place = self._places[slot]
         self._landed.add(slot)
+        older = host.grad
         if grad.is_sparse:
-            grad = grad.to(slot.host.device)
-            slot.host.grad = grad if slot.host.grad is None else slot.host.grad.add_(grad)
-        elif slot.host.grad is None and grad.dtype == slot.host.dtype:
-            slot.host.grad = self._device.host.empty_like(grad)
-            self._fences.append((slot, self._device.download(grad, slot.host.grad)))
+            self._land_latest(index)
+            grad = grad.to(host.device)
+            host.grad = grad if older is None else older.add_(grad)
+        elif older is None and grad.dtype == host.dtype:
+            host.grad = target = self._stays[index].empty_like(grad, place)
+            fence = self._device.download(grad, target)
+            self._fences.setdefault(index, []).append(fence)
+            self._latest[index] = fence
         else:
-            part = self._device.host.empty_like(grad)
-            self._sums.append(_Sum(self._device.download(grad, part), slot, part))
-            self._add(self._pending_bytes if self._sums[-1].fence is not None else 0)
-        self._call_user_hooks(slot)
-        self._hand_over(slot)
+            part = self._waits[index].empty_like(grad, place)
+            fence = self._device.download(grad, part)
+            self._sums.append(_Sum(fence, index, slot, part))
+            self._sum_bytes += part.nbytes
+            self._latest[index] = fence
+            self._add(self._pending_bytes if fence is not None else 0)
+        if host._post_accumulate_grad_hooks:
+            self._call_user_hooks(slot)
+        if self._updates.takes_landings:
+            self._hand_over(index, slot)
 
-    def _hand_over(self, slot: Slot) -> None:
+    def _hand_over(self, index: int, slot: Slot) -> None:
         """Gives the gradients of the chunk away, if this was the last of them, see [Note: Landing]."""
-        if not self._updates.takes_landings:
-            return
-        index = self._index[slot]
         slots = self._chunks[index].slots
-        missing = self._missing.setdefault(index, {other for other in slots if other.host.requires_grad})
+        missing = self._missing.get(index)
+        if missing is None:
+            missing = self._missing[index] = {other for other in slots if other.host.requires_grad}
         missing.discard(slot)
         if missing or not self._updates.wants(index) or not self._is_past(index):
             return
-        if any(other in self._aside for other in slots):
+        if self._aside and any(other in self._aside for other in slots):
             return
-        fences = [fence for other, fence in self._fences if self._index[other] == index]
-        sums = [item for item in self._sums if self._index[item.slot] == index]
-        self._fences = [entry for entry in self._fences if self._index[entry[0]] != index]
-        self._sums = [item for item in self._sums if self._index[item.slot] != index]
+        fences, latest = self._fences.pop(index, []), self._latest.pop(index, None)
+        sums = [item for item in self._sums if item.index == index]
+        if sums:
+            self._sums = deque(item for item in self._sums if item.index != index)
+        for item in sums:
+            item.fence = latest  # All copies to the block have ended then, see [Note: Gradient memory].
+            self._sum_bytes -= item.part.nbytes
 
         def land() -> None:
             for fence in fences:
@@ -164,20 +188,21 @@ class Landing:
 
     def _add(self, keep_bytes: int) -> None:
         """Adds landed gradients, oldest first, until no more than `keep_bytes` wait."""
-        waiting = sum(item.part.nbytes for item in self._sums)
-        while self._sums and (waiting > keep_bytes or keep_bytes == 0):
-            item = self._sums.pop(0)
-            waiting -= item.part.nbytes
+        while self._sums and (self._sum_bytes > keep_bytes or keep_bytes == 0):
+            item = self._sums.popleft()
+            self._sum_bytes -= item.part.nbytes
             self._add_up(item)
 
     def _add_up(self, item: _Sum) -> None:
         self._device.land(item.fence)
-        if item.slot.host.grad is None:
-            item.slot.host.grad = item.part.to(item.slot.host.dtype)  # As autograd does behind a cast.
-        elif item.slot.host.grad.is_sparse:
-            item.slot.host.grad = item.part + item.slot.host.grad
+        self._land_latest(item.index)
+        host = item.slot.host
+        if host.grad is None:
+            host.grad = item.part.to(host.dtype)  # As autograd does behind a cast.
+        elif host.grad.is_sparse:
+            host.grad = item.part + host.grad
         else:
-            item.slot.host.grad.add_(item.part)
+            host.grad.add_(item.part)
 
     def _use_directly(self, slot: Slot) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
@@ -191,18 +216,26 @@ class Landing:
             slot.host.grad = None
 
     def _call_user_hooks(self, slot: Slot) -> None:
-        hooks = slot.host._post_accumulate_grad_hooks
-        if hooks:
-            self._finish_copies()
-            for hook in list(hooks.values()):
-                hook(slot.host)
+        self._finish_copies()
+        for hook in list((slot.host._post_accumulate_grad_hooks or {}).values()):
+            hook(slot.host)
 
     def _finish_copies(self) -> None:
         """Ends the copies under way, so that somebody may look at a gradient during backward."""
-        for _, fence in self._fences:
-            self._device.land(fence)
-        self._fences.clear()
+        self._land_fences()
         self._add(0)
+
+    def _land_fences(self) -> None:
+        for fences in self._fences.values():
+            for fence in fences:
+                self._device.land(fence)
+        self._fences.clear()
+
+    def _land_latest(self, index: int) -> None:
+        """Ends the copies to gradients of a chunk, see [Note: Gradient memory]; they run one after the other."""
+        latest = self._latest.get(index)
+        if latest is not None:
+            self._device.land(latest)
 
 
 def _refusal(slot: Slot, reason: str) -> RuntimeError:

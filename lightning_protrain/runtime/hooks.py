@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.executor import Executor, Unit, in_backward
+from lightning_protrain.runtime.executor import Executor, in_backward
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.recompute import checkpoint
 from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.unit import Unit
 
 
 class Interception:
@@ -99,8 +101,11 @@ def refuse_weights(outputs: Any, unit: Unit) -> None:
     Raises:
         ValueError: An output is one of the unit's weights or a view of one.
     """
-    storages = {slot.twin.untyped_storage()._cdata for _, slot in unit.sites}
-    for tensor in find_tensors(outputs) if storages else ():
+    if not unit.slots:
+        return
+    with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+        storages = {slot.twin.untyped_storage()._cdata for slot in unit.slots}
+    for tensor in find_tensors(outputs):
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
             raise ValueError(
                 f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be freed "
@@ -166,16 +171,20 @@ class ViewWatch:
                 )
 
 
-def find_tensors(value: Any, depth: int = 3, seen: set[int] | None = None) -> Iterator[Tensor]:
+def find_tensors(value: Any, depth: int = 3) -> list[Tensor]:
     """All tensors in `value`, in the order met: in containers, dataclasses, and attributes of other objects.
 
     Modules and classes are not entered, nothing twice, and no more than `depth` objects within each other: an argument
     may hold on to half of the program.
     """
-    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
-        yield value
-        return
+        return [value]
+    found: list[Tensor] = []
+    _find_inside(value, depth, set(), found)
+    return found
+
+
+def _find_inside(value: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
     if value is None or isinstance(value, (int, float, str, bytes, type, torch.nn.Module)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -187,4 +196,7 @@ def find_tensors(value: Any, depth: int = 3, seen: set[int] | None = None) -> It
         depth -= 1
         inner = list(vars(value).values()) if depth >= 0 and hasattr(value, "__dict__") else ()
     for item in inner:
-        yield from find_tensors(item, depth, seen)
+        if isinstance(item, Tensor):
+            found.append(item)
+        else:
+            _find_inside(item, depth, seen, found)

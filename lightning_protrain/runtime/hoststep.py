@@ -1,99 +1,44 @@
-"""The optimizer step of some parameters in host memory, on threads of its own, reading and writing low precision.
+"""The optimizer step of some parameters in host memory, part by part on several threads, in low precision or not.
 
-[Note: Tiles]
-PyTorch's fused CPU kernels want the gradient in the dtype of the weight. Where it arrives in a lower precision, and the
-new weight is wanted in a lower precision too, two more passes over main memory would cost most of another step. So the
-work goes in *tiles* that stay in the cache: cast the gradient into a scratch tile, run the fused kernel on the tile,
-write the copy.
-
-The kernels are vectorised, and the scalar loop over the last elements of a range rounds differently. PyTorch divides a
-tensor between its threads at multiples of a cache line, so only the last elements of a tensor meet the scalar loop,
-with any number of threads. A tile begins at a multiple of `LINE` elements from the start of its tensor: every element
-takes the same way as in one call for the whole tensor, and the result is the same bit for bit.
-
-[Note: Threads]
-A kernel that divides a tile between OpenMP threads loses more than it wins: each tile ends at a barrier, and a
-neighbour on the machine delays them all. So each thread here computes alone (`torch.set_num_threads(1)`) and takes the
-next *part*, some tiles, from one queue. The calling thread is one of them; a thread that wakes too late is not waited
-for. `torch.set_num_threads` also sets what threads started later begin with,
-and even what the main thread gets if it has not computed yet; so the calling thread reads its own number before, and
-sets it again when ours have started and at the end.
-
-[Note: Walk]
-Python's lock has to be taken after every call of a kernel. A thread busy in Python gives it up only after the
-interpreter's switch interval, 5 ms, many times what a tile takes. So the walk over the tiles of a part is run by
-TorchScript, which needs no compiler and works without the lock; the lock is taken once per part. Where there is no
-TorchScript (Python 3.14), the same function runs as it stands, and computes the same.
+[Note: Cold]
+A step goes through hundreds of megabytes, and nothing of the interpreter is left in the caches when it ends: the next
+one runs several times slower than it does in a profile. So as little as possible is done for each step, and nothing is
+kept from one to the next: to check it would cost as much as to make it anew.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, Optimizer
 
-# Elements: a multiple of every vector and of every cache line, see [Note: Tiles].
-LINE = 64
+from lightning_protrain.runtime import kernels
+from lightning_protrain.runtime.crew import Crew
+from lightning_protrain.runtime.kernels import KERNELS, LINE, NO_CLIP, Clip, Kind, Piece, Rule
+
 # Bytes of a scratch tile, one for each thread: 1 to 2 MiB were best, see benchmarks/LOG.md.
 TILE_BYTES = 2 << 20
 # Parts of a large step for each thread: one that is held up leaves some to the others.
 PARTS_PER_THREAD = 2
-# Of exactly these classes; a class derived from one may step in another way.
-KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
+class Update(NamedTuple):
     """A parameter to step.
 
     Attributes:
         parameter: The weight in host memory, a key of the optimizer's state.
-        gradient: Of the same shape, in any floating dtype; it is only read.
+        gradient: Of the same shape, in any floating dtype; written only if it is to be clipped.
         copy: Receives the new weight in its own dtype; of the shape and strides of the parameter.
     """
 
     parameter: Tensor
     gradient: Tensor
     copy: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A fused kernel with its hyperparameters."""
-
-    name: str
-    states: list[str]
-    numbers: dict[str, float]
-    flags: dict[str, bool]
-
-
-class _Piece(NamedTuple):
-    """Some elements of one parameter, in the order in which they lie in memory.
-
-    Attributes:
-        tensors: Whole and contiguous: weight, gradient, states, and the copy at the end if there is one.
-        step: The counter of the optimizer.
-        kind: What must be the same in all pieces of a part: dtype of the weight; whether there is a copy; whether the
-            kernel is to make the momentum.
-        begin: The first of the elements.
-        end: Behind the last one.
-    """
-
-    tensors: list[Tensor]
-    step: Tensor
-    kind: tuple[torch.dtype, bool, bool]
-    begin: int
-    end: int
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,9 +57,9 @@ class _Scratch(threading.local):
 class HostStep:
     """Steps parameters in host memory as their optimizer would, see the notes of this module.
 
-    The result is bitwise that of PyTorch's own step over whole tensors, with the gradient cast before and the weight
-    cast after it. `step` may be called from any thread, and from several at once for different parameters. It calls no
-    hooks: they belong to `optimizer.step()`, of which this is a part.
+    The result is bitwise that of PyTorch's own step over whole tensors, with the gradient clipped and cast before and
+    the weight cast after it. `step` may be called from any thread, and from several at once for different parameters.
+    It calls no hooks: they belong to `optimizer.step()`, of which this is a part.
 
     Args:
         num_threads: Threads that compute, the calling one among them; None: as many as PyTorch uses in the thread of
@@ -128,18 +73,20 @@ class HostStep:
         self._num_threads = num_threads
         self._fuse = fuse
         self._tile_bytes = tile_bytes
-        self._walk = _without_lock(_walk)
-        self._starting = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._walk = kernels.without_lock(kernels.walk)
+        self._crew = Crew("protrain-step")
         self._own = _Scratch(max(tile_bytes, 8 * LINE))
 
-    def step(self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:
+    def step(
+        self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update], clip: Clip = NO_CLIP
+    ) -> None:
         """Steps these parameters and no others; when it returns, they and their copies are written.
 
         Args:
             optimizer: Whose state is used, and made as its own first step would make it.
             group: The hyperparameters of their group, e.g. of `hyperparameters`.
             updates: Parameters of that group.
+            clip: What is done to their gradients first, in place.
 
         Raises:
             ValueError: The optimizer works on all its parameters as one vector (LBFGS).
@@ -150,24 +97,22 @@ class HostStep:
                 'by part. Use another optimizer, or plan="resident".'
             )
         kernel = self._kernel(optimizer, group)
-        fused = [update for update in updates if kernel and _is_dense(update)]
-        rest = [update for update in updates if not (kernel and _is_dense(update))]
-        if rest:
-            _own_step(optimizer, group, rest)
-        if kernel and fused:
-            rule = _rule(kernel, group)
-            with torch.no_grad():
-                pieces = [_piece(optimizer, rule, update) for update in fused]
+        with torch.no_grad():
+            fused = [update for update in updates if _is_dense(update)] if kernel else []
+            if len(fused) < len(updates):
+                rest = [update for update in updates if not (kernel and _is_dense(update))]
+                clip.apply([update.gradient for update in rest])
+                _own_step(optimizer, group, rest)
+            if kernel and fused:
+                rule = Rule.of(kernel, group)
+                pieces = [_piece(optimizer, rule, update, clip) for update in fused]
                 if kernel != "sgd":
                     torch._foreach_add_([piece.step for piece in pieces], 1)
-                self._run(rule, pieces)
+                self._run(rule, pieces, clip)
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later step would start others."""
-        with self._starting:
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
+        self._crew.close()
 
     def _kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
         chosen = group.get("fused")
@@ -180,150 +125,46 @@ class HostStep:
         )
         return KERNELS.get(type(optimizer)) if takes else None
 
-    def _run(self, rule: _Rule, pieces: Sequence[_Piece]) -> None:
-        before = torch.get_num_threads()
-        num_threads = self._num_threads = self._num_threads or before
-        share = sum(piece.end for piece in pieces) // (num_threads * PARTS_PER_THREAD) + 1
-        parts = list(_parts(pieces, max(_up_to_line(share), self._tile(torch.float32))))
-        queue, others = iter(parts), min(num_threads, len(parts)) - 1
-        jobs = [self._started(num_threads - 1).submit(self._work, rule, queue) for _ in range(others)]
-        torch.set_num_threads(1)
-        try:
-            self._work(rule, queue)
-        finally:
-            torch.set_num_threads(before)
-            jobs = [job for job in jobs if not job.cancel()]
-            wait(jobs)  # also before an error lets the caller go on
-        for job in jobs:
-            job.result()
+    def _run(self, rule: Rule, pieces: list[Piece], clip: Clip) -> None:
+        num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
+        share = sum([piece.end for piece in pieces])
+        if num_threads > 1:
+            share = max(share // (num_threads * PARTS_PER_THREAD) + 1, self._tile(torch.float32))
+        parts = list(_parts(pieces, _up_to_line(share)))
+        queue = iter(parts)
+        self._crew.run(lambda: self._work(rule, queue, clip), min(num_threads, len(parts)) - 1)
 
-    @torch.no_grad()
-    def _work(self, rule: _Rule, queue: Iterator[list[_Piece]]) -> None:
+    def _work(self, rule: Rule, queue: Iterator[list[Piece]], clip: Clip) -> None:
         for part in queue:  # the iterator of a list: each part goes to one thread
-            dtype, copied, first = part[0].kind
+            kind = part[0].kind
+            whole = not kind.tiled
+            if whole and not any(piece.is_cut for piece in part):
+                kernels.run_whole(rule, part)
+                continue
             self._walk(
                 rule.name,
                 [piece.tensors for piece in part],
                 [piece.step for piece in part],
                 [(piece.begin, piece.end) for piece in part],
-                self._own.tile.view(dtype),
-                self._tile(dtype),
+                self._own.tile.view(kind.dtype),
+                max([piece.end for piece in part]) if whole else self._tile(kind.dtype),
                 rule.numbers,
-                {**rule.flags, "copied": copied, "first": first},
+                {**rule.flags, "copied": kind.copied, "first": kind.first},
+                *(clip if kind.clipped else NO_CLIP).arguments,
             )
 
     def _tile(self, dtype: torch.dtype) -> int:
         return _up_to_line(self._tile_bytes // dtype.itemsize)
-
-    def _started(self, num_threads: int) -> ThreadPoolExecutor:
-        with self._starting:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(num_threads, "protrain-step", torch.set_num_threads, (1,))
-                all_run = threading.Barrier(num_threads + 1)
-                for _ in range(num_threads):
-                    self._pool.submit(all_run.wait)
-                all_run.wait()  # see [Note: Threads]
-            return self._pool
 
 
 def _up_to_line(size: int) -> int:
     return max(-(-size // LINE), 1) * LINE
 
 
-def _walk(
-    name: str,
-    tensors: list[list[Tensor]],
-    steps: list[Tensor],
-    ranges: list[tuple[int, int]],
-    scratch: Tensor,
-    tile: int,
-    numbers: dict[str, float],
-    flags: dict[str, bool],
-) -> None:
-    """Steps pieces tile by tile, in the part of Python that TorchScript knows, see [Note: Walk]."""
-    copied = flags["copied"]
-    for i in range(len(tensors)):
-        flat = [tensor.view(-1) for tensor in tensors[i]]
-        start, end = ranges[i]
-        cast = flat[0].dtype != flat[1].dtype
-        size = tile if cast or copied else max(end - start, 1)
-        for begin in range(start, end, size):
-            length = min(size, end - begin)
-            views = [tensor.narrow(0, begin, length) for tensor in flat]
-            weight, gradient, states = views[0:1], views[1], views[2:]
-            if copied:
-                states.pop()
-            if cast:
-                gradient = scratch.narrow(0, 0, length).copy_(gradient)
-            _kernel(name, weight, gradient, states, steps[i : i + 1], numbers, flags)
-            # Without this use of the list that the kernel has written, TorchScript would take it for dead code.
-            if copied:
-                views[-1].copy_(weight[0])
-
-
-def _kernel(
-    name: str,
-    weight: list[Tensor],
-    gradient: Tensor,
-    states: list[Tensor],
-    step: list[Tensor],
-    numbers: dict[str, float],
-    flags: dict[str, bool],
-) -> None:
-    lr, weight_decay, maximize = numbers["lr"], numbers["weight_decay"], flags["maximize"]
-    if name == "adam":
-        beta1, beta2, eps, amsgrad = numbers["beta1"], numbers["beta2"], numbers["eps"], flags["amsgrad"]
-        first, second, largest = states[0:1], states[1:2], states[2:3]
-        if flags["decoupled_weight_decay"]:
-            torch._fused_adamw_(
-                weight, [gradient], first, second, largest, step,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
-            )  # fmt: skip
-        else:
-            torch._fused_adam_(
-                weight, [gradient], first, second, largest, step,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
-            )  # fmt: skip
-    elif name == "sgd":
-        torch._fused_sgd_(
-            weight, [gradient], states, weight_decay=weight_decay, momentum=numbers["momentum"], lr=lr,
-            dampening=numbers["dampening"], nesterov=flags["nesterov"], maximize=maximize,
-            is_first_step=flags["first"],
-        )  # fmt: skip
-    else:
-        lr_decay, eps = numbers["lr_decay"], numbers["eps"]
-        torch._fused_adagrad_(
-            weight, [gradient], states, step,
-            lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=maximize,
-        )  # fmt: skip
-
-
-def _without_lock(function: Callable[..., None]) -> Callable[..., None]:
-    if sys.version_info >= (3, 14):  # TorchScript ends there
-        return function
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(function)
-
-
-def _rule(name: str, group: Mapping[str, Any]) -> _Rule:
-    beta1, beta2 = group.get("betas", (0.0, 0.0))
-    numbers = {"beta1": float(beta1), "beta2": float(beta2)}
-    for key in ("lr", "weight_decay", "eps", "momentum", "dampening", "lr_decay"):
-        numbers[key] = float(group.get(key, 0.0))
-    flags = {key: bool(group.get(key)) for key in ("maximize", "amsgrad", "decoupled_weight_decay", "nesterov")}
-    states = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": [], "adagrad": ["sum"]}[name]
-    if name == "adam" and flags["amsgrad"]:
-        states.append("max_exp_avg_sq")
-    if name == "sgd" and numbers["momentum"]:
-        states.append("momentum_buffer")
-    return _Rule(name, states, numbers, flags)
-
-
-def _piece(optimizer: Optimizer, rule: _Rule, update: Update) -> _Piece:
+def _piece(optimizer: Optimizer, rule: Rule, update: Update, clip: Clip) -> Piece:
     """The whole parameter; its state is made as by PyTorch's own fused step."""
-    parameter, copy = update.parameter, update.copy
-    assert update.gradient.shape == parameter.shape, "a gradient of another shape"
+    parameter, gradient, copy = update.parameter, update.gradient, update.copy
+    assert gradient.shape == parameter.shape, "a gradient of another shape"
     assert copy is None or copy.shape == parameter.shape, "a copy of another shape"
     state = optimizer.state[parameter] if rule.states else {}
     first = rule.name == "sgd" and state.get("momentum_buffer") is None
@@ -333,13 +174,20 @@ def _piece(optimizer: Optimizer, rule: _Rule, update: Update) -> _Piece:
         start = optimizer.defaults["initial_accumulator_value"] if rule.name == "adagrad" else 0.0
         state["step"] = torch.zeros((), dtype=torch.float32)
         state |= {key: torch.full_like(parameter, start) for key in rule.states}
-    tensors = [parameter, update.gradient, *(state[key] for key in rule.states)]
+    tensors = [parameter, gradient, *[state[key] for key in rule.states]]
     if copy is not None:
         tensors.append(copy)
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        tensors = _in_memory_order(tensors, state, rule.states, copy is not None)
-    kind = (parameter.dtype, copy is not None, first)
-    return _Piece(tensors, state.get("step", parameter), kind, 0, parameter.numel())  # SGD counts no steps
+    clipped = bool(clip)
+    if clipped and gradient.stride() != parameter.stride():
+        clip.apply([gradient])  # What the kernel reads may be a copy of it.
+        clipped = False
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            tensors = _in_memory_order(tensors, state, rule.states, copy is not None)
+            break
+    tiled = copy is not None or gradient.dtype != parameter.dtype or clipped
+    kind = Kind(tiled, parameter.dtype, copy is not None, first, clipped)
+    return Piece(tensors, state.get("step", parameter), kind, 0, parameter.numel())  # SGD counts no steps
 
 
 def _in_memory_order(tensors: list[Tensor], state: dict[str, Any], names: Iterable[str], copied: bool) -> list[Tensor]:
@@ -357,28 +205,32 @@ def _order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
-def _parts(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+def _parts(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
     """Pieces of one kind, at most `size` elements in each part; `size` is a multiple of `LINE`."""
-    kinds: dict[Any, list[_Piece]] = defaultdict(list)
-    for whole in pieces:
-        for begin in range(0, whole.end, size):
-            kinds[whole.kind].append(whole._replace(begin=begin, end=min(begin + size, whole.end)))
+    kinds: dict[Kind, list[Piece]] = {}
+    for piece in pieces:
+        kinds.setdefault(piece.kind, []).append(piece)
     for alike in kinds.values():
-        first, held = 0, 0
-        for index, piece in enumerate(alike):
-            length = piece.end - piece.begin
-            if held + length > size and index > first:
-                yield alike[first:index]
-                first, held = index, 0
-            held += length
-        yield alike[first:]
+        part: list[Piece] = []
+        room = size
+        for piece in alike:
+            begin = 0
+            while begin < piece.end:
+                length = min(room, piece.end - begin)
+                part.append(piece if length == piece.end else piece._replace(begin=begin, end=begin + length))
+                begin, room = begin + length, (room - length) // LINE * LINE
+                if not room:
+                    yield part
+                    part, room = [], size
+        if part:
+            yield part
 
 
 def _is_dense(update: Update) -> bool:
     """Whether a kernel can go through the memory of the parameter from its begin to its end."""
     parameter = update.parameter
     dense = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
-    return dense and parameter.is_floating_point() and update.gradient.layout == torch.strided
+    return dense and parameter.dtype.is_floating_point and update.gradient.layout == torch.strided
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:

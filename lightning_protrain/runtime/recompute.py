@@ -4,8 +4,9 @@
 `torch.utils.checkpoint` in its non-reentrant form keeps what the block is given and nothing of what it computes. When
 backward asks for the first saved tensor, the block's forward runs again, in the middle of backward and perhaps not to
 its end. Random states and buffers are those of before the forward meanwhile: dropout repeats bit for bit, and running
-statistics do not count a batch twice. What else a forward leaves behind (a counter on the module, an attribute) it
-leaves twice.
+statistics do not count a batch twice. So are settings that are made around the forward alone: autocast and the default
+device (`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. What else a
+forward leaves behind (a counter on the module, an attribute) it leaves twice.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ def checkpoint(
     """Calls `function(*args, **kwargs)`, the forward of `module`, and forgets activations, see [Note: Recomputation].
 
     Raises:
-        ValueError: The forward changes a tensor that it is given: it would run again on the changed values.
+        ValueError: The forward changes a tensor that it is given: it would run again on the changed values. Or the
+            module is compiled.
     """
+    refuse_compiled(module, name)
     leaves, structure = tree_flatten((args, kwargs))
     # The first run gets the caller's own containers, which it may fill; the second gets them as they were.
     own = [(args, kwargs)]
@@ -50,8 +53,19 @@ def checkpoint(
     return outputs
 
 
+# Pairs of what reads and what makes a setting of the process: those that `torch.utils.checkpoint` does not restore.
+_ATTENTION = torch.backends.cuda  # Its switches count for the CPU too.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_ATTENTION.flash_sdp_enabled, _ATTENTION.enable_flash_sdp),
+    (_ATTENTION.mem_efficient_sdp_enabled, _ATTENTION.enable_mem_efficient_sdp),
+    (_ATTENTION.math_sdp_enabled, _ATTENTION.enable_math_sdp),
+    (_ATTENTION.cudnn_sdp_enabled, _ATTENTION.enable_cudnn_sdp),
+)
+
+
 class _EarlierState:
-    """Within it, buffers and the random states of Python and NumPy are those of when this was made.
+    """Within it, buffers, settings and the random states of Python and NumPy are those of when this was made.
 
     What happens to them inside is forgotten. Copies stand in for the buffers: to write the old values back would look
     to autograd like a change of what the recomputation has saved.
@@ -67,10 +81,13 @@ class _EarlierState:
         self._earlier = {id(buffer): buffer.clone() for _, _, buffer in self._places}
         self._now: list[torch.Tensor | None] = []
         self._random = self._random_now = _random_states()
+        self._settings = self._settings_now = _settings()
 
     def __enter__(self) -> None:
         self._random_now = _random_states()
         _set_random_states(self._random)
+        self._settings_now = _settings()
+        _set_settings(self._settings)
         self._now = [buffers[name] for buffers, name, _ in self._places]
         copies = {key: buffer.clone() for key, buffer in self._earlier.items()}
         for buffers, name, buffer in self._places:
@@ -80,6 +97,16 @@ class _EarlierState:
         for (buffers, name, _), buffer in zip(self._places, self._now, strict=True):
             buffers[name] = buffer
         _set_random_states(self._random_now)
+        _set_settings(self._settings_now)
+
+
+def _settings() -> list[Any]:
+    return [read() for read, _ in _SETTINGS]
+
+
+def _set_settings(values: list[Any]) -> None:
+    for (_, make), value in zip(_SETTINGS, values, strict=True):
+        make(value)
 
 
 def _random_states() -> tuple[Any, Any]:
@@ -103,6 +130,19 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
                 f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are "
                 "checkpointed. Remove the call (`model.gradient_checkpointing_disable()`)."
             )
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """A compiled module would have streaming and recomputation traced, too.
+
+    Raises:
+        ValueError: The user has compiled the module in place.
+    """
+    if module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{name!r} is compiled (`module.compile()`), and the plan streams, swaps or checkpoints it. Remove the "
+            'call, or give plan="resident".'
+        )
 
 
 def stop_caching(model: nn.Module) -> list[Any]:

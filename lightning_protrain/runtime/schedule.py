@@ -9,11 +9,13 @@ backward needs first, without a rule of its own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 NEVER = 1 << 60
+# Position, what is live, what is pinned.
+Choice = tuple[int, frozenset[int], frozenset[int]]
 
 
 class Timeline:
@@ -21,24 +23,32 @@ class Timeline:
 
     Args:
         needs: Chunk indices needed at each position, in order.
+
+    Attributes:
+        choices: For whoever chooses at it again and again: what was chosen, by what was known.
     """
 
-    def __init__(self, needs: Sequence[Sequence[int]]) -> None:
-        self.needs = tuple(tuple(chunks) for chunks in needs)
+    def __init__(self, needs: Iterable[Sequence[int]]) -> None:
+        self.choices: dict[Choice, tuple[list[int], list[int]]] = {}
         self._positions: dict[int, list[int]] = {}
-        for position, chunks in enumerate(self.needs):
+        self._uses: list[tuple[int, int]] = []
+        self._starts = [0]
+        for position, chunks in enumerate(needs):
             for chunk in chunks:
                 self._positions.setdefault(chunk, []).append(position)
+                self._uses.append((position, chunk))
+            self._starts.append(len(self._uses))
 
     def next_use(self, chunk: int, position: int) -> int:
         """First position at or after `position` that needs `chunk`, or `NEVER`."""
-        positions = self._positions.get(chunk, [])
+        positions = self._positions.get(chunk, ())
         found = bisect_left(positions, position)
         return positions[found] if found < len(positions) else NEVER
 
-    def upcoming(self, position: int) -> Sequence[tuple[int, ...]]:
-        """What is needed from `position` on."""
-        return self.needs[position:]
+    def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
+        """(position, chunk) of every use from `position` on; as long as nobody asks for more, it costs nothing."""
+        for at in range(self._starts[min(position, len(self._starts) - 1)], len(self._uses)):
+            yield self._uses[at]
 
 
 @dataclass(frozen=True)
@@ -106,18 +116,26 @@ def choose_prefetch(
     """
     released: list[int] = []
     fetched: list[int] = []
+    if len(live) == len(sizes):
+        return released, fetched  # Everything is there.
+    num_present, present_bytes = len(live), sum(sizes[chunk] for chunk in live)
     present = set(live)
-    for use, chunks in enumerate(timeline.upcoming(position), start=position):
-        for chunk in chunks:
-            if chunk in present:
-                continue
-            evictions = choose_evictions(present, {chunk}, pinned, timeline, position, capacity, sizes)
-            if evictions is None or any(timeline.next_use(other, position) <= use for other in evictions):
-                return released, fetched
-            present.difference_update(evictions)
-            present.add(chunk)
-            released.extend(evictions)
-            fetched.append(chunk)
-        if len(present) >= capacity.chunks and all(timeline.next_use(c, position) <= use for c in present - pinned):
-            break
+    # What may go, the first to go at the end.
+    candidates = sorted((timeline.next_use(chunk, position), chunk) for chunk in present - pinned)
+    for use, chunk in timeline.upcoming(position):
+        if chunk in present:
+            continue
+        num_present, present_bytes = num_present + 1, present_bytes + sizes[chunk]
+        given_up: list[int] = []
+        while num_present > capacity.chunks or present_bytes > capacity.nbytes:
+            if not candidates or candidates[-1][0] <= use:
+                return released, fetched  # What has an earlier use stays.
+            given_up.append(candidates.pop()[1])
+            num_present, present_bytes = num_present - 1, present_bytes - sizes[given_up[-1]]
+        present.difference_update(given_up)
+        present.add(chunk)
+        released.extend(given_up)
+        fetched.append(chunk)
+        if chunk not in pinned:
+            insort(candidates, (use, chunk))
     return released, fetched

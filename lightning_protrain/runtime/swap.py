@@ -220,8 +220,10 @@ class ActivationSwap:
         if needed > call.planned_bytes:
             raise RuntimeError(
                 f"{call.name!r} is swapped and saves more than planned: {call.planned_bytes} bytes of host memory are "
-                f"planned for one call, at least {needed} are needed. Give batches no larger than the one the plan was "
-                "made with, make the plan again with the largest, or checkpoint the block (`num_checkpoint_blocks`)."
+                f"planned for one call, at least {needed} are needed. Either this batch is larger than the one that the "
+                "plan was made with: give batches of one size, or the largest first. Or parameters train that did not "
+                "when the plan was made (a callback has unfrozen them): begin another fit when they have been unfrozen, "
+                "which plans again, or checkpoint the blocks (`num_checkpoint_blocks`) instead of swapping them."
             )
         if call.slab is None:
             memory = torch.frombuffer(self._device.host.empty(call.planned_bytes), dtype=torch.uint8)

@@ -30,6 +30,7 @@ from lightning_protrain.host import Job
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
 from lightning_protrain.runtime.hoststep import HostStep, Update
+from lightning_protrain.runtime.kernels import Clip
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 
 
@@ -61,7 +62,7 @@ class _Armed:
         take_norms: Whether norms are taken as gradients land.
         norms: Those that have been taken, by the identity of the parameter.
         landings: Jobs that take them.
-        coefficient: Factor of the gradients that steps have still to apply.
+        coefficient: Factor of the gradients that steps have still to apply, in the pass in which they read them.
         stepped: Chunks whose steps have been submitted.
         parameters: Identities of what they step.
     """
@@ -294,31 +295,25 @@ class Updates:
         slots = tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
         parameters = [slot.host for slot in slots]
         groups = armed.groups.of(parameters)
-        clip_value = armed.clip_value if land is not None else None
-        coefficient = armed.coefficient
+        clip = Clip(armed.clip_value if land is not None else None, armed.coefficient)
 
         def work() -> None:
             with below_guard(), torch.no_grad():
                 if land is not None:
                     land()
-                if clip_value is not None:
-                    _clip_values(parameters, clip_value)
-                if coefficient is not None:
-                    for parameter in parameters:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(coefficient)
-                self._step(armed.optimizer, groups, slots)
+                self._step(armed.optimizer, groups, slots, clip)
 
         self._guard.watch(parameters)
         armed.stepped.add(index)
         armed.parameters.update(map(id, parameters))
         self._pending[index] = Pending(self._device.worker.submit(work), slots)
 
-    def _step(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]], slots: Sequence[Slot]) -> None:
+    def _step(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]], slots: Sequence[Slot], clip: Clip) -> None:
         copies = {id(slot.host): slot.copy for slot in slots}
         for group in groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._host_step.step(optimizer, group, [Update(p, p.grad, copies[id(p)]) for p in parameters])
+            given = [(parameter, parameter.grad) for parameter in group["params"]]
+            updates = [Update(p, gradient, copies[id(p)]) for p, gradient in given if gradient is not None]
+            self._host_step.step(optimizer, group, updates, clip)
         for slot in slots:
             if slot.host.grad is not None:
                 slot.copied_version = slot.host._version

@@ -14,7 +14,9 @@ so that a missing fence also shows in the numbers.
 [Note: Virtual clock]
 Every stream has a time of its own. Work begins when the stream is free and the host has launched it, and lasts what
 the given rates say: copies by their bytes, operations by their FLOPs or the bytes they touch, whichever takes longer. A
-wait moves a stream's time to that of the event. The same program takes the same time on every machine.
+wait moves a stream's time to that of the event. The same program takes the same time on every machine. PCI Express has
+one link in each direction: what goes up shares it with what is swapped in, what goes down with what is swapped out. A
+copy has the whole link or waits; the one that was issued first comes first.
 
 Operations are attributed by what they touch: those on host memory to the host, all others to the compute stream. One
 that mixes both would fail on a GPU, and raises here.
@@ -23,7 +25,7 @@ that mixes both would fail on a GPU, and raises here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,12 +39,18 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_protrain.device import StreamDevice
 from lightning_protrain.host import HostMemory
-from lightning_protrain.simulation.streams import Host, RaceError, SimulatedStream, SimulatedWorker
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
 _MANY = 10_000
+# Streams that copy towards the host.
+_DOWN = ("down", "out")
 # What may see both places: copies, and operations over lists, which PyTorch would call once for each device.
 _MIXED = ("aten::copy_", "aten::_to_copy", "aten::_foreach_")
+
+# What a fused step of AdamW touches of each element in float32: weight, gradient and two moments, each counted once.
+_STEP_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class SimulatedDevice(StreamDevice):
         self._known: dict[int, StorageWeakRef] = {}
         self._mode = _Attribution(self)
         self._copying: dict[str, SimulatedStream] = {}
+        self._links = {towards_host: Link() for towards_host in (False, True)}
         super().__init__(torch.device("cpu"), HostMemory(self._lock, lambda address: None), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
 
@@ -124,13 +133,36 @@ class SimulatedDevice(StreamDevice):
     def free_bytes(self) -> int | None:
         return None
 
+    def hardware_profile(self, dtypes: Iterable[str], device_bytes: int, host_bytes: int) -> HardwareProfile:
+        """What it can do, as its virtual clock goes. Copies one way do not slow down those the other way.
+
+        Args:
+            dtypes: Names of dtypes without `torch.`; it multiplies all of them at one rate.
+            device_bytes: What it shall claim to have; it has no bound of its own.
+            host_bytes: The same of the host.
+        """
+        rates = self.rates
+        ways = {f"upload{kind}": rates.upload for kind in ("", "_beside", "_pageable")}
+        ways |= {f"download{kind}": rates.download for kind in ("", "_beside", "_pageable")}
+        return HardwareProfile(
+            name="simulated",
+            **ways,
+            flops=dict.fromkeys(dtypes, rates.flops),
+            memory=rates.memory,
+            device_step=rates.memory / _STEP_BYTES,
+            host_step=rates.host_memory / _STEP_BYTES,
+            host_memory=rates.host_memory,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            asynchronous=True,
+        )
+
     def copy(self, stream: SimulatedStream, source: Tensor, target: Tensor) -> None:
         with self._mode.unattributed():
             step = stream.step()
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
-            towards_host = stream.name in ("down", "out")
-            stream.spend(source.nbytes / (self.rates.download if towards_host else self.rates.upload))
+            stream.spend(source.nbytes / (self.rates.download if stream.name in _DOWN else self.rates.upload))
             target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype is torch.uint8 else 0)
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
@@ -186,7 +218,8 @@ class SimulatedDevice(StreamDevice):
         self._histories[key] = _History((stream.name, step, operation))
 
     def _new_stream(self, name: str) -> SimulatedStream:
-        self._copying[name] = SimulatedStream(name, self._launching, eager=False)
+        link = self._links[name in _DOWN]
+        self._copying[name] = SimulatedStream(name, self._launching, eager=False, link=link)
         return self._copying[name]
 
     def _lock(self, address: int, size: int) -> bool:
@@ -276,7 +309,9 @@ class _Attribution(TorchDispatchMode):
                     device.access(stream, step, tensor, write, name)
         place = next(iter(places)) if len(places) == 1 else None
         result = func(*args, **kwargs)
-        if places:
+        if len(places) > 1 and name.startswith("aten::_foreach_"):
+            self._spend_apart([tensor for tensor, _ in tensors])
+        elif places:
             stream.spend(self._seconds(func, args, kwargs, result, [tensor for tensor, _ in tensors], place))
         given_storages = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
         for output in tree_leaves(result):
@@ -285,6 +320,15 @@ class _Attribution(TorchDispatchMode):
                 if place is not None:
                     device.access(stream, step, output, True, name)
         return result
+
+    def _spend_apart(self, tensors: list[Tensor]) -> None:
+        """An operation over a list runs once for each place, on what lies there."""
+        device = self._device
+        for place, stream, rate in (
+            ("host", device.host_stream, device.rates.host_memory),
+            ("device", device.compute_stream(), device.rates.memory),
+        ):
+            stream.spend(sum(tensor.nbytes for tensor in tensors if device.place(tensor) == place) / rate)
 
     def _seconds(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from lightning_protrain.host import HostWorker
@@ -50,6 +52,37 @@ class SimulatedEvent:
         host.time = max(host.time, self.time)
 
 
+@dataclass
+class Link:
+    """One direction of what copies go over; several streams share it, see [Note: Virtual clock].
+
+    Attributes:
+        busy: From when to when it carries something; disjoint, in order.
+    """
+
+    busy: list[tuple[float, float]] = field(default_factory=list)
+
+    def carry(self, begin: float, seconds: float) -> float:
+        """Gives a copy whatever is free, in pieces if need be; copies that were given before keep what they have.
+
+        Args:
+            begin: When it may begin.
+            seconds: How long it takes if nothing else is carried.
+
+        Returns:
+            When it has ended.
+        """
+        first = last = bisect_right(self.busy, begin, key=itemgetter(1))  # what is before has ended
+        time, left = begin, seconds
+        while last < len(self.busy) and time + left > self.busy[last][0]:
+            begins, ends = self.busy[last]
+            left -= max(begins - time, 0.0)
+            time, last = ends, last + 1
+        since = min(begin, self.busy[first][0]) if last > first else begin
+        self.busy[first:last] = [(since, time + left)]
+        return time + left
+
+
 @dataclass(eq=False)
 class SimulatedStream:
     """A queue of work; one that is `eager` has run everything it has been given.
@@ -58,6 +91,7 @@ class SimulatedStream:
         name: What errors call it.
         host: What gives it work.
         eager: Whether it runs at once what it is given.
+        link: What its work goes over; None: it works alone.
         clock: The vector clock, see [Note: Happens-before].
         queue: What it has still to run.
         time: When it is free, in virtual seconds.
@@ -67,6 +101,7 @@ class SimulatedStream:
     name: str
     host: Host
     eager: bool
+    link: Link | None = None
     clock: dict[str, int] = field(default_factory=dict)
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     time: float = 0.0
@@ -74,7 +109,8 @@ class SimulatedStream:
 
     def spend(self, seconds: float) -> None:
         """Works for `seconds`, from when it is free and the host has come this far."""
-        self.time = max(self.time, self.host.stream.time) + seconds
+        begin = max(self.time, self.host.stream.time)
+        self.time = begin + seconds if self.link is None else self.link.carry(begin, seconds)
         self.busy += seconds
 
     def step(self) -> int:

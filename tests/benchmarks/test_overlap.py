@@ -57,7 +57,7 @@ MODEL = Model(nbytes=(8, 8), weights=16, forward=(1.0, 1.0), backward=4.0)
         (Case(Overlap.FORWARD, host=0.5), 4 + 3),
         (Case(Overlap.FORWARD, host=0.25), 6),
         (Case(clipped=True, host=1.0), 6 + 6 + 1.5 + 1.5),
-        (Case(Overlap.FORWARD, clipped=True, host=1.0), 4 + 6 + 3),
+        (Case(Overlap.FORWARD, clipped=True, host=1.0), 4 + 6 + 1.5),
         (Case(accumulate=3, host=1.0), 2 + 4 + 2 + 4.5 + 2 + 4.5 + 6),
         (Case(Overlap.BACKWARD, accumulate=3, host=1.0), 2 + 4 + 2 + 4.5 + 2 + 4.5 + 6),
         (Case(Overlap.FORWARD, accumulate=2, host=0.5), 3 + 4 + 2 + 4),

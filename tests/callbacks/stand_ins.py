@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lightning_protrain.counters import TransferCounters
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.device import TransferCounters
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
@@ -57,6 +57,7 @@ class PlannedStrategy(SingleDeviceStrategy):
         self.budget = budget
         self.counters = TransferCounters()
         self.overlap = overlap or OverlapPlan()
+        self.measured_peak_bytes: int | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.counters.uploaded_bytes += 3000

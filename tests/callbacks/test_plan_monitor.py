@@ -18,11 +18,11 @@ from lightning_protrain.callbacks.plan_monitor import (
     Planned,
     device_bytes,
     render_plan,
-    short_bytes,
     summary,
 )
-from lightning_protrain.device import TransferCounters
+from lightning_protrain.counters import TransferCounters
 from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.runtime.updates import Overlap
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
@@ -208,12 +208,12 @@ def test_plan_summary_and_bytes_appear_in_training(tmp_path: Path, capsys: pytes
     assert "while the device computes: behind backward." in output
     assert "It swapped 900 B of activations." in output
     with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:
-        logged = [row for row in csv.DictReader(lines) if row["streamed_bytes"]]
-    assert [float(row["streamed_bytes"]) for row in logged] == [4000, 8000, 12000]
-    assert [float(row["swapped_out_bytes"]) for row in logged] == [200, 400, 600]
-    assert [float(row["swapped_in_bytes"]) for row in logged] == [100, 200, 300]
-    assert {float(row["device_bytes"]) for row in logged} == {4 * MIB + 512 + 500}
-    assert {float(row["peak_device_bytes"]) for row in logged} == {4 * MIB + 512 + 700}
+        logged = [row for row in csv.DictReader(lines) if row["protrain/streamed_bytes"]]
+    assert [float(row["protrain/streamed_bytes"]) for row in logged] == [4000, 8000, 12000]
+    assert [float(row["protrain/swapped_out_bytes"]) for row in logged] == [200, 400, 600]
+    assert [float(row["protrain/swapped_in_bytes"]) for row in logged] == [100, 200, 300]
+    assert {float(row["protrain/device_bytes"]) for row in logged} == {4 * MIB + 512 + 500}
+    assert {float(row["protrain/peak_device_bytes"]) for row in logged} == {4 * MIB + 512 + 700}
 
 
 @pytest.mark.parametrize("strategy", ["auto", PlannedStrategy(None, None)], ids=["plain", "without a plan"])
@@ -223,4 +223,4 @@ def test_without_a_plan_it_is_silent(
     trainer = fit(Speaker(), chat_data(tmp_path), PlanMonitor(), strategy=strategy)
     assert trainer.global_step == 2
     assert capsys.readouterr().out == ""
-    assert not {"device_bytes", "streamed_bytes"} & set(trainer.callback_metrics)
+    assert not {"protrain/device_bytes", "protrain/streamed_bytes"} & set(trainer.callback_metrics)

@@ -17,6 +17,7 @@ from lightning_protrain.planner.memory import (
     memory_terms,
     minimum_buffer_bytes,
     minimum_chunk_buffers,
+    resident_bytes,
 )
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
@@ -250,3 +251,11 @@ def test_check_fits_refuses_too_little_host_memory() -> None:
 )
 def test_format_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@given(layouts(), st.floats(0, 12))
+def test_resident_bytes_are_those_of_the_terms_without_gradients(layout: ModelLayout, state_bytes: float) -> None:
+    chunks = [replace(chunk, resident=True) for chunk in pack_chunks(layout)]
+    gradients = sum(chunk.nbytes for chunk in chunks if chunk.trainable)
+    terms = memory_terms(layout, chunks, 0, state_bytes)
+    assert sum(resident_bytes(layout, chunk, state_bytes) for chunk in chunks) == terms.resident_states - gradients

@@ -227,6 +227,13 @@ def test_check_plan_refuses_the_plan_of_a_longer_model() -> None:
         check_plan(make(transformer(num_blocks=5)), LAYOUT)
 
 
+def test_check_plan_names_the_precision_where_only_the_dtype_differs() -> None:
+    low = replace(LAYOUT, parameters=tuple(replace(info, dtype="bfloat16") for info in LAYOUT.parameters))
+    with pytest.raises(ValueError, match=r'Weights of another dtype .*"32-true" or a mixed one for float32') as refused:
+        check_plan(PLAN, low)
+    assert "another model" not in str(refused.value)
+
+
 def test_the_root_cannot_swap() -> None:
     layout = layout_of([parameter("w")], {"": ["w"]}, blocks=[""])
     with pytest.raises(ValueError, match=r"swaps the whole model, which is one block.*Name blocks with `blocks`"):

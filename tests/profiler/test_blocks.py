@@ -128,6 +128,9 @@ def test_an_alias_names_the_module_of_its_first_name() -> None:
         ([], r"blocks=\[\]: give None"),
         ("layers.0", r"blocks='layers\.0': give None, \"size\", or a list"),
         ("", "blocks='': give None"),
+        (nn.Linear, r"blocks=Linear is one class, not a list: give blocks=\[Linear\]"),
+        (int, "blocks=<class 'int'>: give None"),
+        (3, "blocks=3: give None"),
     ],
 )
 def test_explicit_blocks_refused(choice: Any, message: str) -> None:

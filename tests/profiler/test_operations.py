@@ -25,6 +25,15 @@ def layer(dtype: torch.dtype) -> tuple[Any, ...]:
     return *(tensor.to(dtype) for tensor in tensors), False, [], 2, 4, 1, True, False, False, True
 
 
+def layer_backward() -> tuple[Any, ...]:
+    """Arguments of the backward of the same layer."""
+    args = layer(torch.float32)
+    outputs, hidden, cell, workspace = ATEN.mkldnn_rnn_layer.default(*args)
+    gradients = torch.ones_like(outputs), torch.ones_like(hidden), torch.ones_like(cell)
+    geometry = False, 2, 4, 1, True, True, False, [], True
+    return *args[:7], outputs, hidden, cell, *gradients, *geometry, workspace
+
+
 def norm(dtype: torch.dtype, weight: Tensor | None, *rest: Any) -> tuple[Any, ...]:
     return torch.ones(2, 4, 3, dtype=dtype), weight, weight, *rest
 
@@ -41,6 +50,36 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
         (ATEN.native_group_norm.default, norm(dtype, weight, *GROUP_NORM))
         for dtype, weight in ((torch.float32, torch.ones(4)), (BF16, torch.ones(4)), (BF16, None))
     ),
+    (ATEN.native_batch_norm.default, norm(BF16, None, torch.zeros(4), torch.ones(4), False, 0.1, 1e-5)),
+    *(
+        (operation, (torch.rand(3, 2, dtype=dtype), torch.rand(3, 2, dtype=dtype), *rest))
+        for operation in (ATEN.mse_loss.default, ATEN.smooth_l1_loss.default, ATEN.soft_margin_loss.default)
+        for dtype in (torch.float32, BF16)
+        for rest in ((), (0,), (2,))
+    ),
+    *((ATEN.binary_cross_entropy.default, (torch.rand(3, 2), torch.rand(3, 2), None, kind)) for kind in range(3)),
+    *(
+        (
+            ATEN.native_group_norm_backward.default,
+            (
+                tensor,
+                tensor,
+                torch.ones(2, 2, dtype=dtype),
+                torch.ones(2, 2, dtype=dtype),
+                weight,
+                2,
+                4,
+                3,
+                2,
+                [True] * 3,
+            ),
+        )
+        for tensor, dtype, weight in (
+            (torch.ones(2, 4, 3), torch.float32, torch.ones(4)),
+            (torch.ones(2, 4, 3, dtype=BF16), torch.float32, torch.ones(4)),
+        )
+    ),
+    (ATEN.mkldnn_rnn_layer_backward.default, layer_backward()),
     *(
         (ATEN.native_layer_norm.default, (torch.ones(2, 4, dtype=dtype), [4], weight, weight, *LAYER_NORM))
         for dtype, weight in (
@@ -68,6 +107,8 @@ def test_a_rule_gives_the_shapes_of_the_cpu(operation: Callable[..., Any], args:
     expected, given = tree_leaves(operation(*args)), tree_leaves(SHAPE_RULES[operation](*meta))
     assert [(x.shape, x.stride(), x.dtype) for x in given] == [(x.shape, x.stride(), x.dtype) for x in expected]
     assert all(tensor.is_meta for tensor in given)
+    sizes = [[tensor.untyped_storage().nbytes() for tensor in tensors] for tensors in (given, expected)]
+    assert sizes[0] == sizes[1] or operation is ATEN.mkldnn_rnn_layer.default
 
 
 def test_every_rule_is_tested() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.residency import Residency
 from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
@@ -311,7 +311,7 @@ def test_a_unit_outside_its_enclosing_names_is_said_once(monkeypatch: pytest.Mon
 
 def test_a_planted_order_of_release_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: pins of later calls stay until the end of backward, so that more is live than planned."""
-    pin = Executor._pin
-    monkeypatch.setattr(Executor, "_pin", lambda executor, unit, number: pin(executor, unit, -1))
+    pin = Residency.pin
+    monkeypatch.setattr(Residency, "pin", lambda residency, unit, number: pin(residency, unit, -1))
     with pytest.raises(AssertionError):
         assert_parity(Net, PLANS["kept"])

@@ -130,7 +130,7 @@ def test_downloads_are_counted_to_the_byte() -> None:
 def test_gradients_lie_on_the_host_like_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     chunk, device = chunk_of(parameter)
-    landing = Landing([chunk], device, lambda: None, Updates([chunk], device), lambda index: True)
+    landing = Landing([chunk], device, lambda: None, Updates([chunk], device), lambda index: True, lambda slot: 1)
     live(chunk).slots[0].twin.square().sum().backward()
     landing.finish()
     assert parameter.grad.stride() == parameter.stride()
@@ -284,13 +284,14 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
-    landing = Landing([chunk], device, lambda: None, Updates([chunk], device), lambda index: True, limit)
+    updates = Updates([chunk], device)
+    landing = Landing([chunk], device, lambda: None, updates, lambda index: True, lambda slot: 1, limit)
     slots = live(chunk).slots
     for factor in (1.0, 2.0, 3.0):
         sum((factor * slot.twin).sum() for slot in slots).backward()
         assert sum(item.part.nbytes for item in landing._sums) <= limit
         landing.finish()
-        assert landing._sums == []
+        assert not landing._sums
     assert all(torch.equal(parameter.grad, torch.full((5,), 6.0)) for parameter in parameters)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
@@ -101,6 +104,68 @@ def test_random_numbers_after_the_step_are_those_of_a_plain_one() -> None:
     assert torch.equal(*drawn)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """As Lightning's plugin for true half precision does around a forward."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AROUND_FORWARD: dict[str, Callable[[], Any]] = {
+    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "attention kernels": lambda: sdpa_kernel(SDPBackend.MATH),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without a cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+def seen_settings() -> list[Any]:
+    """What a forward can see of how it is run."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    made = torch.empty(1)
+    return [torch.is_grad_enabled(), autocast, attention, made.dtype, made.device]
+
+
+@pytest.mark.parametrize("name", AROUND_FORWARD)
+def test_settings_around_the_forward_are_those_of_the_recomputation(name: str) -> None:
+    seen: list[list[Any]] = []
+
+    def function(value: Tensor) -> Tensor:
+        seen.append(seen_settings())
+        return torch.tanh(value.tanh())
+
+    outside, value = seen_settings(), torch.randn(3, requires_grad=True)
+    with AROUND_FORWARD[name]():
+        output = checkpoint(function, (value,), {}, nn.Module(), "block")
+    assert outside == seen_settings()
+    output.backward(torch.ones(3))
+    assert outside == seen_settings()
+    assert outside != seen[0] == seen[1]
+
+
+class Made(Block):
+    """Makes tensors in the default dtype: numbers, and a mask by hand."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = torch.linspace(0, 1, hidden.shape[-1]).to(hidden.dtype)
+        return super().forward(hidden * (torch.rand(len(hidden), 1) > 0.3)) * gate
+
+
+@pytest.mark.parametrize("plan", ["checkpointed", "offload"])
+def test_parity_where_the_default_dtype_is_set_around_the_forward(plan: str) -> None:
+    def step(module: nn.Module, batch: Tensor, index: int) -> Tensor:
+        with default_dtype(torch.bfloat16):
+            return module(batch.bfloat16()).float().pow(2).mean()
+
+    assert_parity(lambda: Net([Made() for _ in range(3)]).bfloat16(), PLANS[plan], step)
+
+
 def test_every_checkpointed_block_runs_twice_and_no_other() -> None:
     calls: list[int] = []
     model = Net()
@@ -140,6 +205,17 @@ def test_two_kinds_of_checkpointing_at_once_are_refused() -> None:
     model[0].gradient_checkpointing = True
     with pytest.raises(ValueError, match=r"'0', but the plan decides .*gradient_checkpointing_disable"):
         refuse_own_checkpointing(model)
+
+
+def test_a_compiled_block_is_refused_by_name() -> None:
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with (
+        applied(model, PLANS["checkpointed"]) as state,
+        pytest.raises(ValueError, match=r"'blocks\.0' is compiled .*plan=\"resident\""),
+    ):
+        state.step(mean_square, model, batches()[0], 0)
 
 
 def test_caches_are_switched_off_once_each() -> None:

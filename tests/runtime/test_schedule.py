@@ -139,6 +139,36 @@ def test_nothing_of_earlier_use_is_given_up(needs: Needs, live: set[int], sizes:
         assert all(timeline.next_use(other, 0) >= timeline.next_use(chunk, 0) for other in released)
 
 
+@given(
+    needs=MANY_NEEDS,
+    live=st.sets(st.integers(0, 5), max_size=4),
+    pinned=st.sets(st.integers(0, 5), max_size=2),
+    sizes=SIZES,
+    chunks=st.integers(1, 6),
+    nbytes=st.integers(1, 60),
+    position=st.integers(0, 15),
+)
+@settings(deadline=None)
+def test_fetching_ahead_evicts_as_fetching_in_need_does(
+    needs: Needs, live: set[int], pinned: set[int], sizes: dict[int, int], chunks: int, nbytes: int, position: int
+) -> None:
+    """One use after the other, with the evictions of a chunk that is needed at once, up to the first that costs."""
+    timeline, capacity = Timeline(needs), Capacity(chunks, nbytes)
+    released: list[int] = []
+    fetched: list[int] = []
+    present = set(live)
+    for use, chunk in [(at, chunk) for at, wanted in enumerate(needs) if at >= position for chunk in wanted]:
+        if chunk in present:
+            continue
+        evicted = choose_evictions(present, {chunk}, pinned, timeline, position, capacity, sizes)
+        if evicted is None or any(timeline.next_use(other, position) <= use for other in evicted):
+            break
+        present = (present - set(evicted)) | {chunk}
+        released += evicted
+        fetched.append(chunk)
+    assert choose_prefetch(live, pinned, timeline, position, capacity, sizes) == (released, fetched)
+
+
 @pytest.mark.parametrize(("position", "use"), [(0, 0), (1, 2), (2, 2), (3, NEVER)])
 def test_next_use(position: int, use: int) -> None:
     assert Timeline([(1, 2), (2,), (1,), ()]).next_use(1, position) == use

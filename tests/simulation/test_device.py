@@ -14,6 +14,7 @@ from lightning_protrain.device import StreamDevice
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.records import OperationCost
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
@@ -243,3 +244,91 @@ def test_a_copy_takes_what_its_bytes_take(nbytes: int) -> None:
         assert device.compute_stream().time == device._up.time
         device.land(device.download(target, host))
         assert device.host_stream.time - device.compute_stream().time == pytest.approx(nbytes / 2e6)
+
+
+# --- what it says it can do -----------------------------------------------------------------------------------------
+
+
+RATES = Rates(upload=3e9, download=5e9, flops=7e12, memory=11e11, host_memory=13e9)
+
+
+def test_the_virtual_clock_agrees_with_the_profile_on_copies() -> None:
+    device = SimulatedDevice(RATES)
+    profile = device.hardware_profile(["float32"], 1, 1)
+    with device:
+        host, there = device.host.empty_like(torch.zeros(1000)).fill_(0.0), torch.empty(1000)
+        before = device.elapsed
+        device.land(device.swap_in(host, there))
+        between = device.elapsed
+        device.land(device.swap_out(there, host))
+        assert between - before == pytest.approx(4000 / profile.upload)
+        assert device.elapsed - between == pytest.approx(4000 / profile.download)
+    device.close()
+    assert profile.upload == profile.upload_beside == profile.upload_pageable
+    assert profile.asynchronous
+
+
+def test_copies_of_both_ways_have_a_link_each_as_the_profile_says() -> None:
+    device = SimulatedDevice(RATES)
+    profile = device.hardware_profile(["float32"], 1, 1)
+    with device:
+        hosts = [device.host.empty_like(torch.zeros(1000)).fill_(0.0) for _ in range(2)]
+        there = [torch.empty(1000) for _ in range(2)]
+        before = device.elapsed
+        for fence in (device.swap_in(hosts[0], there[0]), device.swap_out(there[1], hosts[1])):
+            device.land(fence)
+        assert device.elapsed - before == pytest.approx(
+            max(4000 / profile.upload_beside, 4000 / profile.download_beside)
+        )
+    device.close()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_the_virtual_clock_agrees_with_the_profile_on_a_fused_step(place: str) -> None:
+    device = SimulatedDevice(RATES)
+    profile = device.hardware_profile(["float32"], 1, 1)
+    weights = [nn.Parameter(torch.ones(4000)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(4000)
+        for tensor in (weight, weight.grad):
+            device.note_host(tensor) if place == "host" else device.set_place(tensor, "device")
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    with device:
+        optimizer.step()
+        for state in optimizer.state.values():
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                device.note_host(moment) if place == "host" else device.set_place(moment, "device")
+        stream = device.host_stream if place == "host" else device.compute_stream()
+        before = stream.busy
+        optimizer.step()
+        seconds = stream.busy - before
+    rate, memory = {
+        "host": (profile.host_step, profile.host_memory),
+        "device": (profile.device_step, profile.memory),
+    }[place]
+    # The steps that were taken are counted in tensors of four bytes.
+    assert seconds == pytest.approx(12_000 / rate + 3 * 4 / memory)
+    device.close()
+
+
+@pytest.mark.parametrize("rows", [4, 512])
+def test_the_virtual_clock_agrees_with_the_profile_on_products(rows: int) -> None:
+    device = SimulatedDevice(RATES)
+    profile = device.hardware_profile(["float32", "bfloat16"], 1, 1)
+    left, right = torch.ones(rows, rows), torch.ones(rows, rows)
+    for tensor in (left, right):
+        device.set_place(tensor, "device")
+    with device:
+        left @ right
+    cost = OperationCost(flops=2 * rows**3, nbytes=12 * rows**2, dtype="bfloat16")
+    assert device.compute_stream().busy == pytest.approx(profile.seconds((cost,)))
+    device.close()
+
+
+def test_a_profile_without_dtypes_or_memory_is_an_error() -> None:
+    device = SimulatedDevice()
+    with pytest.raises(ValueError, match=r"flops=\{\}"):
+        device.hardware_profile([], 1, 1)
+    with pytest.raises(ValueError, match="host_bytes=0"):
+        device.hardware_profile(["float32"], 1, 0)
+    device.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import pairwise
 
-from lightning_protrain.simulation.streams import Host, SimulatedStream, SimulatedWorker
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.simulation.streams import Host, Link, SimulatedStream, SimulatedWorker
 
 
 def test_clocks_grow_only_along_fences() -> None:
@@ -79,3 +83,39 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
     assert host.stream is main
     job.add_done_callback(called.append)
     assert called == [job, job]
+
+
+# --- a link -----------------------------------------------------------------------------------------------------------
+
+
+def test_streams_that_share_a_link_cannot_both_have_all_of_it() -> None:
+    host, link = Host(), Link()
+    first = SimulatedStream("first", host, eager=False, link=link)
+    second = SimulatedStream("second", host, eager=False, link=link)
+    alone = SimulatedStream("alone", host, eager=False)
+    for stream in (first, second, alone):
+        stream.spend(2.0)
+    assert (first.time, second.time, alone.time) == (2.0, 4.0, 2.0)
+    assert second.busy == 2.0  # it has waited for the rest
+
+
+def test_a_copy_that_may_begin_late_holds_up_nothing_before() -> None:
+    link = Link()
+    assert link.carry(10.0, 5.0) == 15.0
+    assert link.carry(0.0, 4.0) == 4.0
+    assert link.carry(2.0, 8.0) == 17.0  # 6 of them before the first copy, 2 behind it
+    assert sum(end - begin for begin, end in link.busy) == 17.0
+
+
+copies = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=12)
+
+
+@given(copies)
+def test_a_link_carries_everything_once_and_idles_only_when_nothing_waits(given_copies: list[tuple[int, int]]) -> None:
+    link = Link()
+    ends = [link.carry(begin, seconds) for begin, seconds in given_copies]
+    assert all(end >= begin + seconds for end, (begin, seconds) in zip(ends, given_copies, strict=True))
+    assert sum(end - begin for begin, end in link.busy) == sum(seconds for _, seconds in given_copies)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(link.busy))
+    # A copy that is alone in the world, or the last of all, never ends later than if all came one after the other.
+    assert max(ends) <= max(begin for begin, _ in given_copies) + sum(seconds for _, seconds in given_copies)

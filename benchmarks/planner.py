@@ -1,0 +1,215 @@
+"""How true the planner's models are.
+
+    python -m benchmarks.planner memory
+    python -m benchmarks.planner memory --rows llama/offload/fp32 --results planner-memory
+
+`memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
+the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
+CPU and counts logical bytes in the second step, when optimizer states exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from benchmarks.logical import PeakOfStep
+from benchmarks.models import Subject
+from benchmarks.report import ROOT, table, write_result
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
+from lightning_protrain.strategy import ProTrainStrategy
+
+HEADER = ("model", "plan", "precision", "predicted", "measured", "measured / predicted", "phase", "unit", "met")
+WANTED = (0.95, 1.0)
+ADAMW_STATE_BYTES = 8.0
+KEEP, CHECKPOINT, SWAP = BlockPolicy
+CPU = HardwareProfile(
+    "CPU", *(1.0,) * 6, flops={"float32": 1.0}, memory=1.0, device_step=1.0, host_step=1.0, host_memory=1.0,
+    device_bytes=1, host_bytes=1, asynchronous=False,
+)  # fmt: skip
+# By name: whether chunk i of n is resident, and the policy of block i.
+PLANS: dict[str, tuple[Callable[[int, int], bool], Callable[[int], BlockPolicy]]] = {
+    "resident": (lambda index, count: True, lambda index: KEEP),
+    "offload": (lambda index, count: False, lambda index: CHECKPOINT),
+    "keep": (lambda index, count: False, lambda index: KEEP),
+    "swap": (lambda index, count: False, lambda index: (SWAP, CHECKPOINT, SWAP, KEEP)[index % 4]),
+    "swap-all": (lambda index, count: False, lambda index: SWAP),
+    "half": (lambda index, count: index < count // 2, lambda index: (KEEP, CHECKPOINT)[index % 2]),
+    "resident-checkpoint": (lambda index, count: True, lambda index: CHECKPOINT),
+}
+ROWS = (
+    "gpt2/resident/fp32",
+    "gpt2/offload/fp32",
+    "gpt2/swap/bf16",
+    "llama/keep/fp32",
+    "llama/swap/fp32",
+    "llama/offload/bf16",
+    "llama/resident-checkpoint/bf16",
+    "qwen3/half/bf16",
+    "qwen3/swap-all/fp32",
+    "gemma2/keep/bf16",
+    "gemma2/offload/fp32",
+    "t5/resident/fp32",
+    "t5/offload/bf16",
+    "t5/swap/fp32",
+    "bert/half/fp32",
+    "bert/offload/bf16",
+    "mixtral/offload/fp32",
+    "mixtral/resident/bf16",
+    "lora/resident/bf16",
+    "lora/offload/fp32",
+    "lora/keep/bf16",
+    "llava/offload/fp32",
+    "llava/swap/bf16",
+    "llava/half/fp32",
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is written down before anything is measured.
+
+    Attributes:
+        row: `model/plan/precision`.
+        plan: As JSON.
+        peak: Bytes.
+        phase: In which phase.
+        unit: At which unit.
+        terms: What it is made of.
+    """
+
+    row: str
+    plan: str
+    peak: int
+    phase: str
+    unit: str
+    terms: dict[str, int]
+
+
+def predict(row: str) -> Prediction:
+    """Predicts the peak of a row."""
+    model, plan_name, precision = row.split("/")
+    module = Subject(model)
+    layout, profile = profile_of(module, precision)
+    plan = plan_of(layout, profile, plan_name)
+    timeline = memory_timeline(profile, layout, plan, CPU, ADAMW_STATE_BYTES)
+    phase = max(map(timeline.phase, ("forward", "backward", "step")), key=lambda phase: phase.total)
+    return Prediction(row, plan.to_json(), phase.total, phase.name, phase.unit, dict(phase.device))
+
+
+def profile_of(module: Subject, precision: str) -> tuple[ModelLayout, ModelProfile]:
+    """What the planner knows of a model in a precision."""
+    layout = describe_model(module)
+    low = precision == "bf16"
+    # As Lightning's precision does.
+    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False) if low else nullcontext
+    profile = profile_model(module, layout, partial(module.training_step, module.batch, 0), context)
+    return layout.streaming(castable(profile, "bfloat16"), "bfloat16") if low else layout, profile
+
+
+def plan_of(layout: ModelLayout, profile: ModelProfile, name: str) -> Plan:
+    """One of `PLANS`, with two chunk buffers or the fewest that work."""
+    resident, policy = PLANS[name]
+    packed = pack_chunks(layout)
+    chunks = tuple(with_residency(layout, chunk, resident(at, len(packed))) for at, chunk in enumerate(packed))
+    streamed = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+    saved = profile.swap_bytes(streamed)
+    blocks = [
+        BlockPlan(block.name, policy(at), saved[block.name] if policy(at) is SWAP else 0)
+        for at, block in enumerate(layout.blocks)
+    ]
+    streams = any(not chunk.resident for chunk in chunks)
+    num_buffers = max(minimum_chunk_buffers(layout, chunks), 2) if streams else 0
+    memory = memory_terms(layout, chunks, num_buffers, ADAMW_STATE_BYTES, blocks)
+    return Plan(chunks, tuple(blocks), num_buffers, memory, {info.fqn: info.shape for info in layout.parameters})
+
+
+def measure(prediction: Prediction) -> int:
+    """Trains a row for two steps and gives the most logical bytes in the second."""
+    model, _, precision = prediction.row.split("/")
+    counted = PeakOfStep()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        strategy=ProTrainStrategy(plan=Plan.from_json(prediction.plan)),
+        callbacks=[counted],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Subject(model))
+    return counted.peak
+
+
+def compare(rows: Sequence[str]) -> list[dict[str, Any]]:
+    """Predicts in this process and measures in another one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "predictions.json"
+        predictions = [predict(row) for row in rows]
+        path.write_text(json.dumps([asdict(entry) for entry in predictions]), encoding="utf-8")
+        command = [sys.executable, "-m", "benchmarks.planner", "measure", str(path)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    return [
+        {**asdict(entry), "plan": "", "measured": peak, "ratio": peak / entry.peak}
+        for entry, peak in zip(predictions, peaks, strict=True)
+    ]
+
+
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    lines = []
+    for entry in results:
+        met = "yes" if WANTED[0] <= entry["ratio"] <= WANTED[1] else "no"
+        sizes = (f"{entry['peak']:,}", f"{entry['measured']:,}", f"{entry['ratio']:.4f}")
+        lines.append((*entry["row"].split("/"), *sizes, entry["phase"], entry["unit"], met))
+    return table(HEADER, lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one of the sub-commands."""
+    parser = argparse.ArgumentParser(description="How true the planner's models are.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    memory = commands.add_parser("memory", help="predicted and measured peaks")
+    memory.add_argument("--rows", nargs="+", default=ROWS, help="model/plan/precision")
+    memory.add_argument("--results", help="name of the folder in which the result is kept")
+    measuring = commands.add_parser("measure", help="what `memory` runs in another process")
+    measuring.add_argument("predictions", type=Path)
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    if options.command == "measure":
+        entries = json.loads(options.predictions.read_text(encoding="utf-8"))
+        print(json.dumps([measure(Prediction(**entry)) for entry in entries]))
+        return
+    results = compare(options.rows)
+    text = render(results)
+    print(text)
+    if options.results:
+        write_result(options.results, "benchmarks.planner", arguments, {"rows": results}, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""The least value of a function over a grid of integers, by branch and bound over boxes, evaluated in batches.
+
+[Note: Branch and bound]
+A *box* is all points between two corners. Whoever knows the function gives for every box a bound: no point in it has a
+smaller value; of a box that is one point, the value itself. The boxes with the smallest bounds are divided, those whose
+bound is above the best value found so far are dropped with all their points. So the result is the least of all, however
+loose the bounds are: loose ones only take longer. Among equal values the point that is first in lexicographic order
+wins, as if all had been enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+# Corners (D, K), (D, K) to bounds (K,); infinite where no point of the box is allowed.
+Bound = Callable[[Integers, Integers], Floats]
+# Corners (D, K), (D, K) to one promising point in each box, (D, K).
+Probe = Callable[[Integers, Integers], Integers]
+# About so many boxes are evaluated at one time: enough to hide what a round costs, few enough to learn between rounds.
+BATCH = 512
+PIECES = 12
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """What was found.
+
+    Attributes:
+        value: The least value; that which was to be beaten if none is below it.
+        point: Where; empty if no value is below.
+        evaluations: How many boxes and points were evaluated.
+        rounds: In how many batches.
+    """
+
+    value: float
+    point: tuple[int, ...]
+    evaluations: int
+    rounds: int
+
+
+def minimize(
+    bound: Bound, probe: Probe, low: Integers, high: Integers, below: float = np.inf, batch: int = BATCH
+) -> Minimum:
+    """Finds the least value in some boxes, see [Note: Branch and bound].
+
+    Args:
+        bound: Lower bounds of boxes, and values of points.
+        probe: Points where small values are likely, to drop boxes early; any will do.
+        low: Least corners of the boxes that are searched, (D, K).
+        high: Their greatest corners, (D, K), inclusive; a box where it is below `low` is empty.
+        below: Only smaller values are of interest.
+        batch: About how many boxes are evaluated at one time.
+    """
+    keep = (low <= high).all(axis=0)
+    low, high = low[:, keep], high[:, keep]
+    bounds = np.full(low.shape[1], -np.inf)
+    value = below
+    point: tuple[int, ...] = ()
+    evaluations = rounds = 0
+    while bounds.size:
+        order = np.lexsort((*low[::-1], bounds))
+        num_parents = min(order.size, max(batch // PIECES, 1))
+        chosen, waiting = order[:num_parents], order[num_parents:]
+        probes = probe(low[:, chosen], high[:, chosen])
+        new_low, new_high = divide(low[:, chosen], high[:, chosen], max(batch // num_parents, 2))
+        new_low, new_high = np.hstack((new_low, probes)), np.hstack((new_high, probes))
+        new_bounds = bound(new_low, new_high)
+        evaluations, rounds = evaluations + new_bounds.size, rounds + 1
+
+        value, point = _better(new_low, new_high, new_bounds, value, point)
+        new_low, new_high = new_low[:, :-num_parents], new_high[:, :-num_parents]
+        new_bounds = new_bounds[:-num_parents]
+        boxes = (new_low < new_high).any(axis=0)
+        low = np.hstack((low[:, waiting], new_low[:, boxes]))
+        high = np.hstack((high[:, waiting], new_high[:, boxes]))
+        bounds = np.hstack((bounds[waiting], new_bounds[boxes]))
+        keep = _may_improve(low, bounds, value, point)
+        low, high, bounds = low[:, keep], high[:, keep], bounds[keep]
+    return Minimum(value, point, evaluations, rounds)
+
+
+def divide(low: Integers, high: Integers, pieces: int) -> tuple[Integers, Integers]:
+    """Divides each box into about so many smaller ones, the longest sides first; a point stays as it is.
+
+    Sides are compared with the longest ones in the same direction: none is left whole because it has few points.
+
+    Returns:
+        Corners of all pieces, (D, K'); those of one box are next to each other.
+    """
+    sides = high - low + 1
+    weights = 1.0 / sides.max(axis=1, keepdims=True)
+    ways = np.ones_like(sides)
+    columns = np.arange(sides.shape[1])
+    for _ in range(max(pieces.bit_length() - 1, 1)):
+        lengths = np.where(ways < sides, sides * weights / ways, 0.0)
+        longest = lengths.argmax(axis=0)
+        splits = lengths[longest, columns] > 0.0
+        ways[longest[splits], columns[splits]] *= 2
+    ways = np.minimum(ways, sides)
+    counts = ways.prod(axis=0)
+    parents = np.repeat(columns, counts)
+    rest = np.arange(parents.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    sides, ways, start = sides[:, parents], ways[:, parents], low[:, parents]
+    new_low, new_high = np.empty_like(start), np.empty_like(start)
+    for axis in range(low.shape[0]):
+        rest, index = np.divmod(rest, ways[axis])
+        new_low[axis] = start[axis] + index * sides[axis] // ways[axis]
+        new_high[axis] = start[axis] + (index + 1) * sides[axis] // ways[axis] - 1
+    return new_low, new_high
+
+
+def _better(
+    low: Integers, high: Integers, values: Floats, value: float, point: tuple[int, ...]
+) -> tuple[float, tuple[int, ...]]:
+    """The best of the points among these boxes, or what was the best before."""
+    points = np.flatnonzero((low == high).all(axis=0) & (values <= value))
+    if not points.size:
+        return value, point
+    first = points[np.lexsort((*low[::-1, points], values[points]))[0]]
+    return min((float(values[first]), tuple(low[:, first].tolist())), (value, point))
+
+
+def _may_improve(low: Integers, bounds: Floats, value: float, point: tuple[int, ...]) -> Flags:
+    """Which boxes may hold a better point: one of a smaller value, or of the same one and before `point`."""
+    earlier, same = np.zeros(bounds.size, np.bool_), np.ones(bounds.size, np.bool_)
+    for axis, coordinate in enumerate(point):
+        earlier |= same & (low[axis] < coordinate)
+        same &= low[axis] == coordinate
+    keep: Flags = (bounds < value) | ((bounds == value) & earlier)
+    return keep

@@ -1,0 +1,95 @@
+"""How many chunk buffers fit, for many numbers of resident chunks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.planner.memory import _nests
+from lightning_protrain.planner.plan import ChunkPlan
+from lightning_protrain.profiler.records import ModelLayout
+
+Integers = NDArray[np.int64]
+# So many of the functions below are kept, at most; each has an entry for every chunk.
+KEPT = 512
+
+
+class Buffers:
+    """Bytes of chunk buffers if the first p chunks are resident, as in `memory_terms`.
+
+    Args:
+        layout: The model.
+        chunks: All chunks in execution order, all offloaded.
+
+    Attributes:
+        least: The fewest buffers that the model can run with, by p, (N + 1,).
+        sums: Bytes of the first chunks, (N + 1,).
+    """
+
+    def __init__(self, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> None:
+        sizes = [chunk.nbytes for chunk in chunks]
+        self.count = len(sizes)
+        self.sums = np.array([0, *np.cumsum(sizes, dtype=np.int64)], dtype=np.int64)
+        self.least, self._least_bytes = _together(layout, chunks)
+        self._heaviest = lru_cache(KEPT)(self._heaviest_windows)
+
+    def bytes(self, persistent: Integers, buffers: Integers) -> Integers:
+        """Bytes of so many buffers, (K,)."""
+        windows = np.empty_like(persistent)
+        width = np.minimum(buffers, self.count - persistent)
+        for number in np.unique(width):
+            chosen = width == number
+            windows[chosen] = self._heaviest(int(number))[persistent[chosen]]
+        return np.maximum(self._least_bytes[persistent], windows)
+
+    def at_most(self, persistent: Integers, room: Integers) -> Integers:
+        """A number of buffers that is never below the most that fit into `room` bytes, (K,); below `least` if none fit.
+
+        It is that of the window at the first offloaded chunk, where others may be heavier. It does not fall if fewer
+        chunks are resident, as long as `room` stays: then there are more windows.
+        """
+        reach = np.searchsorted(self.sums, self.sums[persistent] + np.maximum(room, 0), side="right") - 1
+        most = np.minimum(reach, self.count) - persistent
+        return np.where(self._least_bytes[persistent] <= room, most, -1)
+
+    def most(self, persistent: Integers, room: Integers) -> Integers:
+        """The most buffers that fit into `room` bytes, (K,), at most all offloaded chunks; -1: not even `least`."""
+        high = self.at_most(persistent, room)
+        low = self.least[persistent]
+        fits = high >= low
+        fits[fits] = self.bytes(persistent[fits], low[fits]) <= room[fits]
+        low = np.where(fits, low, -1)
+        high = np.where(fits, high, -1)
+        probe = high.copy()  # Usually that is it.
+        while (open_ := np.flatnonzero(low < high)).size:
+            enough = self.bytes(persistent[open_], probe[open_]) <= room[open_]
+            low[open_] = np.where(enough, probe[open_], low[open_])
+            high[open_] = np.where(enough, high[open_], probe[open_] - 1)
+            probe = (low + high + 1) // 2
+        return low
+
+    def _heaviest_windows(self, width: int) -> Integers:
+        """Bytes of the heaviest `width` neighbours from each chunk on, (N + 1,); of all where there are not as many."""
+        heaviest = self.sums[-1] - self.sums
+        last = self.count - width
+        windows = self.sums[width:] - self.sums[: last + 1]
+        heaviest[: last + 1] = np.maximum.accumulate(windows[::-1])[::-1]
+        return heaviest
+
+
+def _together(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[Integers, Integers]:
+    """Number and bytes of the chunks that have to be there at one time if the first p are resident, (N + 1,) each."""
+    sizes = np.array([chunk.nbytes for chunk in chunks], dtype=np.int64)
+    number, nbytes = np.zeros(len(chunks) + 1, dtype=np.int64), np.zeros(len(chunks) + 1, dtype=np.int64)
+    for together in _nests(layout, chunks):
+        members = np.array(sorted(together), dtype=np.int64)
+        if members.size:
+            # What is left of it if the first p are resident changes at its members.
+            left = np.cumsum(sizes[members][::-1])[::-1]
+            np.maximum.at(number, members, np.arange(members.size, 0, -1))
+            np.maximum.at(nbytes, members, left)
+    # Between two members of one set all that come later are left: as at the next member.
+    return np.maximum.accumulate(number[::-1])[::-1], np.maximum.accumulate(nbytes[::-1])[::-1]

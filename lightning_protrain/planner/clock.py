@@ -1,0 +1,325 @@
+"""A clock for many plans at once: the device, both directions of the link and the host, side by side.
+
+[Note: Clock]
+The paper's equations 2 to 7 take the longer of computation and copies for each chunk. Here the same is written as a
+recursion over *positions*, the segments of the profile in the order of forward: what ends when, on the device, on each
+direction of the link, and on the host. A link carries one copy after the other in the order in which they are asked
+for, chunks and swapped activations alike. Nothing starts before what it depends on has ended, and nothing waits for
+anything else.
+
+[Note: Cycle]
+What one step leaves to be done runs behind the next one, so a step is timed from one point at which nothing is left to
+the next such point: from the beginning of the last micro-batch's backward over the optimizer step and the forwards and
+backwards of the other micro-batches to the end of the forward before the next last backward. Training repeats just
+that.
+
+[Note: Monotone]
+The result is made of sums and maxima alone, and every duration is added, never taken away. So it never falls when any
+duration of `Columns` grows, when `ahead` or `held` shrinks, when a wait is for a later position (in backward: for one
+that comes later there, which has a smaller index), or when -1 (no wait) becomes a wait. Whoever puts each entry at its
+best has a lower bound of all plans that the entries stand for. The value of a column depends on no other column, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = NDArray[np.float64]
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the training loop uses the plan.
+
+    Attributes:
+        overlap: Behind what the host steps offloaded chunks: nothing, the backward, or the next forward.
+        accumulate: Micro-batches in a step.
+        clips: Whether the norm of all gradients is bounded.
+
+    Raises:
+        ValueError: An unknown overlap, or no micro-batch; or norms are clipped and the host is to step behind backward,
+            before they are known.
+    """
+
+    overlap: Literal["off", "backward", "forward"] = "off"
+    accumulate: int = 1
+    clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks values."""
+        if self.overlap not in ("off", "backward", "forward"):
+            raise ValueError(f"overlap={self.overlap!r}: give 'off', 'backward' or 'forward'.")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate}: give at least one micro-batch.")
+        if self.clips and self.overlap == "backward":
+            raise ValueError("overlap='backward' steps chunks before the norm is known: with clipping give 'forward'.")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What K plans do at P positions, one column for each plan; see [Note: Clock].
+
+    Arrays are (P, K) and hold seconds unless said otherwise. An array whose columns (or rows) are all alike may have
+    one of them, (P, 1) or (1, K) or (1, 1): it is broadcast.
+
+    Attributes:
+        compute_forward: Of the device in forward.
+        recompute: In backward, before the first gradient is computed.
+        compute_backward: After that.
+        upload_forward: Of all chunks that the position needs in forward and that are not there yet.
+        late_forward: The part of `upload_forward` that `wait_forward` holds back; the part before it goes earlier.
+        wait_forward: Position, of an earlier index, whose computation must have ended before the late part can begin
+            (its buffers are in use till then), int; -1: none.
+        upload_backward: As `upload_forward`, in backward.
+        late_backward: As `late_forward`, in backward.
+        wait_backward: The same in backward: of a later index, as backward goes from the last position to the first.
+        download: Of the gradients that become whole at the position, those of offloaded chunks.
+        tail: The part of `download` that cannot begin before the position's computation has ended.
+        ahead: How far this position, if it has downloads, may run ahead of those of the position before (in backward):
+            what is under way is held on the device, so it is bounded.
+        held: How far it may run ahead of its own.
+        land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
+        land_early: The same of the main thread, which puts it off: what it does while the position's gradients land.
+        land_rest: What of the position's own is left at the end of backward.
+        add: Of the worker for adding those gradients to those of the micro-batch before.
+        add_early: The same of the main thread, as `land_early`.
+        add_rest: As `land_rest`.
+        norm: Of the host for their norm.
+        scale: Of the host for scaling them.
+        host_step: Of the host's optimizer step of their chunks.
+        swap_out: Of activations that leave in forward.
+        swap_in: Of activations that come back for backward.
+        device_step: Of the device for what it does with resident chunks once in a step: their optimizer step, sums over
+            micro-batches, norm and scaling, (K,).
+    """
+
+    compute_forward: Seconds
+    recompute: Seconds
+    compute_backward: Seconds
+    upload_forward: Seconds
+    late_forward: Seconds
+    wait_forward: Positions
+    upload_backward: Seconds
+    late_backward: Seconds
+    wait_backward: Positions
+    download: Seconds
+    tail: Seconds
+    ahead: Seconds
+    held: Seconds
+    land: Seconds
+    land_early: Seconds
+    land_rest: Seconds
+    add: Seconds
+    add_early: Seconds
+    add_rest: Seconds
+    norm: Seconds
+    scale: Seconds
+    host_step: Seconds
+    swap_out: Seconds
+    swap_in: Seconds
+    device_step: Seconds
+
+
+def simulate(columns: Columns, training: Training, asynchronous: bool = True) -> Seconds:
+    """Seconds of one optimizer step of every column, see [Note: Cycle] and [Note: Monotone].
+
+    Args:
+        columns: What the plans do.
+        training: How they are used.
+        asynchronous: Whether copies and the host run beside the device; else everything takes its turn.
+
+    Returns:
+        Seconds, (K,).
+    """
+    return passes(columns, training, asynchronous)[0]
+
+
+def passes(columns: Columns, training: Training, asynchronous: bool = True) -> tuple[Seconds, Seconds]:
+    """The result of `simulate`, and how much of it are forwards; (K,) each."""
+    columns = _broadcast(columns)
+    if not asynchronous:
+        return _in_turn(columns, training)
+    start = np.zeros(columns.device_step.shape)
+    last = _backward(columns, training, start, adds=training.accumulate > 1, steps=True)
+    begun, stepped = _update(columns, training, last)
+    seconds = _forward(columns, begun, last.down, stepped)
+    forward = seconds - begun
+    if training.accumulate > 1:
+        others = (training.accumulate - 1) * _forward(columns, start, start, None)
+        first = _backward(columns, training, start, adds=False, steps=False).landed
+        middle = _backward(columns, training, start, adds=True, steps=False).landed
+        seconds = seconds + others + first + (training.accumulate - 2) * middle
+        forward = forward + others
+    return seconds, forward
+
+
+def _in_turn(columns: Columns, training: Training) -> tuple[Seconds, Seconds]:
+    """The same where nothing runs beside anything: sums."""
+    again = training.accumulate
+    forward = again * (columns.compute_forward + columns.upload_forward + columns.swap_out).sum(axis=0)
+    device = columns.recompute + columns.compute_backward
+    copies = columns.upload_backward + columns.download + columns.swap_in
+    landed = columns.land + (again - 1) * columns.add
+    update = columns.host_step + (columns.norm + columns.scale if training.clips else 0.0)
+    backward = (again * (device + copies) + landed + update).sum(axis=0) + columns.device_step
+    return forward + backward, forward
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """When a backward has ended, (K,) each.
+
+    Attributes:
+        computed: Its computation.
+        known: All gradients are known to the host.
+        landed: Both.
+        down: The link towards the host is free.
+        stepped: The host has stepped the chunks of each position, (P, K); None: it has not begun.
+    """
+
+    computed: Seconds
+    known: Seconds
+    landed: Seconds
+    down: Seconds
+    stepped: Seconds | None
+
+
+def _broadcast(columns: Columns) -> Columns:
+    shapes = [getattr(columns, field.name).shape for field in fields(Columns)]
+    num_positions, num_columns = np.broadcast_shapes(*(shape if len(shape) == 2 else (1, *shape) for shape in shapes))
+    full = {
+        field.name: np.broadcast_to(
+            getattr(columns, field.name), (num_positions, num_columns)[2 - len(getattr(columns, field.name).shape) :]
+        )
+        for field in fields(Columns)
+    }
+    return Columns(**full)
+
+
+def _only_where(work: Seconds, seconds: Seconds | float = 0.0) -> Seconds:
+    """`seconds` where there is work; minus infinity, which delays nothing, where there is none."""
+    return np.where(work > 0, seconds, -np.inf)
+
+
+def _ends(columns: Columns) -> tuple[Seconds, Seconds]:
+    """When the computation of each position has ended, to be filled in; a last row for no wait. And the same, flat."""
+    shape = columns.compute_forward.shape
+    ends = np.full((shape[0] + 1, shape[1]), -np.inf)
+    return ends, ends.reshape(-1)
+
+
+def _rows(waits: Positions) -> Positions:
+    """Where what is waited for stands in `_ends`, flat."""
+    num_positions, num_columns = waits.shape
+    return np.where(waits < 0, num_positions, waits) * num_columns + np.arange(num_columns)
+
+
+def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds | None) -> Seconds:
+    """When a forward that begins at `begun` has ended; the link towards the host is busy until `down`.
+
+    `stepped` says when the host has stepped the chunks of each position, which are uploaded then, (P, K).
+    """
+    ends, flat = _ends(columns)
+    rows = _rows(columns.wait_forward)
+    swaps = bool(columns.swap_out.any())
+    leaves = _only_where(columns.swap_out)
+    up = time = begun
+    out = np.maximum(begun, down) if swaps else begun
+    gone = deque([np.full_like(begun, -np.inf)] * 2, maxlen=2)  # What the last two positions have swapped.
+    for index in range(len(rows)):
+        upload = columns.upload_forward[index]
+        up = np.maximum(up + upload, flat.take(rows[index]) + columns.late_forward[index])
+        if stepped is not None:
+            up = np.maximum(up, stepped[index] + upload)
+        start = np.maximum(time, up)
+        if swaps:
+            # Its memory is given back when the next position has ended.
+            start = np.maximum(start, gone[0])
+        time = ends[index] = start + columns.compute_forward[index]
+        if swaps:
+            out = np.maximum(out, start + leaves[index]) + columns.swap_out[index]
+            out = np.maximum(out, time + leaves[index])
+            gone.append(np.maximum(gone[1], out + leaves[index]))
+    return np.maximum(time, gone[0])
+
+
+def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, steps: bool) -> _Ended:
+    """A backward.
+
+    Args:
+        columns: What the plans do.
+        training: How they are used.
+        start: When it begins, (K,).
+        adds: Whether its gradients are added to those of a micro-batch before.
+        steps: Whether it is the last of a step.
+    """
+    ends, flat = _ends(columns)
+    rows = _rows(columns.wait_backward)
+    swaps = bool(columns.swap_in.any())
+    comes, lands, tails = (_only_where(part) for part in (columns.swap_in, columns.download, columns.download))
+    tails, holds, keeps = tails + columns.tail, lands - columns.ahead, lands - columns.held
+    behind = steps and (training.overlap == "backward" or (training.overlap == "forward" and training.clips))
+    if behind:
+        beside = columns.norm if training.overlap == "forward" else columns.host_step
+        work, rest = (columns.add if adds else columns.land) + beside, np.zeros_like(columns.land)
+    else:
+        work, rest = (columns.add_early, columns.add_rest) if adds else (columns.land_early, columns.land_rest)
+    begins = _only_where(work)
+    landed = np.empty(rows.shape)
+    stepped = np.empty(rows.shape) if behind and training.overlap == "backward" else None
+
+    time = up = down = host = before = start
+    for index in reversed(range(len(rows))):
+        entered = time
+        up = np.maximum(up + columns.upload_backward[index], flat.take(rows[index]) + columns.late_backward[index])
+        begun = np.maximum(entered, up) + columns.recompute[index]
+        time = begun + columns.compute_backward[index]
+        if swaps:
+            # Asked for when the position before them is entered, they arrive in the order in which they are used.
+            up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
+            time = np.maximum(time, up)
+        launched = down + holds[index]
+        time = np.maximum(time, launched)
+        if not behind:
+            # The main thread deals with what landed longest ago, and only then launches more of backward.
+            host = np.maximum(np.maximum(host, launched), down + begins[index]) + work[index]
+            time = np.maximum(time, host)
+        down = np.maximum(down, begun + lands[index]) + columns.download[index]
+        down = np.maximum(down, time + tails[index])
+        time = np.maximum(time, down + keeps[index])
+        if behind:
+            host = np.maximum(host, down + begins[index]) + work[index]
+        if stepped is not None:
+            stepped[index] = host
+        landed[index] = down
+        ends[index], before = time, entered
+    for index in np.flatnonzero(rest.any(axis=1))[::-1]:
+        host = np.maximum(host, landed[index] + _only_where(rest[index])) + rest[index]
+    known = np.maximum(down, host)
+    return _Ended(time, known, np.maximum(time, known), down, stepped)
+
+
+def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:
+    """When the forward behind the optimizer step begins, and when the chunks of each position are stepped, (P, K)."""
+    stepped = ended.computed + columns.device_step
+    if training.overlap == "backward":
+        assert ended.stepped is not None
+        return stepped, ended.stepped + _only_where(columns.host_step)
+    known, work = ended.known, columns.host_step
+    if training.clips:
+        work = work + columns.scale
+        if training.overlap == "off":
+            known = known + np.cumsum(columns.norm, axis=0)[-1]
+        # The norm is that of gradients on the device, too.
+        known = np.maximum(known, ended.computed)
+    done = known + np.cumsum(work, axis=0)
+    if training.overlap == "forward":
+        return np.maximum(stepped, known), done + _only_where(columns.host_step)
+    return np.maximum(stepped, done[-1]), None

@@ -1,0 +1,301 @@
+"""What a plan does at every position of a step, in seconds: the input of the clock in `planner.steptime`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.planner.chunks import chunks_of
+from lightning_protrain.planner.clock import Columns, Seconds, Training
+from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
+
+# Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
+ADD, NORM, SCALE = 3, 1, 1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Chunks that come in one pass, at each position.
+
+    Attributes:
+        nbytes: Of the chunks that the position needs and that are not there.
+        late: Of those among them whose buffers are in use until `waits`.
+        waits: Position whose computation must have ended before them, -1: none.
+        live: Chunks that are there at the end, the one whose last use is longest ago first.
+    """
+
+    nbytes: tuple[int, ...]
+    late: tuple[int, ...]
+    waits: tuple[int, ...]
+    live: tuple[int, ...]
+
+
+def traffic(
+    needs: Sequence[Collection[int]],
+    order: Iterable[int],
+    sizes: Sequence[int],
+    num_buffers: int,
+    live: Iterable[int] = (),
+) -> Traffic:
+    """What has to come if a chunk stays until `num_buffers` others have been needed since.
+
+    Args:
+        needs: Chunks that each position needs.
+        order: Positions in the order in which the pass goes through them.
+        sizes: Bytes of each chunk.
+        num_buffers: How many chunks may be there at one time.
+        live: What is there at the beginning, the one whose last use is longest ago first.
+    """
+    nbytes, late, waits = [0] * len(needs), [0] * len(needs), [-1] * len(needs)
+    present: dict[int, int] = dict.fromkeys(live, -1)  # and the position of the last use, the longest ago first
+    for position in order:
+        for chunk in needs[position]:
+            if chunk in present:
+                del present[chunk]
+            else:
+                freed = present.pop(next(iter(present))) if len(present) >= num_buffers else -1
+                if freed != waits[position]:
+                    late[position], waits[position] = 0, freed
+                nbytes[position] += sizes[chunk]
+                late[position] += sizes[chunk]
+            present[chunk] = position
+    return Traffic(tuple(nbytes), tuple(late), tuple(waits), tuple(present))
+
+
+def columns_of(
+    profile: ModelProfile, layout: ModelLayout, plan: Plan, hardware: HardwareProfile, training: Training
+) -> Columns:
+    """The one column of a plan.
+
+    Args:
+        profile: One step with its backward.
+        layout: The model.
+        plan: A whole plan.
+        hardware: The machine.
+        training: How the plan is used.
+
+    Raises:
+        ValueError: The profile has no segments, or is one of another model than the layout or the plan; or the rate of
+            the machine for a dtype is not known.
+    """
+    _check(profile, layout, plan)
+    blocks = {block.name: block for block in plan.blocks}
+    own = [blocks.get(segment.unit) for segment in profile.segments]
+    swapped = _column(block.swap_bytes if block else 0 for block in own)
+    again = _column(block is not None and block.policy is BlockPolicy.CHECKPOINT for block in own)
+    forward = _column(hardware.seconds(segment.forward.operations) for segment in profile.segments)
+    backward = _column(hardware.seconds(segment.backward.operations) for segment in profile.segments)
+    ups, backs = _streams(profile, layout, plan)
+    landing = _landing(profile, layout, plan)
+    download, upload, upload_again = _column(landing.nbytes), _column(ups.nbytes), _column(backs.nbytes)
+    largest = _column(landing.largest)
+    # A link that is busy in both directions is slower in each.
+    rate_forward = np.where(_near(swapped), hardware.upload_beside, hardware.upload)
+    rate_out = np.where(_near(upload), hardware.download_beside, hardware.download)
+    rate_backward = np.where(_near(download), hardware.upload_beside, hardware.upload)
+    rate_download = np.where(_near(upload_again + swapped), hardware.download_beside, hardware.download)
+    return Columns(
+        compute_forward=forward,
+        recompute=again * forward,
+        compute_backward=backward,
+        upload_forward=upload / rate_forward,
+        late_forward=_column(ups.late) / rate_forward,
+        wait_forward=np.array(ups.waits)[:, None],
+        upload_backward=upload_again / rate_backward,
+        late_backward=_column(backs.late) / rate_backward,
+        wait_backward=np.array(backs.waits)[:, None],
+        download=download / rate_download,
+        tail=largest / rate_download,
+        ahead=np.maximum(landing.hold_bytes - largest - np.append(largest[1:], [[0.0]], axis=0), 0.0) / rate_download,
+        held=np.maximum(largest, landing.hold_bytes) / rate_download,
+        **_sums("land", landing.cast_bytes, landing, hardware),
+        **_sums("add", landing.sum_bytes, landing, hardware),
+        norm=NORM * _column(landing.stepped_bytes) / hardware.host_memory,
+        scale=SCALE * _column(landing.stepped_bytes) / hardware.host_memory,
+        # Who steps chunk by chunk writes their copies, too; else they are made afterwards.
+        host_step=_column(landing.stepped) / hardware.host_step
+        + (training.overlap == "off") * _column(landing.copy_bytes) / hardware.host_memory,
+        swap_out=swapped / rate_out,
+        swap_in=swapped / rate_backward,
+        device_step=np.array([_on_device(landing.resident, hardware, training)]),
+    )
+
+
+def _sums(name: str, touched: list[int], landing: _Landing, hardware: HardwareProfile) -> dict[str, Any]:
+    """The three fields of what the host does with gradients that have landed; it touches so many bytes for that.
+
+    The main thread does it to the oldest as soon as more than `landing.pending_bytes` wait.
+    """
+    early, rest = [0.0] * len(touched), [0.0] * len(touched)
+    waiting: deque[tuple[int, float]] = deque()  # positions, and bytes that have landed there
+    total = 0.0
+    for position in reversed(range(len(touched))):
+        if touched[position]:
+            waiting.append((position, landing.nbytes[position]))
+            total += landing.nbytes[position]
+        while total > landing.pending_bytes:
+            oldest, nbytes = waiting.popleft()
+            done = min(nbytes, total - landing.pending_bytes)
+            early[position] += done * touched[oldest] / landing.nbytes[oldest]
+            total -= done
+            if done < nbytes:
+                waiting.appendleft((oldest, nbytes - done))
+    for position, nbytes in waiting:
+        rest[position] = nbytes * touched[position] / landing.nbytes[position]
+    rate = hardware.host_memory
+    fields: dict[str, Sequence[float]] = {name: touched, f"{name}_early": early, f"{name}_rest": rest}
+    return {key: _column(values) / rate for key, values in fields.items()}
+
+
+def _column(values: Iterable[float]) -> Seconds:
+    return np.array([float(value) for value in values])[:, None]
+
+
+def _near(amounts: Seconds) -> NDArray[np.bool_]:
+    """Where a position or a neighbour of it has some."""
+    some = np.pad(amounts[:, 0] > 0, 1)
+    near: NDArray[np.bool_] = (some[:-2] | some[1:-1] | some[2:])[:, None]
+    return near
+
+
+def _streams(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> tuple[Traffic, Traffic]:
+    """What comes in forward and in backward.
+
+    What units around others have of their own comes first, and takes its buffers for the whole pass.
+    """
+    sizes = [chunk.nbytes for chunk in plan.chunks]
+    needed = {
+        name: [index for index in indices if not plan.chunks[index].resident]
+        for name, indices in chunks_of(layout, plan.chunks).items()
+    }
+    around = {unit.name for unit in layout.units if unit.encloses}
+    pinned = {index for name in around for index in needed[name]}
+    tables = {unit.name for unit in layout.units if not unit.is_block and _has_tables_only(layout, unit.parameters)}
+    needs, reads = [], []
+    for segment in profile.segments:
+        chunks = [index for index in needed.get(segment.unit, ()) if index not in pinned]
+        looks_up = segment.unit in tables and not any(cost.flops for cost in segment.forward.operations)
+        needs.append(chunks)
+        reads.append(chunks[::-1] if segment.backward.operations and not looks_up else [])
+    num_buffers = max(plan.num_chunk_buffers - len(pinned), 1)
+    forward = traffic(needs, range(len(needs)), sizes, num_buffers)
+    backward = traffic(reads, reversed(range(len(reads))), sizes, num_buffers, forward.live)
+    first = sum(sizes[index] for index in pinned)
+    return Traffic(
+        (forward.nbytes[0] + first, *forward.nbytes[1:]), forward.late, forward.waits, forward.live
+    ), backward
+
+
+def _has_tables_only(layout: ModelLayout, names: Iterable[str]) -> bool:
+    """Whether all parameters may be tables to look things up in, which no backward reads: they are no vectors."""
+    return all(len(layout.parameter(fqn).shape) > 1 for fqn in names)
+
+
+@dataclass
+class _Landing:
+    """What becomes of gradients at each position.
+
+    Attributes:
+        nbytes: Of the gradients of offloaded chunks that become whole.
+        largest: Of the largest one of them.
+        cast_bytes: Bytes read and written to cast them for the host.
+        sum_bytes: To add them to older ones.
+        stepped: Elements of the chunks that can be stepped.
+        stepped_bytes: Bytes of their gradients on the host.
+        copy_bytes: Bytes read and written to make what is streamed of them.
+        hold_bytes: The most that is held on the device while it lands.
+        pending_bytes: The most that waits on the host's main thread to be added or cast.
+        resident: Parameters of resident chunks that have gradients.
+    """
+
+    num_positions: InitVar[int]
+    hold_bytes: int = 0
+    pending_bytes: int = 0
+    resident: list[ParameterInfo] = field(default_factory=list)
+    nbytes: list[int] = field(init=False)
+    largest: list[int] = field(init=False)
+    cast_bytes: list[int] = field(init=False)
+    sum_bytes: list[int] = field(init=False)
+    stepped: list[int] = field(init=False)
+    stepped_bytes: list[int] = field(init=False)
+    copy_bytes: list[int] = field(init=False)
+
+    def __post_init__(self, num_positions: int) -> None:
+        """Nothing as yet."""
+        self.nbytes, self.largest, self.cast_bytes, self.sum_bytes = ([0] * num_positions for _ in range(4))
+        self.stepped, self.stepped_bytes, self.copy_bytes = ([0] * num_positions for _ in range(3))
+
+
+def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing:
+    found = _Landing(len(profile.segments))
+    placed = {fqn: (index, chunk) for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
+    last: dict[int, int] = {}
+    sizes = []
+    for position, segment in reversed(list(enumerate(profile.segments))):
+        for fqn in segment.gradients:
+            info, (index, chunk) = layout.parameter(fqn), placed[fqn]
+            if chunk.resident:
+                found.resident.append(info)
+                continue
+            last[index] = position
+            nbytes = _streamed_bytes(info, chunk)
+            sizes.append(nbytes)
+            found.nbytes[position] += nbytes
+            found.largest[position] = max(found.largest[position], nbytes)
+            found.cast_bytes[position] += (nbytes + info.nbytes) if chunk.streamed_dtype else 0
+            found.sum_bytes[position] += 2 * info.nbytes + nbytes
+    for segment in profile.segments:
+        for fqn in segment.gradients:
+            info, (index, chunk) = layout.parameter(fqn), placed[fqn]
+            if not chunk.resident:
+                found.stepped[last[index]] += info.numel
+                found.stepped_bytes[last[index]] += info.nbytes
+                found.copy_bytes[last[index]] += info.nbytes + 2 * info.numel if chunk.streamed_dtype else 0
+    found.pending_bytes = 2 * max((chunk.nbytes for chunk in plan.chunks if not chunk.resident), default=0)
+    found.hold_bytes = sorted(sizes)[-2] if len(sizes) > 1 else 0
+    return found
+
+
+def _streamed_bytes(info: ParameterInfo, chunk: ChunkPlan) -> int:
+    return 2 * info.numel if chunk.streamed_dtype else info.nbytes
+
+
+def _on_device(resident: Sequence[ParameterInfo], hardware: HardwareProfile, training: Training) -> float:
+    """Seconds of what the device does once in a step with resident chunks, beside forwards and backwards."""
+    nbytes = sum(info.nbytes for info in resident)
+    touched = nbytes * (ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0))
+    return sum(info.numel for info in resident) / hardware.device_step + touched / hardware.memory
+
+
+def _check(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> None:
+    if not profile.segments:
+        raise ValueError(
+            "The profile has no segments: the step that was profiled ran no backward. Profile a training step whose "
+            "output is a loss that requires a gradient (`profile_model`)."
+        )
+    parameters = {info.fqn for info in layout.parameters}
+    gradients = {fqn for segment in profile.segments for fqn in segment.gradients}
+    for kind, named, present in (
+        ("profile has units", {segment.unit for segment in profile.segments} - {""}, {u.name for u in layout.units}),
+        ("profile has parameters", gradients, parameters),
+        ("plan has parameters", {fqn for chunk in plan.chunks for fqn in chunk.parameters}, parameters),
+        (
+            "model has parameters that the plan lacks:",
+            parameters,
+            {f for chunk in plan.chunks for f in chunk.parameters},
+        ),
+        ("plan has blocks", {block.name for block in plan.blocks}, {unit.name for unit in layout.units}),
+    ):
+        unknown = sorted(named - present)
+        if unknown:
+            raise ValueError(
+                f"The {kind} that are not in the model ({', '.join(map(repr, unknown[:5]))}). It was made for another "
+                "model: make it again for this one."
+            )

@@ -1,0 +1,79 @@
+"""What a plan takes on the host while it trains, and while the model is placed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import ceil
+from mmap import PAGESIZE
+
+from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets
+from lightning_protrain.profiler.records import ModelLayout
+
+
+def host_terms(
+    layout: ModelLayout, plan: Plan, state_bytes: float, accumulate: int = 1, asynchronous: bool = True
+) -> dict[str, int]:
+    """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
+
+    - parameters: of offloaded chunks; low_precision_copies: what is streamed in place of them.
+    - gradients: of all offloaded chunks at one time.
+    - optimizer_states: of their parameters.
+    - landing_gradients: gradients that wait to be added to older ones, or to be cast: two of the largest chunks, and
+      the one that is landing. A block of memory is used again only for one of the same size.
+    - swapped_activations: what one call of every block swaps.
+
+    Args:
+        layout: The model.
+        plan: Made for it.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        accumulate: Micro-batches in a step.
+        asynchronous: Whether copies run beside computation.
+    """
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    trainable = [chunk for chunk in offloaded if chunk.trainable]
+    elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
+    waiting = [chunk.nbytes for chunk in trainable if accumulate > 1 or chunk.streamed_dtype is not None]
+    pending = 2 * max((chunk.nbytes for chunk in offloaded), default=0) if asynchronous else 0
+    return {
+        "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
+        "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
+        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in trainable),
+        "optimizer_states": ceil(state_bytes * elements),
+        "landing_gradients": _pool(waiting, pending),
+        "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
+    }
+
+
+def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:
+    """The same while the model is placed: all its weights come from the host, chunk by chunk into their own memory."""
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
+    placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
+    weights = sum(info.nbytes for info in layout.parameters)
+    resident = sum(info.nbytes for info in layout.parameters) - sum(
+        layout.parameter(fqn).nbytes for chunk in offloaded for fqn in chunk.parameters
+    )
+    return {
+        "parameters": max(weights, placed if asynchronous else placed + resident),
+        "low_precision_copies": terms["low_precision_copies"],
+    }
+
+
+def _pool(sizes: Iterable[int], pending: int) -> int:
+    """Bytes of blocks, of which those of one size may be wanted for `pending` bytes and one more at one time."""
+    return sum(_pages(size) * min(count, pending // max(size, 1) + 2) for size, count in Counter(sizes).items())
+
+
+def _weights(layout: ModelLayout, chunk: ChunkPlan) -> int:
+    if chunk.streamed_dtype is None:
+        return _pages(chunk.nbytes)
+    return sum(layout.parameter(fqn).nbytes for fqn in chunk.parameters)
+
+
+def _own_bytes(layout: ModelLayout, chunk: ChunkPlan) -> int:
+    return chunk_offsets([layout.parameter(fqn).nbytes for fqn in chunk.parameters])[1]
+
+
+def _pages(nbytes: int) -> int:
+    return max(-(-nbytes // PAGESIZE), 1) * PAGESIZE

@@ -1,0 +1,172 @@
+"""What a plan is expected to take and to give, with advice for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.prediction import PhasePrediction, Prediction
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.steptime import StepTime, step_time
+from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
+
+_Record = TypeVar("_Record", OperationCost, Pass, Segment)
+GIB = 1 << 30
+# Fewer samples than these for each step let little hide the transfers.
+FEW_SAMPLES = 4
+# Batches that are tried for one that hides the transfers, as multiples of the present one.
+LARGER_BATCHES = (2, 4, 8, 16, 32)
+# What is worth a sentence: a step shorter by this part.
+WORTH_SAYING = 0.02
+
+
+def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
+    """The same plan with its prediction.
+
+    Args:
+        problem: What the plan was searched for.
+        plan: What the search gave.
+        knobs: What the user pinned.
+    """
+    timeline = expected_memory(problem, plan)
+    time = step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training)
+    prediction = _prediction(problem, timeline, time)
+    # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
+    activations = max(timeline.device_peak - plan.memory.total, 0)
+    return replace(
+        plan,
+        memory=replace(plan.memory, activations=activations),
+        prediction=prediction.with_advice(*_advice(problem, plan, prediction, timeline, knobs)),
+    )
+
+
+def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
+    """What a plan takes, phase by phase."""
+    return memory_timeline(
+        problem.profile,
+        problem.layout,
+        plan,
+        problem.hardware,
+        problem.state_bytes,
+        problem.training.accumulate,
+        problem.alpha,
+        problem.foreach,
+    )
+
+
+def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
+    """The profile of a step with `factor` times the samples: all figures grow with them.
+
+    What reads weights grows less in truth, so that its time is a bound from above.
+    """
+
+    def larger(record: _Record, **changes: Any) -> _Record:
+        numbers = {field.name: getattr(record, field.name) for field in fields(record)}
+        grown = {name: value * factor for name, value in numbers.items() if type(value) is int}
+        return replace(record, **{**grown, **changes})
+
+    def both(way: Pass) -> Pass:
+        return larger(way, operations=tuple(larger(one, count=one.count) for one in way.operations))
+
+    return replace(
+        profile,
+        segments=tuple(larger(one, forward=both(one.forward), backward=both(one.backward)) for one in profile.segments),
+        calls=tuple(replace(call, swap_bytes=call.swap_bytes * factor) for call in profile.calls),
+        samples=profile.samples * factor,
+        tokens=profile.tokens * factor,
+    )
+
+
+def _prediction(problem: Problem, timeline: MemoryTimeline, time: StepTime) -> Prediction:
+    phases = []
+    for phase in timeline.phases:
+        extra = {"fragmentation": phase.fragmentation} if phase.fragmentation > 0 else {}
+        phases.append(PhasePrediction(phase.name, phase.unit, {**phase.device, **extra}, dict(phase.host)))
+    busy = {"compute": time.compute, "upload": time.upload, "download": time.download, "host": time.host}
+    return Prediction(
+        hardware=problem.hardware.name,
+        budget=problem.device_bytes or problem.hardware.device_bytes,
+        phases=tuple(phases),
+        step_seconds=time.seconds,
+        busy=busy,
+        bound=time.bound,
+        samples=problem.profile.samples,
+        tokens=problem.profile.tokens,
+        accumulate=problem.training.accumulate,
+    )
+
+
+def _advice(
+    problem: Problem, plan: Plan, prediction: Prediction, timeline: MemoryTimeline, knobs: Knobs
+) -> Iterator[str]:
+    if timeline.unexercised:
+        yield (
+            f"The first batch does not run {', '.join(timeline.unexercised)}: what they take is an estimate "
+            "from their parameters."
+        )
+    if not plan.num_offloaded_chunks:
+        return
+    more = _with_more_memory(problem, knobs)
+    if more is not None and more < (1 - WORTH_SAYING) * prediction.step_seconds:
+        yield (
+            f"One more GiB on the device would make the step {1 - more / prediction.step_seconds:.0%} shorter "
+            f"({short_seconds(more)})."
+        )
+    samples = prediction.samples * prediction.accumulate
+    if 0 < samples < FEW_SAMPLES:
+        yield (
+            f"Warning: a step of {samples} sample(s) streams all weights for little computation. Give a larger batch, "
+            "or accumulate_grad_batches."
+        )
+    if prediction.bound != "compute":
+        yield from _larger_batch(problem, prediction, knobs)
+
+
+def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
+    """Seconds of a step on a device that has one GiB more."""
+    if problem.device_bytes is None:
+        return None
+    larger = replace(problem, device_bytes=problem.device_bytes + GIB)
+    return _seconds(larger, knobs)
+
+
+def _larger_batch(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
+    """The smallest batch that hides what the step waits for, or the largest that fits."""
+    what, best = "the copies" if prediction.bound == "link" else "the host's optimizer step", None
+    per_sample = prediction.step_seconds
+    for factor in LARGER_BATCHES:
+        larger = replace(problem, profile=scaled(problem.profile, factor))
+        try:
+            plan = search(larger, knobs)
+        except NoFeasiblePlan:
+            break
+        time = step_time(larger.profile, larger.layout, plan, larger.hardware, larger.training)
+        if time.seconds / factor < (1 - WORTH_SAYING) * per_sample:
+            best, per_sample = (factor, time), time.seconds / factor
+        if time.bound == "compute":
+            break
+    if best is None:
+        return
+    factor, time = best
+    hidden = "would hide" if time.bound == "compute" else "would hide more of"
+    samples = factor * prediction.samples
+    batch = f"A micro-batch of {samples} samples" if samples else f"{factor} times the batch"
+    sentence = f"{batch} {hidden} {what}: {prediction.step_seconds * factor / time.seconds:.1f} times the throughput"
+    rate = prediction.tokens_per_second
+    if rate is not None:
+        then = prediction.accumulate * prediction.tokens * factor / time.seconds
+        sentence += f", {then:,.0f} tokens per second in place of {rate:,.0f}"
+    yield f"{sentence}."
+
+
+def _seconds(problem: Problem, knobs: Knobs) -> float | None:
+    try:
+        plan = search(problem, knobs)
+    except NoFeasiblePlan:
+        return None
+    return step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training).seconds

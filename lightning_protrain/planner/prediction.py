@@ -1,0 +1,163 @@
+"""What a plan is expected to take and to give: the record that a plan carries, and that a run is held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+# How far a measured peak may lie above the predicted one before it is said; below it nobody is harmed.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class PhasePrediction:
+    """The memory of one phase of a run, at the moment at which it is highest.
+
+    Attributes:
+        name: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`.
+        unit: The unit that runs at the peak; empty between units, or where none does.
+        device: Bytes on the device, by what they are.
+        host: Bytes on the host, by what they are.
+    """
+
+    name: str
+    unit: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """All of them on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All of them on the host."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is expected to take of the machine.
+
+    Attributes:
+        hardware: Name of the device.
+        budget: Bytes that it may hold.
+        phases: Memory, phase by phase.
+        step_seconds: Of one optimizer step, with all its micro-batches.
+        busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`.
+        bound: What the step waits for most: `"compute"`, `"link"` or `"host"`.
+        samples: Of one micro-batch; 0: not known.
+        tokens: Of one micro-batch; 0: not known.
+        accumulate: Micro-batches of one step.
+        advice: Sentences for the user.
+    """
+
+    hardware: str
+    budget: int
+    phases: tuple[PhasePrediction, ...]
+    step_seconds: float
+    busy: Mapping[str, float]
+    bound: str
+    samples: int = 0
+    tokens: int = 0
+    accumulate: int = 1
+    advice: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that is on the device in any phase."""
+        return max(phase.device_bytes for phase in self.phases)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that is on the host in any phase."""
+        return max(phase.host_bytes for phase in self.phases)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one device; None where the tokens of a batch are not known."""
+        return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
+
+    def with_advice(self, *sentences: str) -> Self:
+        """The same with more sentences for the user."""
+        return replace(self, advice=(*self.advice, *sentences))
+
+    @classmethod
+    def from_dict(cls, content: object) -> Prediction:
+        """Reads what `dataclasses.asdict` wrote.
+
+        Raises:
+            ValueError: Not a prediction.
+        """
+        entry = _object("prediction", content, {field.name for field in fields(cls)})
+        phases = _list("phases", entry["phases"])
+        if not phases:
+            raise ValueError(f"The plan's prediction.phases is {phases!r}: there is no phase. {_AGAIN}")
+        return cls(
+            hardware=_text("hardware", entry["hardware"]),
+            budget=_count("budget", entry["budget"]),
+            phases=tuple(_phase(index, phase) for index, phase in enumerate(phases)),
+            step_seconds=_number("step_seconds", entry["step_seconds"]),
+            busy={name: _number(f"busy[{name!r}]", value) for name, value in _mapping("busy", entry["busy"]).items()},
+            bound=_text("bound", entry["bound"]),
+            samples=_count("samples", entry["samples"]),
+            tokens=_count("tokens", entry["tokens"]),
+            accumulate=_count("accumulate", entry["accumulate"]),
+            advice=tuple(_text("advice", sentence) for sentence in _list("advice", entry["advice"])),
+        )
+
+
+_AGAIN = "Make the plan again."
+
+
+def _phase(index: int, content: object) -> PhasePrediction:
+    where = f"phases[{index}]"
+    entry = _object(f"prediction.{where}", content, {field.name for field in fields(PhasePrediction)})
+    sides = {
+        side: {
+            name: _count(f"{where}.{side}[{name!r}]", value)
+            for name, value in _mapping(f"{where}.{side}", entry[side]).items()
+        }
+        for side in ("device", "host")
+    }
+    return PhasePrediction(_text(f"{where}.name", entry["name"]), _text(f"{where}.unit", entry["unit"]), **sides)
+
+
+def _object(where: str, content: object, names: set[str]) -> dict[str, Any]:
+    if not isinstance(content, dict) or set(content) != names:
+        found = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(names)}. {_AGAIN}")
+    return content
+
+
+def _mapping(where: str, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"The plan's prediction.{where} is {content!r}, not an object. {_AGAIN}")
+    return content
+
+
+def _list(where: str, content: object) -> list[Any]:
+    if not isinstance(content, list):
+        raise ValueError(f"The plan's prediction.{where} is {content!r}, not a list. {_AGAIN}")
+    return content
+
+
+def _text(where: str, value: object) -> str:
+    if type(value) is not str:
+        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a string. {_AGAIN}")
+    return value
+
+
+def _count(where: str, value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a number from 0 on. {_AGAIN}")
+    return value
+
+
+def _number(where: str, value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
+        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a number from 0 on. {_AGAIN}")
+    return float(value)  # type: ignore[arg-type]

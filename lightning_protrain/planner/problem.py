@@ -1,0 +1,162 @@
+"""What the search decides over: the model, the machine and the budgets, and one way to pack the model into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.planner.candidates import Candidates
+from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
+from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.footprint import Footprint, swap_table
+from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.policies import lay_out, swap_interval, swap_places
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+
+Integers = NDArray[np.int64]
+# Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
+CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is searched for.
+
+    Attributes:
+        profile: One step with its backward.
+        layout: The model.
+        hardware: The machine.
+        training: How the training loop uses the plan.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        device_bytes: What the device may hold at its peak, activations included; None: no limit.
+        host_bytes: What the host may hold for this plan; None: no limit.
+        alpha: Fragmentation factor for activations, as in `memory_timeline`.
+        foreach: Whether the optimizer steps all resident parameters at once.
+        chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
+
+    Raises:
+        ValueError: The profile is of another model than the layout, or has no backward.
+    """
+
+    profile: ModelProfile
+    layout: ModelLayout
+    hardware: HardwareProfile
+    training: Training
+    state_bytes: float
+    device_bytes: int | None
+    host_bytes: int | None
+    alpha: float = 1.0
+    foreach: bool = False
+    chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
+
+    def __post_init__(self) -> None:
+        """Refuses a profile of another model."""
+        if not self.profile.segments:
+            raise ValueError(
+                "The profile has no backward, so neither time nor memory of a plan can be told. Profile a training "
+                "step that returns the loss."
+            )
+        names = {info.fqn for info in self.layout.parameters}
+        units = {unit.name for unit in self.layout.units}
+        for kind, named, present in (
+            ("units", {segment.unit for segment in self.profile.segments} - {""}, units),
+            ("units", {call.name for call in self.profile.calls}, units | {""}),
+            ("parameters", {fqn for segment in self.profile.segments for fqn in segment.gradients}, names),
+            ("parameters", {use.fqn for use in self.profile.parameters}, names),
+        ):
+            if unknown := sorted(named - present):
+                raise ValueError(
+                    f"The profile has {kind} that the model has not ({', '.join(map(repr, unknown[:5]))}): it is one "
+                    "of another model. Profile this one."
+                )
+
+
+class Packing:
+    """The model in chunks of one size, and what plans over them take.
+
+    Args:
+        problem: The problem.
+        chunk_bytes: The most bytes of a chunk; None: no limit.
+        num_swap: So many blocks must be able to swap; None: as many as transfers can be hidden for.
+
+    Attributes:
+        chunk_bytes: As given.
+        chunks: All chunks, offloaded.
+        places: Blocks that may swap, in the order in which they are taken.
+    """
+
+    def __init__(self, problem: Problem, chunk_bytes: int | None, num_swap: int | None) -> None:
+        self.problem, self.chunk_bytes = problem, chunk_bytes
+        self.chunks = pack_chunks(problem.layout, chunk_bytes)
+        self.places = _places(problem, self.chunks, num_swap)
+        needed = chunks_of(problem.layout, self.chunks)
+        # The last chunk that each block needs: without it resident the block is streamed.
+        self._last_chunk = np.array([max(needed[block.name], default=-1) for block in problem.layout.blocks], np.int64)
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """What takes how long."""
+        problem = self.problem
+        return Candidates(problem.profile, problem.layout, self.chunks, problem.hardware, problem.training)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What takes how much memory."""
+        problem = self.problem
+        return Footprint(
+            problem.profile,
+            problem.layout,
+            self.chunks,
+            self.places,
+            problem.hardware,
+            problem.state_bytes,
+            problem.training.accumulate,
+            problem.alpha,
+            problem.foreach,
+        )
+
+    def keeps(self, num_swap: Integers, num_checkpoint: Integers, persistent: Integers) -> Integers:
+        """How many blocks with offloaded chunks keep their activations, (K,)."""
+        others = self.footprint.swaps(num_swap) | self.footprint.checkpoints(num_swap, num_checkpoint)
+        streamed = self._last_chunk[:, None] >= persistent
+        keeps: Integers = (streamed & ~others).sum(axis=0)
+        return keeps
+
+    def plan(self, num_swap: int, num_checkpoint: int, persistent: int, buffers: int) -> Plan:
+        """The plan of these decisions."""
+        layout = self.problem.layout
+        resident = (with_residency(layout, chunk, True) for chunk in self.chunks[:persistent])
+        chunks = (*resident, *self.chunks[persistent:])
+        policies = lay_out(len(layout.blocks), self.places[:num_swap], num_checkpoint)
+        swapped = self.footprint.swap_bytes[:, persistent].tolist()
+        blocks = tuple(
+            BlockPlan(block.name, policy, nbytes if policy is BlockPolicy.SWAP else 0)
+            for block, policy, nbytes in zip(layout.blocks, policies, swapped, strict=True)
+        )
+        return Plan(
+            chunks=chunks,
+            blocks=blocks,
+            num_chunk_buffers=buffers,
+            memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
+            shapes={info.fqn: info.shape for info in layout.parameters},
+        )
+
+
+def _places(problem: Problem, chunks: Sequence[ChunkPlan], num_swap: int | None) -> tuple[int, ...]:
+    """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
+    names = [block.name for block in problem.layout.blocks]
+    nbytes = swap_table(problem.profile, problem.layout, chunks)[:, 0]
+    able = [bool(name) and size > 0 for name, size in zip(names, nbytes.tolist(), strict=True)]
+    rate = min(problem.hardware.upload, problem.hardware.download)
+    computes = dict.fromkeys(names, 0.0)
+    for segment in problem.profile.segments:
+        if segment.unit in computes:
+            computes[segment.unit] += problem.hardware.seconds(segment.forward.operations)
+    transfers = [size / rate if can else 0.0 for size, can in zip(nbytes.tolist(), able, strict=True)]
+    return swap_places(able, swap_interval(transfers, list(computes.values())), num_swap)

@@ -1,0 +1,95 @@
+"""The fastest plan that fits: the optimum of `simulate` under `ActivationCurve` (paper, section 3.3).
+
+[Note: Search]
+A candidate is (swapped blocks, checkpointed blocks, offloaded chunks); the first chunks are resident, the policies are
+laid out as in [Note: Layout of policies]. Of the chunk buffers it has as many as fit, or those that are pinned.
+With the number of swapped blocks fixed, a box of candidates is bounded by one that has the best of
+all: the fewest checkpoints and offloaded chunks for the time; the most of both for the memory, and so for the buffers.
+Memory need not rise with resident chunks (the last ones take their buffers with them), so tables of the least from some
+number on stand for it. Among candidates of equal time, the one with fewer swapped blocks, then checkpoints, then
+offloaded chunks is taken, and the first of the sizes of chunks: where everything fits and costs nothing, all stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_protrain.planner.branch import minimize
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.pins import check_pins
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.policies import check_counts
+from lightning_protrain.planner.problem import Packing
+from lightning_protrain.planner.problem import Problem as Problem
+from lightning_protrain.planner.shortage import NoFeasiblePlan as NoFeasiblePlan
+from lightning_protrain.planner.shortage import refuse
+from lightning_protrain.planner.space import Space
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        plan: The fastest plan that fits.
+        seconds: Of one of its steps.
+        evaluations: How many candidates and sets of them were evaluated.
+        rounds: In how many batches.
+    """
+
+    plan: Plan
+    seconds: float
+    evaluations: int
+    rounds: int
+
+
+def search(problem: Problem, knobs: Knobs) -> Plan:
+    """Finds the fastest plan that fits, see [Note: Search].
+
+    Args:
+        problem: The model, the machine and the budgets.
+        knobs: Decisions that are made already.
+
+    Raises:
+        ValueError: A knob contradicts the model or another knob.
+        NoFeasiblePlan: No plan fits.
+    """
+    return find(problem, knobs).plan
+
+
+def find(problem: Problem, knobs: Knobs) -> Found:
+    """The same, and what it took.
+
+    Raises:
+        ValueError: As `search`.
+    """
+    spaces = [Space(packing, knobs) for packing in packings(problem, knobs)]
+    seconds, best, evaluations, rounds = np.inf, None, 0, 0
+    for space in spaces:
+        found = minimize(space.seconds, space.probe, *space.roots(), below=seconds)
+        evaluations, rounds = evaluations + found.evaluations, rounds + found.rounds
+        if found.point:
+            seconds, best = found.value, (space, found.point)
+    if best is None:
+        refuse(problem, knobs, spaces)
+    space, point = best
+    return Found(space.plan(point), seconds, evaluations, rounds)
+
+
+def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
+    """The model in chunks of all sizes that the knobs allow, each way of packing it once.
+
+    Raises:
+        ValueError: A knob contradicts the model or another knob.
+    """
+    sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
+    check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
+    found: list[Packing] = []
+    for size in sizes:
+        packing = Packing(problem, size, knobs.num_swap_blocks)
+        if all(packing.chunks != other.chunks for other in found):
+            found.append(packing)
+    check_pins(found, knobs)
+    return [packing for packing in found if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]

@@ -1,0 +1,135 @@
+"""Why there is no plan, and what is nearest to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import floor
+from typing import NoReturn
+
+import numpy as np
+
+from lightning_protrain.planner.branch import minimize
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import format_bytes
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Packing, Problem
+from lightning_protrain.planner.space import Space
+from lightning_protrain.planner.timeline import memory_timeline
+
+
+class NoFeasiblePlan(ValueError):
+    """No plan fits the device and the host; the message says what is short, by how much, and what would help."""
+
+
+def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
+    """Says what is short.
+
+    Args:
+        problem: One that no plan solves.
+        knobs: What is pinned.
+        spaces: All candidates.
+
+    Raises:
+        NoFeasiblePlan: Always, but for
+        ValueError: if the knobs contradict each other, whatever the memory.
+    """
+    if not any(
+        minimize(space.bytes(space.device, space.anywhere), space.probe, *space.roots()).point for space in spaces
+    ):
+        given = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
+        raise ValueError(f"These knobs contradict each other in this model: {given}. Leave one of them out.")
+    device, on_device = _least(spaces, "device", "anywhere")
+    host, _ = _least(spaces, "host", "anywhere")
+    if problem.device_bytes is not None and device > problem.device_bytes:
+        sentences = _device_sentences(problem, problem.device_bytes, on_device, device)
+    elif problem.host_bytes is not None and host > problem.host_bytes:
+        sentences = _host_sentences(problem.host_bytes, host)
+    else:
+        # Each would fit alone: what fits one of them is too much for the other.
+        assert problem.device_bytes is not None
+        assert problem.host_bytes is not None
+        device, on_device = _least(spaces, "device", "fits_host")
+        host, _ = _least(spaces, "host", "fits_device")
+        sentences = [
+            *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
+            f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
+        ]
+    raise NoFeasiblePlan(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
+
+
+def _least(spaces: Sequence[Space], what: str, limit: str) -> tuple[int, Plan]:
+    """The least bytes of any candidate within a limit, and its plan."""
+    least, plan = np.inf, None
+    for space in spaces:
+        bound = space.bytes(getattr(space, what), getattr(space, limit))
+        found = minimize(bound, lambda low, high: high, *space.roots(), below=least)
+        if found.point:
+            least, plan = found.value, space.least_plan(found.point)
+    assert plan is not None, "nothing is allowed at all"
+    return int(least), plan
+
+
+def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
+    """What the device lacks for the plan that needs least, and how large a batch would fit."""
+    timeline = memory_timeline(
+        problem.profile,
+        problem.layout,
+        plan,
+        problem.hardware,
+        problem.state_bytes,
+        problem.training.accumulate,
+        problem.alpha,
+        problem.foreach,
+    )
+    phase = max(timeline.phases, key=lambda phase: phase.total)
+    short = needed - budget
+    terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in phase.device.items() if nbytes)
+    unit = f" at {phase.unit!r}" if phase.unit else ""
+    sentences = [
+        (
+            f"No plan fits: the device would need at least {format_bytes(needed)}{condition}, {format_bytes(budget)} "
+            f"are allowed, {format_bytes(short)} are short. Most is there in the phase {phase.name!r}{unit}: {terms}."
+        ),
+        f"Raise device_memory to {format_bytes(needed)}.",
+    ]
+    # With smaller activations every level is at most that much nearer to what is there without any.
+    states = plan.memory.total - plan.memory.swapped_activations
+    activations = needed - states
+    share = (budget - states) / activations if activations > 0 else 0.0
+    if share > 0:
+        sentences.append(
+            f"Or give batches, or sequences, of at most {floor(100 * share)} % of this size: activations take "
+            f"{format_bytes(activations)}, and {format_bytes(budget - states)} are left for them."
+        )
+    else:
+        sentences.append(f"No smaller batch would help: without any activations {format_bytes(states)} are needed.")
+    return sentences
+
+
+def _host_sentences(budget: int, needed: int) -> list[str]:
+    return [
+        f"No plan fits: the host would need at least {format_bytes(needed)}, {format_bytes(budget)} are available.",
+        f"{format_bytes(needed - budget)} are short.",
+        f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",
+    ]
+
+
+def _pins(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> list[str]:
+    """Which single knobs are in the way."""
+    helpful = []
+    for name in knobs.given:
+        if name == "chunk_bytes":
+            packings = [Packing(problem, size, knobs.num_swap_blocks) for size in problem.chunk_bytes]
+        else:
+            swap = None if name == "num_swap_blocks" else knobs.num_swap_blocks
+            packings = [Packing(problem, size, swap) for size in (space.packing.chunk_bytes for space in spaces)]
+        freed = replace(knobs, **{name: None})
+        if any(_fits(Space(packing, freed)) for packing in packings):
+            helpful.append(f"{name}={getattr(knobs, name)}")
+    return [f"Without {' or without '.join(helpful)} there is a plan that fits."] if helpful else []
+
+
+def _fits(space: Space) -> bool:
+    bound = space.bytes(space.device, space.fits_both)
+    return bool(minimize(bound, space.probe, *space.roots()).point)

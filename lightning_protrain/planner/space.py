@@ -1,0 +1,222 @@
+"""The candidates of a search over one packing: their bounds for the branch and bound, see [Note: Search]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.planner.branch import Bound
+from lightning_protrain.planner.clock import simulate
+from lightning_protrain.planner.columns import columns_of
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Packing
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+UNLIMITED = 1 << 60
+# Of the computation in a step: times that differ by less are the same.
+RESOLUTION = 1e-9
+# Halvings on the way to the fewest offloaded chunks that fit.
+PROBES = 2
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """Sets of candidates with the same number of swapped blocks; see [Note: Search].
+
+    Attributes:
+        swap: Swapping blocks, (K,).
+        least: The fewest checkpointing blocks.
+        most: The most of them.
+        fewest: The fewest resident chunks.
+        persistent: The most of them.
+        point: Whether it is one candidate.
+    """
+
+    swap: Integers
+    least: Integers
+    most: Integers
+    fewest: Integers
+    persistent: Integers
+    point: Flags
+
+    def only(self, chosen: Flags | Integers) -> _Boxes:
+        """Some of them."""
+        return _Boxes(**{name: values[chosen] for name, values in vars(self).items()})
+
+
+class Space:
+    """Candidates (swapped blocks, checkpointed blocks, offloaded chunks) over one packing, under the knobs.
+
+    Args:
+        packing: The model in chunks.
+        knobs: What is pinned.
+    """
+
+    def __init__(self, packing: Packing, knobs: Knobs) -> None:
+        self.packing = packing
+        self.knobs = knobs
+        self.num_chunks = len(packing.chunks)
+        problem = packing.problem
+        self._device_budget = UNLIMITED if problem.device_bytes is None else problem.device_bytes
+        self._host_budget = UNLIMITED if problem.host_bytes is None else problem.host_bytes
+
+    @cached_property
+    def _quantum(self) -> float:
+        return RESOLUTION * self.packing.candidates.computation
+
+    def roots(self) -> tuple[Integers, Integers]:
+        """Least and greatest corners of one box for each number of swapped blocks, (3, K)."""
+        knobs = self.knobs
+        blocks = self.packing.problem.layout.blocks
+        count = len(blocks) if all(block.name for block in blocks) else 0
+        swap, checkpoint, resident = knobs.num_swap_blocks, knobs.num_checkpoint_blocks, knobs.num_persistent_chunks
+        swaps = np.arange(len(self.packing.places) + 1) if swap is None else np.array([swap])
+        least = np.zeros_like(swaps) if checkpoint is None else np.full_like(swaps, checkpoint)
+        most = count - swaps if checkpoint is None else least
+        offloaded = (0, self.num_chunks) if resident is None else (self.num_chunks - resident,) * 2
+        low = np.stack((swaps, least, np.full_like(swaps, offloaded[0])))
+        high = np.stack((swaps, most, np.full_like(swaps, offloaded[1])))
+        possible = (swaps <= len(self.packing.places)) & (least + swaps <= max(count, 0)) & (offloaded[0] >= 0)
+        return low[:, possible], high[:, possible]
+
+    def seconds(self, low: Integers, high: Integers) -> Floats:
+        """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
+        boxes = self._boxes(low, high)
+        seconds = np.full(boxes.swap.size, np.inf)
+        allowed = np.flatnonzero(self._allowed(boxes) & (self.host(boxes) <= self._host_budget))
+        if not allowed.size:
+            return seconds
+        boxes = boxes.only(allowed)
+        buffers = self._buffers(boxes)
+        fits = buffers >= 0
+        allowed, boxes, buffers = allowed[fits], boxes.only(fits), buffers[fits]
+        if not allowed.size:
+            return seconds
+        in_order = np.minimum(self.packing.candidates.in_order_from, self.num_chunks)
+        seconds[allowed] = self._simulate(boxes, buffers, np.maximum(boxes.persistent, in_order))
+        for index in np.flatnonzero(boxes.point & (boxes.persistent < in_order)).tolist():
+            seconds[allowed[index]] = self._one(boxes, index, int(buffers[index]))
+        return seconds
+
+    def bytes(self, what: Callable[[_Boxes], Integers], limit: Callable[[_Boxes], Flags]) -> Bound:
+        """A bound of bytes instead of seconds: of `what`, where the box is within `limit`."""
+
+        def bound(low: Integers, high: Integers) -> Floats:
+            boxes = self._boxes(low, high)
+            return np.where(self._allowed(boxes) & limit(boxes), what(boxes), np.inf)
+
+        return bound
+
+    def device(self, boxes: _Boxes) -> Integers:
+        """The least bytes on the device, with the fewest buffers, (K,)."""
+        return self._taken(boxes) + self._least_buffers(boxes)
+
+    def host(self, boxes: _Boxes) -> Integers:
+        """The least bytes on the host, (K,)."""
+        return self.packing.footprint.host(boxes.swap, boxes.fewest, boxes.persistent)
+
+    def anywhere(self, boxes: _Boxes) -> Flags:
+        """No limit."""
+        return np.ones_like(boxes.point)
+
+    def fits_device(self, boxes: _Boxes) -> Flags:
+        """Whether a candidate of the box may fit the device."""
+        return self.device(boxes) <= self._device_budget
+
+    def fits_host(self, boxes: _Boxes) -> Flags:
+        """Whether a candidate of the box may fit the host."""
+        return self.host(boxes) <= self._host_budget
+
+    def fits_both(self, boxes: _Boxes) -> Flags:
+        """Whether a candidate of the box may fit both."""
+        return self.fits_device(boxes) & self.fits_host(boxes)
+
+    def probe(self, low: Integers, high: Integers) -> Integers:
+        """In each box the candidate with the most checkpoints and as few offloaded chunks as fit, about."""
+        first, last = low[2].copy(), high[2].copy()
+        for _ in range(PROBES):
+            middle = (first + last) // 2
+            corner = np.stack((high[0], high[1], middle))
+            fits = self.fits_device(self._boxes(corner, corner))
+            first, last = np.where(fits, first, np.minimum(middle + 1, last)), np.where(fits, middle, last)
+        return np.stack((high[0], high[1], last))
+
+    def plan(self, point: tuple[int, ...]) -> Plan:
+        """The plan of a candidate that fits."""
+        corner = np.array(point, dtype=np.int64)[:, None]
+        boxes = self._boxes(corner, corner)
+        return self._plan(boxes, 0, int(self._buffers(boxes)[0]))
+
+    def least_plan(self, point: tuple[int, ...]) -> Plan:
+        """The plan of a candidate with the fewest buffers."""
+        corner = np.array(point, dtype=np.int64)[:, None]
+        boxes = self._boxes(corner, corner)
+        return self._plan(boxes, 0, int(self._fewest_buffers(boxes)[0]))
+
+    def _boxes(self, low: Integers, high: Integers) -> _Boxes:
+        assert (low[0] == high[0]).all(), "boxes with several numbers of swapped blocks"
+        count = self.num_chunks
+        return _Boxes(low[0], low[1], high[1], count - high[2], count - low[2], (low == high).all(axis=0))
+
+    def _allowed(self, boxes: _Boxes) -> Flags:
+        """Whether a candidate of the box may have the pinned buffers, and the pinned streamed blocks that keep."""
+        keep, buffers = self.knobs.num_keep_offloaded_blocks, self.knobs.num_chunk_buffers
+        enough: Flags = np.ones_like(boxes.point)
+        if buffers is not None:
+            enough = self.packing.footprint.buffers.least[boxes.persistent] <= buffers
+        if keep is None:
+            return enough
+        keeps = self.packing.keeps
+        fewest = keeps(boxes.swap, boxes.most, boxes.persistent)
+        most = keeps(boxes.swap, boxes.least, boxes.fewest)
+        return enough & (fewest <= keep) & (keep <= most)
+
+    def _taken(self, boxes: _Boxes) -> Integers:
+        return self.packing.footprint.device(boxes.swap, boxes.most, boxes.fewest, boxes.point)
+
+    def _fewest_buffers(self, boxes: _Boxes) -> Integers:
+        pinned = self.knobs.num_chunk_buffers
+        least = self.packing.footprint.buffers.least[boxes.persistent]
+        return least if pinned is None else np.full_like(least, pinned)
+
+    def _least_buffers(self, boxes: _Boxes) -> Integers:
+        return self.packing.footprint.buffers.bytes(boxes.persistent, self._fewest_buffers(boxes))
+
+    def _buffers(self, boxes: _Boxes) -> Integers:
+        """How many chunk buffers points have, and boxes at most; -1 where there are too few."""
+        buffers, pinned = self.packing.footprint.buffers, self.knobs.num_chunk_buffers
+        room = self._device_budget - self._taken(boxes)
+        if pinned is not None:
+            return np.where(self._least_buffers(boxes) <= room, pinned, -1)
+        found = buffers.at_most(boxes.persistent, room)
+        found[boxes.point] = buffers.most(boxes.persistent[boxes.point], room[boxes.point])
+        return found
+
+    def _simulate(self, boxes: _Boxes, buffers: Integers, persistent: Integers) -> Floats:
+        problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
+        checkpoints = np.pad(footprint.checkpoints(boxes.swap, boxes.least), ((0, 1), (0, 0)))
+        swapped = np.pad(footprint.swapped(boxes.swap, boxes.fewest), ((0, 1), (0, 0)))
+        at = candidates.block
+        columns = candidates.columns(persistent, boxes.fewest, buffers, checkpoints[at], swapped[at], ~boxes.point)
+        return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))
+
+    def _one(self, boxes: _Boxes, index: int, buffers: int) -> float:
+        """The time of a candidate that uses chunks out of order, see [Note: In order]."""
+        problem, plan = self.packing.problem, self._plan(boxes, index, buffers)
+        columns = columns_of(problem.profile, problem.layout, plan, problem.hardware, problem.training)
+        return float(self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))[0])
+
+    def _rounded(self, seconds: Floats) -> Floats:
+        """Times that differ by nothing but the order of additions are the same."""
+        rounded: Floats = np.rint(seconds / self._quantum) * self._quantum
+        return rounded
+
+    def _plan(self, boxes: _Boxes, index: int, buffers: int) -> Plan:
+        return self.packing.plan(int(boxes.swap[index]), int(boxes.least[index]), int(boxes.persistent[index]), buffers)

@@ -1,0 +1,248 @@
+"""Makes the plan of a run: finds out what has to be known for it, searches, and says what the plan should give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_protrain.device import Device
+from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.outlook import expected_memory, predict
+from lightning_protrain.planner.plan import Plan, check_plan
+from lightning_protrain.planner.presets import Preset, make_plan
+from lightning_protrain.planner.search import Problem, search
+from lightning_protrain.planner.steptime import Training
+from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
+from lightning_protrain.profiler.blocks import BlockChoice, describe_model
+from lightning_protrain.profiler.cache import cached_profile, user_folder
+from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiling import profile_training_step, streamable
+from lightning_protrain.runtime.optimizer import state_bytes_per_element
+
+# Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
+# what a plan may take that knows them. Handles of libraries take some later.
+SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says about the plan.
+
+    Attributes:
+        choice: A whole plan, or the way to make one.
+        knobs: Single decisions.
+        blocks: Which modules are blocks.
+        min_num_params: From this size on a module outside blocks is large.
+        device_memory: Bytes that the device may hold; None: what it has free.
+        host_memory: Bytes that the host may hold; None: what it has free.
+        hardware: What the machine can do; None: it is measured.
+    """
+
+    choice: Plan | Preset
+    knobs: Knobs
+    blocks: BlockChoice
+    min_num_params: int
+    device_memory: int | None
+    host_memory: int | None
+    hardware: HardwareProfile | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on its way to a plan.
+
+    Attributes:
+        wishes: What the user says.
+        device: Where it will run.
+        layout: What it is made of, with what is streamed in two bytes.
+        profile: What a training step does; None: not known, or the plan does not depend on it.
+        streamed: Parameters that are streamed in two bytes.
+        low_dtype: The name of the two bytes' dtype; None without autocast.
+        state_bytes: Bytes of optimizer states for each trained element.
+        training: How the training loop uses the plan; None: nothing is trained.
+        foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
+    """
+
+    wishes: Wishes
+    device: Device
+    layout: ModelLayout
+    profile: ModelProfile | None = None
+    streamed: frozenset[str] = frozenset()
+    low_dtype: str | None = None
+    state_bytes: float = 0.0
+    training: Training | None = None
+    foreach: bool = False
+
+    def plan(self, machine: HardwareProfile | None = None) -> Plan:
+        """The plan for this machine, or for another one.
+
+        Args:
+            machine: The other one.
+
+        Raises:
+            ValueError: No plan fits, or the one that is given is not for this model; a knob contradicts another one.
+        """
+        choice, device_bytes, host_bytes = self.wishes.choice, self.budget(machine), self._host_bytes(machine)
+        if isinstance(choice, Plan):
+            check_plan(choice, self.layout, self.low_dtype)
+            check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes)
+            return choice
+        if self.searches(machine) and self.profile is not None and self.training is not None:
+            return self._search(machine or self._measure(self.profile), self.profile, self.training)
+        return make_plan(
+            self.layout,
+            choice,
+            self.wishes.knobs,
+            device_bytes,
+            host_bytes,
+            self.state_bytes,
+            self.wishes.min_num_params,
+            self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
+        )
+
+    def searches(self, machine: HardwareProfile | None = None) -> bool:
+        """Whether anything is left to decide: without a limit everything stays on the device, or where knobs say."""
+        limited = machine is not None or self.wishes.device_memory is not None or self.device.free_bytes() is not None
+        is_open = self.wishes.choice == "auto" and not self.wishes.knobs.are_whole
+        return self.training is not None and limited and is_open
+
+    def budget(self, machine: HardwareProfile | None = None) -> int | None:
+        """Bytes that the device may hold; None: no limit."""
+        if self.wishes.device_memory is not None:
+            return self.wishes.device_memory
+        free = machine.device_bytes if machine is not None else self.device.free_bytes()
+        if free is None:
+            return None
+        return int(free * (SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES))
+
+    def _host_bytes(self, machine: HardwareProfile | None) -> int:
+        if self.wishes.host_memory is not None:
+            return self.wishes.host_memory
+        if machine is not None:
+            return machine.host_bytes
+        # The weights are in host memory already.
+        return free_host_bytes() + sum(info.nbytes for info in self.layout.parameters)
+
+    def _measure(self, profile: ModelProfile) -> HardwareProfile:
+        if self.wishes.hardware is not None:
+            return self.wishes.hardware
+        names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
+        return cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
+
+    def _search(self, machine: HardwareProfile, profile: ModelProfile, training: Training) -> Plan:
+        dtypes = {info.dtype for info in self.layout.parameters}
+        budget = self.budget(machine)
+        assert budget is not None
+        problem = Problem(
+            profile=profile,
+            layout=self.layout,
+            hardware=machine,
+            training=training,
+            device_bytes=budget,
+            host_bytes=self._host_bytes(machine),
+            state_bytes=self.state_bytes,
+            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
+            foreach=self.foreach,
+        )
+        return predict(problem, self._if_all_fits(problem) or search(problem, self.wishes.knobs), self.wishes.knobs)
+
+    def _if_all_fits(self, problem: Problem) -> Plan | None:
+        """The plan that streams nothing and keeps everything, if it fits and no knob is against it.
+
+        Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict;
+        but what fits must cost nothing.
+        """
+        if self.wishes.knobs.given:
+            return None
+        plan = make_plan(self.layout, "resident", Knobs(), None, None, self.state_bytes, self.wishes.min_num_params)
+        return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
+
+
+def describe_case(
+    wishes: Wishes,
+    trainer: Trainer,
+    model: LightningModule,
+    device: Device,
+    precision: ProTrainPrecision,
+    optimizers: Sequence[Optimizer] | None,
+    overlap: OverlapPlan,
+    elsewhere: bool = False,
+) -> Case:
+    """Finds out what the plan depends on.
+
+    Args:
+        wishes: What the user says.
+        trainer: In `Strategy.setup`.
+        model: What it runs.
+        device: Where.
+        precision: Opened.
+        optimizers: Those of the model; None: nothing is trained.
+        overlap: How the host's optimizer steps are overlapped.
+        elsewhere: Whether it is planned for other machines.
+
+    Raises:
+        ValueError: A model that cannot be described, or a step that has to be profiled and cannot be.
+    """
+    layout = describe_model(model, wishes.blocks, wishes.min_num_params)
+    if optimizers is None:
+        knobs = wishes.knobs
+        if knobs.num_swap_blocks:  # nothing is saved
+            knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
+        frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
+        return Case(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
+    training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, bool(trainer.gradient_clip_val))
+    case = Case(
+        wishes=wishes,
+        device=device,
+        layout=layout,
+        low_dtype=precision.low_dtype_name,
+        state_bytes=state_bytes_per_element(optimizers),
+        training=training,
+        foreach=device.torch_device.type != "cpu" and any(map(_may_take_foreach, optimizers)),
+    )
+    if not (elsewhere or _needs_profile(case)):
+        return case
+    profile = profile_training_step(trainer, model, layout, precision.train_step_context, _reason(wishes, elsewhere))
+    streamed = streamable(profile, model, case.low_dtype)
+    if case.low_dtype is not None:
+        layout = layout.streaming(streamed, case.low_dtype)
+    return replace(case, layout=layout, profile=profile, streamed=streamed)
+
+
+def answers(case: Case, machines: Mapping[str, HardwareProfile | None]) -> dict[str, Plan | ValueError]:
+    """The plan for each machine, or why there is none; None stands for this one."""
+    found: dict[str, Plan | ValueError] = {}
+    for name, machine in machines.items():
+        try:
+            found[name] = case.plan(machine)
+        except ValueError as error:
+            found[name] = error
+    return found
+
+
+def _needs_profile(case: Case) -> bool:
+    """Whether the plan depends on what a training step does."""
+    choice, knobs = case.wishes.choice, case.wishes.knobs
+    swaps = choice == "auto" and bool(knobs.num_swap_blocks)
+    streams = choice == "offload" or (choice == "auto" and bool(knobs.given))
+    return case.searches() or swaps or (case.low_dtype is not None and streams)
+
+
+def _reason(wishes: Wishes, elsewhere: bool) -> str:
+    """What cannot be had without a profile; empty if there is a way without."""
+    if wishes.knobs.num_swap_blocks:
+        return f"num_swap_blocks={wishes.knobs.num_swap_blocks}"
+    return "A plan" if elsewhere else ""
+
+
+def _may_take_foreach(optimizer: Optimizer) -> bool:
+    """Whether PyTorch steps all its parameters at once on a GPU, unless it is told otherwise."""
+    return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,270 @@
+"""Measures what a machine can do, in two to three seconds: `profile_hardware`.
+
+[Note: Best of several]
+Everything is done once without being timed, then several times, and the best time counts: others on the machine only
+ever make it slower. Sizes are beyond the caches, and small enough for what is free. Nothing is left behind: memory is
+returned, and the counters of the device and the random state are those of before.
+
+[Note: Locked memory]
+Linux bounds what a process may lock (`ulimit -l`), but the drivers of GPUs lock pages themselves, mostly past this
+bound. So it is tried out: one page is locked while the bound is zero.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import Device, StreamDevice
+from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.machine import HardwareProfile
+
+MIB = 1 << 20
+# Copies in a row that are timed beside others, and how often.
+ROW, ROWS = 3, 3
+# Rows of the smallest and largest square matrices; they are doubled until a product takes this long and a larger one is
+# no faster by this factor: on a busy CPU a small product takes long, too, because its threads wait for each other. One
+# that might take longer than the last of these seconds is not tried.
+LEAST_ROWS, MOST_ROWS, PRODUCT_SECONDS, FASTER, LONGEST_SECONDS = 256, 8192, 3e-3, 1.3, 0.4
+# Every measurement is repeated for that long, within these bounds; what is slow, fewer times.
+REPEAT_SECONDS, LEAST_REPEATS, MOST_REPEATS, MOST_SECONDS = 0.04, 5, 40, 0.1
+# Of what is free, no measurement takes more than this part.
+PART = 4
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is measured: bytes of a copy, bytes of each of three tensors of a sum, elements of an optimizer step."""
+
+    copy: int
+    sum: int
+    elements: int
+
+    def within(self, free: int) -> _Sizes:
+        """The same, but for what `free` bytes have no room for."""
+        return _Sizes(
+            min(self.copy, free // PART**2), min(self.sum, free // PART**2), min(self.elements, free // PART // 16)
+        )
+
+
+# The caches of a large GPU have more than 100 MiB; those that the cores of one chip of a CPU share, about 32 MiB.
+DEVICE_SIZES = _Sizes(64 * MIB, 128 * MIB, 16 << 20)
+HOST_SIZES = _Sizes(32 * MIB, 32 * MIB, 4 << 20)
+
+
+def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareProfile:
+    """Measures a device and the host beside it, see [Note: Best of several].
+
+    Args:
+        device: A CPU or CUDA device that is doing nothing else. A simulated one says what it is by itself.
+        dtypes: Those in which it shall multiply.
+
+    Raises:
+        ValueError: No dtype; a product in one of them fails; or too little memory is free to measure anything.
+    """
+    kinds = tuple(dict.fromkeys(dtypes))
+    if not kinds:
+        raise ValueError("No dtype to measure: name at least one in which the model computes.")
+    device_bytes, host_bytes = free_bytes(device)
+    for place, free in (("the device", device_bytes), ("the host", host_bytes)):
+        if free < 64 * MIB:
+            raise ValueError(f"Only {free / MIB:.0f} MiB of {place} are free: too few to measure it, or to train.")
+    asynchronous = isinstance(device, StreamDevice)
+    sizes = (DEVICE_SIZES if asynchronous else HOST_SIZES).within(min(device_bytes, host_bytes))
+    counters, device.counters = device.counters, TransferCounters()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            rates = _copy_rates(device, sizes)
+            flops = {str(dtype).removeprefix("torch."): _matmul_rate(device, dtype, device_bytes) for dtype in kinds}
+            memory = _sum_rate(device.torch_device, sizes, device.synchronize)
+            device_step = _step_rate(device.torch_device, sizes, device.synchronize)
+            host_step, host_memory = _host_rates(device, HOST_SIZES.within(host_bytes))
+    finally:
+        device.counters = counters
+        device.trim()
+    return HardwareProfile(
+        name=describe_device(device)["name"],
+        **rates,
+        flops=flops,
+        memory=memory,
+        device_step=device_step,
+        host_step=host_step,
+        host_memory=host_memory,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        asynchronous=asynchronous,
+    )
+
+
+def free_bytes(device: Device) -> tuple[int, int]:
+    """Bytes that are free now on the device and on the host; a CPU is both, and says the same twice.
+
+    On the host, all limits of this process count, with what may be locked if the device needs it locked.
+    """
+    host = free_host_bytes()
+    lockable = _lockable_bytes(device)
+    host = host if lockable is None else min(host, lockable)
+    free = device.free_bytes()
+    return host if free is None else free, host
+
+
+def describe_device(device: Device) -> dict[str, str]:
+    """What tells a device from others; a CPU by the name that Linux has for it, a GPU with its driver too."""
+    if not isinstance(device, StreamDevice):
+        return {**device.describe(), "name": cpu_name()}
+    driver = Path("/proc/driver/nvidia/version")
+    return {**device.describe(), "driver": driver.read_text().partition("\n")[0] if driver.is_file() else ""}
+
+
+def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
+    """What its maker calls the CPU, as far as the system knows.
+
+    Args:
+        information: Where Linux describes it.
+    """
+    for line in information.read_text().splitlines() if information.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _lockable_bytes(device: Device) -> int | None:
+    """How much more host memory may be locked, see [Note: Locked memory]; None: all there is, or none is needed."""
+    bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if bound == resource.RLIM_INFINITY or not _locks(device):
+        return None
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, most))
+    try:
+        past_the_bound = _locks(device)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (bound, most))
+    return None if past_the_bound else max(bound - device.host.locked_bytes, 0)
+
+
+def _locks(device: Device) -> bool:
+    with closing(device.new_host_memory()) as memory:
+        memory.empty(1)
+        return memory.locked_bytes > 0
+
+
+def _copy_rates(device: Device, sizes: _Sizes) -> dict[str, float]:
+    """Bytes per second of copies, by the names they have in a profile."""
+    on_device, also, pageable = (
+        torch.full((sizes.copy,), 1, dtype=torch.uint8, device=place)
+        for place in (device.torch_device, device.torch_device, "cpu")
+    )
+    with closing(device.new_host_memory()) as memory:
+        source, target = (memory.empty_like(pageable).fill_(1) for _ in range(2))
+        ways: dict[str, Callable[[], Any]] = {
+            "upload": lambda: device.swap_in(source, on_device),
+            "download": lambda: device.swap_out(also, target),
+            "upload_pageable": lambda: device.swap_in(pageable, on_device),
+            "download_pageable": lambda: device.swap_out(also, pageable),
+        }
+        rates = {name: sizes.copy / _seconds(copy, device.synchronize) for name, copy in ways.items()}
+        for name, other in (("upload", "download"), ("download", "upload")):
+            rates[f"{name}_beside"] = rates[name]
+            if isinstance(device, StreamDevice):
+                # The others go on until after the last copy that is timed, whichever way is faster.
+                longer = math.ceil(2 * ROW * max(rates[other] / rates[name], 1.0))
+                rates[f"{name}_beside"] = ROW * sizes.copy / _seconds_beside(device, ways[name], ways[other], longer)
+        device.synchronize()
+    return rates
+
+
+def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[], Any], longer: int) -> float:
+    """The least that ROW copies take while `longer` others run, which were given first."""
+    best = math.inf
+    for _ in range(ROWS):
+        for _ in range(longer):
+            other()
+        begin = time.perf_counter()
+        fences = [copy() for _ in range(ROW)]
+        device.land(fences[-1])
+        best = min(best, time.perf_counter() - begin)
+        device.synchronize()
+    return best
+
+
+def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
+    """Operations per second of square products, the best of all sizes."""
+    rows, most = LEAST_ROWS, min(MOST_ROWS, math.isqrt(free // (PART * 3 * dtype.itemsize)))
+    generator = torch.Generator(device.torch_device).manual_seed(0)
+    best = 0.0
+    while True:
+        before = best
+        try:
+            left, right = (_normal(rows, dtype, device.torch_device, generator) for _ in range(2))
+            multiply = partial(torch.mm, left, right, out=torch.empty_like(left))
+            seconds = _seconds(multiply, device.synchronize)
+        except RuntimeError as error:
+            name = describe_device(device)["name"]
+            raise ValueError(
+                f"Multiplying two matrices of {rows} rows in {str(dtype).removeprefix('torch.')} fails on {name!r}. "
+                "Use another precision, or free memory of the device."
+            ) from error
+        best = max(best, 2 * rows**3 / seconds)
+        enough = seconds >= PRODUCT_SECONDS and best < FASTER * before
+        if enough or 2 * rows > most or 8 * seconds > LONGEST_SECONDS:
+            return best
+        rows *= 2
+
+
+def _normal(rows: int, dtype: torch.dtype, torch_device: torch.device, generator: torch.Generator) -> Tensor:
+    """Random numbers: a GPU multiplies constants faster, because it draws less power."""
+    return torch.randn(rows, rows, device=torch_device, generator=generator).to(dtype)
+
+
+def _sum_rate(torch_device: torch.device, sizes: _Sizes, finish: Callable[[], None]) -> float:
+    """Bytes per second that are read and written where two tensors are added."""
+    left, right, result = (torch.full((sizes.sum // 4,), 1.0, device=torch_device) for _ in range(3))
+    return 3 * left.nbytes / _seconds(lambda: torch.add(left, right, out=result), finish)
+
+
+def _step_rate(torch_device: torch.device, sizes: _Sizes, finish: Callable[[], None]) -> float:
+    """Elements per second of PyTorch's fused AdamW in float32."""
+    weight = nn.Parameter(torch.full((sizes.elements,), 1.0, device=torch_device))
+    weight.grad = torch.full_like(weight, 1e-3)
+    return sizes.elements / _seconds(torch.optim.AdamW([weight], fused=True).step, finish)
+
+
+def _host_rates(device: Device, sizes: _Sizes) -> tuple[float, float]:
+    """Elements per second of a step and bytes per second of sums, on the thread that does them in a run."""
+    cpu, rates = torch.device("cpu"), []
+
+    def measure() -> None:
+        rates.append(_step_rate(cpu, sizes, lambda: None))
+        rates.append(_sum_rate(cpu, sizes, lambda: None))
+
+    device.worker.submit(measure).result()
+    step, memory = rates
+    return step, memory
+
+
+def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
+    """The least that `work` takes until `finish` returns, see [Note: Best of several]."""
+    best, spent, count = math.inf, 0.0, 0
+    work()
+    finish()
+    while count == 0 or spent < (
+        MOST_SECONDS if count < LEAST_REPEATS else REPEAT_SECONDS if count < MOST_REPEATS else 0.0
+    ):
+        begin = time.perf_counter()
+        work()
+        finish()
+        took = time.perf_counter() - begin
+        best, spent, count = min(best, took), spent + took, count + 1
+    return best

@@ -1,0 +1,103 @@
+"""How much memory of the host this process may still take: what is free, within the limits it runs under.
+
+[Note: Control groups]
+In a container, or under a batch system, a process belongs to *control groups* whose limits may lie far below what the
+machine has; who goes beyond is killed. Every group on the way up to the root counts, with what all its processes use.
+Pages of files that nobody has used for long (`inactive_file`) are given back before anybody is killed, so they are
+free. Version 1 has a hierarchy for each resource, version 2 one for all; some machines have both. Sources:
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html and https://docs.kernel.org/admin-guide/cgroup-v2.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Names of one version of control groups: of its limits, of what is used, and of what of that can be given up."""
+
+    limits: tuple[str, ...]
+    usage: str
+    inactive: str
+
+
+# What version 1 says instead of "max" depends on the size of a page, and is beyond all memory there is.
+_NO_LIMIT = 1 << 60
+_VERSIONS = {
+    "cgroup": _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": _Version(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+
+
+def free_host_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may still take; never negative.
+
+    Args:
+        proc: Where Linux describes the process.
+        root: What its paths begin at.
+    """
+    free = int(psutil.virtual_memory().available)
+    group = group_free_bytes(proc, root)
+    return free if group is None else min(free, group)
+
+
+def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
+    """The same within the limits of control groups; None: there are none.
+
+    Args:
+        proc: Where Linux describes the process.
+        root: What its paths begin at.
+    """
+    free = []
+    for version, top, group in _hierarchies(proc, root):
+        for folder in (group, *group.parents):
+            left = _left(folder, version)
+            if left is not None:
+                free.append(left)
+            if folder == top:
+                break
+    return max(min(free), 0) if free else None
+
+
+def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+    """Of each hierarchy that may limit memory: version, folder it is mounted on, folder of this process."""
+    if not (proc / "cgroup").is_file() or not (proc / "mountinfo").is_file():
+        return
+    paths = {}
+    for line in (proc / "cgroup").read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        if number == "0":
+            paths["cgroup2"] = path
+        elif "memory" in names.split(","):
+            paths["cgroup"] = path
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split()[-1].split(",")):
+            continue
+        shown, mounted = before.split(" ")[3:5]
+        top = root / mounted.lstrip("/")
+        group = PurePosixPath(paths[kind])
+        # A container sees its own group as the top, whatever the path says.
+        inside = group.relative_to(shown) if group.is_relative_to(shown) and ".." not in group.parts else ""
+        yield _VERSIONS[kind], top, top / inside
+
+
+def _left(folder: Path, version: _Version) -> int | None:
+    """What one group may still take; None: it has no limit."""
+    told = [(folder / name).read_text().strip() for name in version.limits if (folder / name).is_file()]
+    limits = [int(limit) for limit in told if limit != "max" and int(limit) < _NO_LIMIT]
+    usage, statistics = folder / version.usage, folder / "memory.stat"
+    if not limits or not usage.is_file():
+        return None
+    inactive = 0
+    for line in statistics.read_text().splitlines() if statistics.is_file() else ():
+        name, _, value = line.partition(" ")
+        if name == version.inactive:
+            inactive = int(value)
+    return min(limits) - int(usage.read_text()) + inactive

@@ -1,0 +1,244 @@
+"""Cuts a traced step into segments, see [Note: Segment] in `records.py`.
+
+[Note: Sequence numbers]
+Autograd numbers the nodes of its graph as it makes them, and of those that are ready it runs the one with the highest
+number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward goes
+through the numbers from high to low, and the numbers with which a segment's forward began and ended say which operation
+of backward belongs to it. Nodes that accumulate gradients run as soon as they can: what has no number of the forward
+belongs to the segment that runs, as does what a recomputation does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_protrain.profiler.liveness import Activation, LiveBytes
+from lightning_protrain.profiler.records import OperationCost, Pass, Segment, swapped_bytes
+
+# FLOPs, bytes and dtype of an operation.
+Cost = tuple[int, int, str]
+
+
+@dataclass
+class _Pass:
+    live: int = 0
+    peak: int = 0
+    peak_with_gradients: int = 0
+    without_casts: int = 0
+    unsaved: int = 0
+    unsaved_without_casts: int = 0
+    costs: Counter[Cost] = field(default_factory=Counter)
+
+    def begin(self, live: int, casts: int = 0) -> None:
+        self.live = max(self.live, live)
+        self.peak = max(self.peak, live)
+        self.peak_with_gradients = max(self.peak_with_gradients, live)
+        self.without_casts = max(self.without_casts, live - casts)
+        self.unsaved = max(self.unsaved, live)
+        self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
+
+    def reach(self, live: LiveBytes) -> None:
+        self.peak = max(self.peak, live.now)
+        self.peak_with_gradients = max(self.peak_with_gradients, live.now + live.held_gradients)
+        self.without_casts = max(self.without_casts, live.now - live.casts)
+        self.unsaved = max(self.unsaved, live.now - live.kept)
+        unsaved_without_casts = live.now - live.kept - live.casts + live.kept_casts
+        self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
+
+    def record(self) -> Pass:
+        costs = (OperationCost(*cost, count) for cost, count in self.costs.items())
+        others = (self.without_casts, self.unsaved, self.unsaved_without_casts)
+        return Pass(self.live, self.peak, tuple(costs), *others)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A segment that is being recorded."""
+
+    unit: str
+    between: bool
+    # Of the first node of autograd that it makes.
+    number: int
+    given: dict[Activation, None] = field(default_factory=dict)
+    saved: dict[Activation, None] = field(default_factory=dict)
+    casts: dict[Activation, str] = field(default_factory=dict)
+    # Of what is saved, what somebody else holds too: when it ends, and when the next call ends.
+    shared: set[Activation] = field(default_factory=set)
+    shared_longer: set[Activation] = field(default_factory=set)
+    # Of what is given, what is dead when backward begins.
+    unkept: list[Activation] = field(default_factory=list)
+    forward: _Pass = field(default_factory=_Pass)
+    backward: _Pass | None = None
+    gradients: list[str] = field(default_factory=list)
+
+
+class SegmentRecorder:
+    """Is told what happens in a step and says what its segments do.
+
+    Args:
+        live: Counts activations.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._segments: list[_Segment] = []
+        self._numbers: list[int] = []
+        self._whole: dict[str, _Segment] = {}
+        # The latest call that has ended, until the next one has.
+        self._latest: _Segment | None = None
+        # The segment whose backward runs, and the first number of autograd that is not of a forward before it.
+        self._in_backward: _Segment | None = None
+        self._end = 0
+        # Segments that had ended when the latest backward began.
+        self._kept = 0
+        self._open("", (), between=True)
+
+    def enter(self, unit: str, given: Iterable[Activation]) -> None:
+        """A call of a unit begins."""
+        self._open(unit, given, between=False)
+
+    def leave(self) -> None:
+        """The call ends."""
+        self._settle()
+        ended = self._segments[-1]
+        ended.shared = {activation for activation in ended.saved if activation.original_alive}
+        self._latest = ended
+        self._open("", (), between=True)
+
+    def operation(self, cost: Cost | None, before: int) -> None:
+        """An operation has run.
+
+        Args:
+            cost: What it takes; None if that is nothing.
+            before: Bytes that were live before it.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            run = self._segments[-1].forward
+            self._in_backward = None
+        else:
+            run = self._of_node(before)
+        run.reach(self._live)
+        if cost is not None:
+            run.costs[cost] += 1
+
+    def save(self, activation: Activation, cast: str | None) -> None:
+        """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""
+        segment = self._segments[-1]
+        segment.saved[activation] = None
+        if cast is not None:
+            segment.casts[activation] = cast
+        self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+
+    def accumulated(self, fqn: str) -> None:
+        """A gradient has been added to that of a parameter."""
+        self._whole[fqn] = self._in_backward or self._segments[-1]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What was recorded; empty if no backward ran."""
+        if all(segment.backward is None for segment in self._segments):
+            return ()
+        for fqn, segment in self._whole.items():
+            segment.gradients.append(fqn)
+        savers = Counter(activation for segment in self._segments for activation in segment.saved)
+        takers = Counter(activation for segment in self._segments for activation in segment.given)
+        seen = _Seen(set(), set(), set())
+        return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
+
+    def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
+        segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
+        if self._segments:
+            self._live.mark(self._segments[-1].saved)
+        segment.forward.begin(self._live.now)
+        self._segments.append(segment)
+        self._numbers.append(segment.number)
+
+    def _settle(self) -> None:
+        """The copies of the latest call to the host have ended."""
+        if self._latest is not None:
+            self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
+            self._latest = None
+
+    def _begin_backward(self) -> None:
+        """What has been saved for no backward, and is gone, is not what a policy would free."""
+        self._settle()
+        for segment in self._segments[self._kept :]:
+            segment.saved = {activation: None for activation in segment.saved if activation.alive}
+        self._kept = len(self._segments)
+
+    def _of_node(self, before: int) -> _Pass:
+        """The backward in which autograd's present node runs."""
+        if self._in_backward is None:
+            self._begin_backward()
+            self._end = torch._C._autograd._get_sequence_nr()
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self._end
+        segment = self._in_backward or self._segments[-1]
+        if number < self._end:
+            segment = self._segments[bisect_right(self._numbers, number) - 1]
+        if segment.backward is None:
+            segment.backward = _Pass()
+        if segment is not self._in_backward:
+            before_it = self._in_backward or self._segments[-1]
+            self._in_backward = segment
+            self._live.held_gradients = 0
+            self._live.mark(before_it.saved)
+            self._live.mark(segment.casts, cast=True)
+            segment.backward.begin(before, self._live.casts)
+            segment.unkept = [activation for activation in segment.given if not activation.alive]
+        return segment.backward
+
+
+@dataclass
+class _Seen:
+    """What earlier segments were given, hold for a recomputation, and save as a cast."""
+
+    given: set[Activation]
+    unkept: set[Activation]
+    casts: set[Activation]
+
+    @staticmethod
+    def first(seen: set[Activation], activations: Iterable[Activation]) -> list[Activation]:
+        fresh = [activation for activation in activations if activation not in seen]
+        seen.update(fresh)
+        return fresh
+
+
+def _is_empty(segment: _Segment) -> bool:
+    backward = segment.backward.costs if segment.backward is not None else ()
+    return segment.between and not (segment.forward.costs or backward)
+
+
+def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
+    # What another segment saves too, or may hold to be recomputed, stays. What lies between calls has no policy.
+    alone = (
+        []
+        if segment.between
+        else [saved for saved in segment.saved if savers[saved] == 1 and takers[saved] == (saved in segment.given)]
+    )
+    freed = [saved for saved in alone if saved not in segment.given and saved not in segment.shared]
+    swapped = [saved for saved in alone if saved not in segment.shared_longer and swapped_bytes(saved.nbytes)]
+    held = seen.first(seen.unkept, segment.unkept)
+    casts = seen.first(seen.casts, segment.casts)
+    return Segment(
+        unit=segment.unit,
+        forward=segment.forward.record(),
+        backward=segment.backward.record() if segment.backward is not None else Pass(),
+        peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
+        checkpoint_saving=_total(freed) - _total(held),
+        swap_saving=_total(swapped),
+        input_bytes=_total(seen.first(seen.given, segment.given)),
+        casts=tuple((segment.casts[activation], activation.nbytes) for activation in casts),
+        gradients=tuple(segment.gradients),
+        held_bytes=_total(segment.unkept),
+        between=segment.between,
+    )
+
+
+def _total(activations: Iterable[Activation]) -> int:
+    return sum(activation.nbytes for activation in activations)

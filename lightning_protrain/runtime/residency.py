@@ -1,0 +1,149 @@
+"""What is on the device and what must stay there; fetches and releases as the schedule says.
+
+[Note: Constant cost]
+What is live, what runs and what is pinned is kept up to date where it changes. A call of a unit looks at its own
+chunks, at those that are live and at the next few uses; how many blocks the model has does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from lightning_protrain.device import Device
+from lightning_protrain.runtime.chunk import Chunk, ChunkState
+from lightning_protrain.runtime.schedule import Capacity, Timeline, choose_evictions, choose_prefetch
+from lightning_protrain.runtime.unit import Unit
+from lightning_protrain.runtime.updates import Updates
+
+# Choices that are remembered for each chunk before they are forgotten.
+_MANY = 16
+
+
+class Residency:
+    """Brings chunks to the device and lets them go, within the capacity.
+
+    Args:
+        chunks: The offloaded chunks.
+        capacity: What may be live at one time.
+        device: Where to.
+        updates: Knows which host weights are still being stepped.
+        say: Takes a sentence for the user.
+
+    Attributes:
+        live: Indices of the chunks on the device, or on their way there.
+        running: Units whose forwards are running; their chunks stay.
+        pins: Units whose chunks stay for a backward, with the number of the earliest call that holds them.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        capacity: Capacity,
+        device: Device,
+        updates: Updates,
+        say: Callable[[str], None],
+    ) -> None:
+        self.live: set[int] = set()
+        self.running: dict[Unit, None] = {}
+        self.pins: dict[Unit, int] = {}
+        self._chunks = tuple(chunks)
+        self._sizes = {index: chunk.nbytes for index, chunk in enumerate(chunks)}
+        self._capacity = capacity
+        self._counters = device.counters
+        self._updates = updates
+        self._say = say
+        self._said = False
+
+    def pinned(self) -> set[int]:
+        """Indices of the chunks that must stay."""
+        return {index for units in (self.running, self.pins) for unit in units for index in unit.chunks}
+
+    def pin(self, unit: Unit, number: int) -> None:
+        """The backward of call `number` needs the chunks of `unit`."""
+        self.pins[unit] = min(number, self.pins.get(unit, number))
+
+    def unpin(self, end: int) -> None:
+        """Backward has gone through all calls from `end` on."""
+        for unit in [unit for unit, number in self.pins.items() if number >= end]:
+            del self.pins[unit]
+
+    def require(self, unit: Unit, timeline: Timeline, position: int, in_backward: bool) -> None:
+        """Makes the chunks of `unit` live.
+
+        Args:
+            unit: Computes next.
+            timeline: When each chunk is needed.
+            position: First position that has not begun.
+            in_backward: Whether the values must be those of the forward.
+        """
+        if not self.live.issuperset(unit.chunks):
+            self._make_room(unit, timeline, position)
+        for index in unit.chunks:
+            chunk = self._chunks[index]
+            self._updates.finish(index)
+            if chunk.state is ChunkState.HOST:
+                self._fetch(index)
+                self._counters.prefetch_misses += 1
+            elif chunk.prefetched:
+                self._counters.prefetch_hits += 1
+            chunk.prefetched = False
+            self._wait(index, in_backward)
+
+    def prefetch(self, timeline: Timeline, position: int) -> None:
+        """Fetches what is needed from `position` on, as far as there is room."""
+        known = (position, frozenset(self.live), frozenset(self.pinned()))
+        choice = timeline.choices.get(known)
+        if choice is None:  # A step like the one before chooses the same.
+            if len(timeline.choices) > _MANY * len(self._chunks):
+                timeline.choices.clear()
+            choice = choose_prefetch(known[1], known[2], timeline, position, self._capacity, self._sizes)
+            timeline.choices[known] = choice
+        releases, fetches = choice
+        self.release(releases)
+        for index in fetches:
+            self._fetch(index, ahead=True)
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Frees the device memory of chunks."""
+        for index in list(indices):
+            self._chunks[index].prefetched = False
+            self._chunks[index].release()
+            self.live.discard(index)
+
+    def release_unused(self) -> None:
+        """Frees everything that need not stay."""
+        self.release(self.live - self.pinned())
+
+    def renew(self) -> None:
+        """Fetches again what must stay, whatever the versions say."""
+        for index in self.pinned():
+            self.release([index])
+            self._fetch(index)
+            self._wait(index, in_backward=False)
+
+    def _make_room(self, unit: Unit, timeline: Timeline, position: int) -> None:
+        wanted, pinned = set(unit.chunks), self.pinned()
+        evictions = choose_evictions(self.live, wanted, pinned, timeline, position, self._capacity, self._sizes)
+        if evictions is None:
+            if not self._said:
+                self._said = True
+                self._say(
+                    f"{unit.name!r} runs inside units that do not enclose it by name: more chunks are on the device at "
+                    "one time than planned."
+                )
+            evictions = list(self.live - wanted - pinned)
+        self.release(evictions)
+
+    def _fetch(self, index: int, ahead: bool = False) -> None:
+        chunk = self._chunks[index]
+        chunk.fetch(self._updates.job(index) if ahead else None)
+        chunk.prefetched = ahead
+        self.live.add(index)
+
+    def _wait(self, index: int, in_backward: bool) -> None:
+        chunk = self._chunks[index]
+        try:
+            chunk.wait(in_backward)
+        finally:
+            if chunk.state is ChunkState.HOST:  # It was released to be fetched again, and could not be.
+                self.live.discard(index)

@@ -1,0 +1,94 @@
+"""Units at run time: modules with the places where their offloaded parameters are registered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.runtime.chunk import Site, Slot
+from lightning_protrain.runtime.guard import below_guard
+
+_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose chunks come and go together, see [Note: Unit].
+
+    Attributes:
+        name: Fully qualified name.
+        module: The module.
+        chunks: Indices of the offloaded chunks it needs.
+        sites: Where its offloaded parameters are registered inside it.
+        policy: What happens to its activations.
+        backward_reads: Whether its backward reads weights (that of an embedding does not).
+        swap_bytes: Host bytes that one call of it may swap; 0: it swaps nothing.
+        depth: How many of its forwards are running.
+        num_calls: How many of its calls in this scope autograd may go back through.
+        first_call: Number of the first of them.
+        slots: The parameters of `sites`, each once.
+    """
+
+    name: str
+    module: nn.Module
+    chunks: tuple[int, ...]
+    sites: tuple[tuple[Site, Slot], ...]
+    policy: BlockPolicy
+    backward_reads: bool = True
+    swap_bytes: int = 0
+    depth: int = 0
+    num_calls: int = 0
+    first_call: int | None = None
+    slots: tuple[Slot, ...] = field(init=False)
+    _pairs: tuple[tuple[Slot, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
+    _shown: list[nn.Parameter] = field(init=False, default_factory=list)
+    _has_fast_path: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """A tied parameter has several sites."""
+        self.slots = tuple(dict.fromkeys(slot for _, slot in self.sites))
+        self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
+        self._pairs = tuple((slot, slot.host, slot.twin) for slot in self.slots)
+
+    def follow(self) -> None:
+        """Brings flags and gradient hooks of the host parameters to the twins, where they have changed."""
+        behind = []
+        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+            for slot, host, twin in self._pairs:
+                hooks = host._backward_hooks
+                if (
+                    host.requires_grad is not twin.requires_grad
+                    or slot.mirrored
+                    or (hooks and (len(hooks) != 1 or slot.own_hook not in hooks))
+                ):
+                    behind.append(slot)
+        for slot in behind:
+            slot.follow()
+
+    def register_twins(self) -> None:
+        """Registers what the unit should compute with in place of the host parameters.
+
+        Raises:
+            RuntimeError: As `Slot.show`; nothing is registered then.
+        """
+        # The fast paths of evaluation are not taken with weights of a class of our own, nor under autocast on CUDA.
+        whole = self._has_fast_path and not torch.is_autocast_enabled()
+        self._shown = [slot.twin if slot.copy is None else slot.show(whole) for _, slot in self.sites]
+        for (site, slot), shown in zip(self.sites, self._shown, strict=True):
+            site.exchange(slot.host, shown)
+        for slot in self.slots:
+            if slot.uses is not None:
+                slot.uses.shown = True
+
+    def register_hosts(self) -> None:
+        """Registers the host parameters again.
+
+        Raises:
+            RuntimeError: As `Uses.end`; they are registered then.
+        """
+        for (site, slot), shown in zip(self.sites, self._shown, strict=True):
+            site.exchange(shown, slot.host)
+        self._shown = []

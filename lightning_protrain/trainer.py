@@ -1,0 +1,143 @@
+"""A Trainer that can say how it would train, on this machine or on one that is not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from lightning_protrain.host import worker_cores
+from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.presets import parse_bytes
+from lightning_protrain.profiler.catalogue import gpu as gpu_called
+from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.strategy import ProTrainStrategy
+
+# A plan, or why there is none, by name of the hardware; `""` is this machine.
+Answers = Mapping[str, Plan | ValueError]
+
+
+class PlanningTrainer(Trainer):
+    """Lightning's Trainer with one more entry point, `plan`."""
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        gpu: Sequence[str] | None = None,
+        num_gpus: int = 1,
+        host_memory: str | int = "auto",
+        host_cores: int | None = None,
+        json: str | None = None,
+    ) -> None:
+        """Print the plan that `fit` would make, without weights, without training and without the GPU.
+
+        Args:
+            model: As for `fit`; what it makes in `configure_model` is made without memory.
+            datamodule: As for `fit`; its first batch is profiled.
+            gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
+            num_gpus: How many of them share one host; each gets an equal part of its memory and cores.
+            host_memory: Of the host to plan for, e.g. "64GiB"; "auto": what this one has free.
+            host_cores: Of the same; None: as many as this one has.
+            json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
+
+        Raises:
+            ValueError: The strategy is another one; an unknown GPU; nothing can be profiled; or no plan fits any GPU.
+        """
+        if not isinstance(self.strategy, ProTrainStrategy):
+            raise ValueError(
+                f"Plans are those of ProTrainStrategy, the Trainer has {type(self.strategy).__name__}. Set "
+                "trainer.strategy to protrain, or leave it out."
+            )
+        for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores or 1)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: give a positive number.")
+        machines: dict[str, HardwareProfile | None] = {"": None}
+        if gpu:
+            nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
+            cores = host_cores or len(worker_cores())
+            profiles = [gpu_called(name, nbytes // num_gpus, max(cores // num_gpus, 1)) for name in gpu]
+            machines = {profile.name: profile for profile in profiles}
+        elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
+            raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
+        with self.strategy.planning_only(machines) as answers:
+            self.fit(model, datamodule=datamodule)
+        report(answers, json, num_gpus)
+        refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
+        if len(refusals) == len(answers):
+            raise refusals[0]
+
+
+@rank_zero_only
+def report(answers: Answers, path: str | None = None, num_gpus: int = 1) -> None:
+    """Prints plans, and writes them.
+
+    Args:
+        answers: By name of the hardware.
+        path: Of a JSON file, if one is wanted.
+        num_gpus: That each plan is for.
+    """
+    console = Console()
+    plans = {name: answer for name, answer in answers.items() if isinstance(answer, Plan)}
+    if len(answers) == 1:
+        for plan in plans.values():
+            console.print(plan.explain())
+    else:
+        console.print(comparison(answers))
+        for name, answer in answers.items():
+            if isinstance(answer, ValueError):
+                console.print(f"{name}: {answer}", highlight=False)
+    if num_gpus > 1 and plans:
+        console.print(
+            f"Each of {num_gpus} GPUs holds the whole plan, with 1/{num_gpus} of the host; the time of reducing "
+            "gradients between them is not counted."
+        )
+    if path is not None:
+        content = {
+            name or "this machine": json.loads(answer.to_json()) if isinstance(answer, Plan) else None
+            for name, answer in answers.items()
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def comparison(answers: Answers) -> Table:
+    """One row for each machine."""
+    table = Table(title="Plans", title_justify="left")
+    for column in ("hardware", "resident", "activations", "device", "host", "step", "tokens/s", "bound"):
+        is_text = column in ("hardware", "activations", "bound")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "hardware")
+    for name, answer in answers.items():
+        if isinstance(answer, ValueError):
+            table.add_row(name, "no plan")
+            continue
+        prediction = answer.prediction
+        row = [name, _resident(answer), _policies(answer)]
+        if prediction is not None:
+            rate = prediction.tokens_per_second
+            row += [
+                short_bytes(prediction.device_bytes),
+                short_bytes(prediction.host_bytes),
+                short_seconds(prediction.step_seconds),
+                "" if rate is None else f"{rate:,.0f}",
+                prediction.bound,
+            ]
+        table.add_row(*row)
+    return table
+
+
+def _resident(plan: Plan) -> str:
+    total = sum(chunk.nbytes for chunk in plan.chunks)
+    resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
+    return f"{100 * resident / max(total, 1):.0f} %"
+
+
+def _policies(plan: Plan) -> str:
+    counts = {policy: sum(block.policy is policy for block in plan.blocks) for policy in BlockPolicy}
+    return ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)

@@ -1,0 +1,25 @@
+"""Machines to plan for: round figures, so that a test depends on no measurement."""
+
+from __future__ import annotations
+
+from lightning_protrain.profiler.machine import HardwareProfile
+
+GIB = 1 << 30
+# The CPU as the device of its own host: copies run beside nothing.
+CPU = HardwareProfile(
+    name="Test CPU",
+    upload=10e9,
+    download=10e9,
+    upload_beside=10e9,
+    download_beside=10e9,
+    upload_pageable=10e9,
+    download_pageable=10e9,
+    flops={"float32": 100e9, "bfloat16": 100e9, "float16": 100e9},
+    memory=20e9,
+    device_step=1e9,
+    host_step=1e9,
+    host_memory=20e9,
+    device_bytes=16 * GIB,
+    host_bytes=16 * GIB,
+    asynchronous=False,
+)

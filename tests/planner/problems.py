@@ -1,0 +1,147 @@
+"""Random problems for the search, small ones for tests and large ones for benchmarks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import (
+    ModelLayout,
+    ModelProfile,
+    OperationCost,
+    ParameterInfo,
+    ParameterUse,
+    Pass,
+    Segment,
+    UnitCall,
+    UnitInfo,
+)
+
+PAGE = 4096
+TRAININGS = [
+    Training(overlap, accumulate, clips)
+    for overlap, clips in (("off", False), ("off", True), ("backward", False), ("forward", False), ("forward", True))
+    for accumulate in (1, 2)
+]
+
+
+def random_layout(source: random.Random, num_blocks: int, chunks_per_block: int, tied: bool, low: bool) -> ModelLayout:
+    """Embedding, blocks of several parameters (a chunk each, if chunks are small), and a head."""
+    infos: list[ParameterInfo] = []
+
+    def parameter(fqn: str, numel: int, sites: tuple[str, ...] = ()) -> str:
+        trainable, streamed = source.random() < 0.8, "bfloat16" if low and source.random() < 0.5 else None
+        shape = (numel // 4, 4) if source.random() < 0.7 else (numel,)
+        infos.append(ParameterInfo(fqn, (fqn, *sites), shape, "float32", 4 * numel, trainable, streamed))
+        return fqn
+
+    units = [UnitInfo("embed", False, (parameter("embed.w", 4096, ("head.w",) if tied else ()),))]
+    for index in range(num_blocks):
+        name = f"layers.{index}"
+        count = max(chunks_per_block + (source.random() < 0.2), 1)
+        names = [parameter(f"{name}.w{part}", 4 * source.randint(1, 2000)) for part in range(count)]
+        units.append(UnitInfo(name, True, tuple(names)))
+    units.append(UnitInfo("head", False, ("embed.w",) if tied else (parameter("head.w", 2048),)))
+    if source.random() < 0.2:  # Weights of a module around all others.
+        units.insert(0, UnitInfo("", False, (parameter("scale", 64),), tuple(unit.name for unit in units)))
+        order = {fqn: place for place, unit in enumerate(units) for fqn in unit.parameters}
+        infos.sort(key=lambda info: order[info.fqn])
+    return ModelLayout(tuple(infos), tuple(units), source.randint(0, 5000))
+
+
+def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
+    """One step through the units of `layout` in order, activations of blocks kept."""
+    scale = source.choice([0, 1, 10, 100])
+    segments: list[Segment] = []
+    calls: list[UnitCall] = []
+    live = 0
+    whole: set[str] = set()
+    for unit in layout.units:
+        if unit.encloses:
+            continue
+        saved, given = source.randint(0, 9) * PAGE * scale, source.randint(0, 2) * PAGE
+        casts = tuple(
+            (fqn, 2 * layout.parameter(fqn).numel)
+            for fqn in unit.parameters
+            if layout.parameter(fqn).streamed_dtype and layout.parameter(fqn).numel * 2 <= saved
+        )[:1]
+        cast = sum(nbytes for _, nbytes in casts)
+        swapped = max(saved + given, cast + PAGE) if source.random() < 0.9 else 0
+        swapped = -(-swapped // PAGE) * PAGE
+        cost = (OperationCost(source.randint(0, 10**6), source.randint(1, 10**5), "float32"),)
+        forward = Pass(live, live + saved + source.randint(0, 5 * PAGE * scale), cost)
+        live += saved
+        backward = Pass(live, live + 1 + source.randint(0, 5 * PAGE * scale), cost * 2)
+        gradients = tuple(fqn for fqn in unit.parameters if layout.parameter(fqn).trainable and fqn not in whole)
+        whole.update(gradients)
+        own = sum(layout.parameter(fqn).nbytes for fqn in gradients)
+        segments.append(
+            Segment(
+                unit.name,
+                forward,
+                backward,
+                backward.peak_bytes + source.randint(0, own),
+                max(saved - source.randint(0, PAGE), 0),
+                saved if swapped else 0,
+                given,
+                casts,
+                gradients,
+            )
+        )
+        flops = sum(entry.flops for entry in cost)
+        calls.append(UnitCall(unit.name, len(calls), saved, casts, given, given, flops, saved, swapped))
+        if source.random() < 0.1:
+            segments.append(Segment("", Pass(live, live + PAGE, cost), Pass(live, live + PAGE, cost)))
+    uses = tuple(ParameterUse(info.fqn) for info in layout.parameters)
+    return ModelProfile(tuple(calls), uses, 0, (), live, 0, live, tuple(segments))
+
+
+def random_hardware(source: random.Random) -> HardwareProfile:
+    """A machine whose links, host and device are of about the same speed, one of them sometimes far from it."""
+    speed = [10 ** source.uniform(-1, 1) for _ in range(4)]
+    upload, download = 2e6 * speed[0], 2e6 * speed[0] * source.uniform(0.5, 1.0)
+    return HardwareProfile(
+        name="random",
+        upload=upload,
+        download=download,
+        upload_beside=upload * source.uniform(0.6, 1.0),
+        download_beside=download * source.uniform(0.6, 1.0),
+        upload_pageable=upload / 2,
+        download_pageable=download / 2,
+        flops={"float32": 1e8 * speed[1]},
+        memory=1e8 * speed[1],
+        device_step=1e7 * speed[2],
+        host_step=1e6 * speed[2],
+        host_memory=1e7 * speed[3],
+        device_bytes=1 << 40,
+        host_bytes=1 << 40,
+        asynchronous=source.random() < 0.8,
+    )
+
+
+def random_problem(seed: int, most_blocks: int = 8, most_chunks: int = 12) -> Problem:
+    """A problem without budgets; `replace` gives it some."""
+    source = random.Random(seed)
+    num_blocks = source.randint(1, most_blocks)
+    per_block = source.randint(1, max(1, min(3, (most_chunks - 2) // num_blocks)))
+    layout = random_layout(source, num_blocks, per_block, source.random() < 0.3, source.random() < 0.4)
+    return Problem(
+        profile=random_profile(source, layout),
+        layout=layout,
+        hardware=random_hardware(source),
+        training=source.choice(TRAININGS),
+        state_bytes=source.choice([0.0, 8.0]),
+        device_bytes=None,
+        host_bytes=None,
+        alpha=source.choice([1.0, 1.1]),
+        foreach=source.random() < 0.3,
+        chunk_bytes=source.choice([(None,), (1,), (None, 8192), (8192, 1)]),
+    )
+
+
+def with_budgets(problem: Problem, device: int | None, host: int | None) -> Problem:
+    """The same with other budgets."""
+    return replace(problem, device_bytes=device, host_bytes=host)

@@ -1,0 +1,155 @@
+"""The clock: cases worked out by hand, and the properties that a search builds on."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.planner.clock import Columns, Training, simulate
+
+WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
+WAITS = ("wait_forward", "wait_backward")
+PER_PLAN = ("device_step",)
+
+
+def columns(num_positions: int = 2, **given_fields: Any) -> Columns:
+    """One column: nothing but what is given, a number for all positions or one for each."""
+    full: dict[str, Any] = {}
+    for field in fields(Columns):
+        value = given_fields.pop(field.name, -1 if field.name in WAITS else 0)
+        if field.name in PER_PLAN:
+            full[field.name] = np.array([float(value)])
+        else:
+            kind = np.int64 if field.name in WAITS else np.float64
+            full[field.name] = np.array(np.broadcast_to(value, num_positions), dtype=kind)[:, None]
+    assert not given_fields
+    return Columns(**full)
+
+
+STREAMED = {
+    "compute_forward": 1, "compute_backward": 2, "upload_forward": 3, "late_forward": 3, "upload_backward": (3, 0),
+    "late_backward": (3, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "training", "seconds"),
+    [
+        # 1. Computation alone: (1 + 1) + (2 + 2).
+        ({"compute_forward": 1, "compute_backward": 2}, Training(), 6),
+        # 2. What is recomputed, twice 1, and the device's step, 4.
+        ({"compute_forward": 1, "compute_backward": 2, "recompute": 1, "device_step": 4}, Training(), 12),
+        # 3. Two buffers. Forward: uploads end at 3 and 6, so computation at 4 and 7. Backward: the last chunk is there,
+        #    2; the first comes meanwhile, till 3, and is computed with till 5. 7 + 5.
+        (STREAMED, Training(), 12),
+        # 4. One buffer. Forward: upload till 3, computation till 4, upload till 7, till 8. Backward: computation till
+        #    2, upload till 5, computation till 7. 8 + 7.
+        ({**STREAMED, "wait_forward": (-1, 0), "wait_backward": (1, -1)}, Training(), 15),
+        # 5. Half of the second chunk comes early: forward upload till 3, the early part till 4.5, computation till 4,
+        #    the late part till 6, computation till 7. 7 + 7.
+        (
+            {**STREAMED, "late_forward": (3, 1.5), "wait_forward": (-1, 0), "wait_backward": (1, -1)},
+            Training(),
+            14,
+        ),
+        # 6. Downloads of 3 behind 2 of computation, and steps of 1 on the host: computation 2, 4; downloads 5 (their
+        #    last part, 3, begins at 2) and 8; steps at once 10; then forward, 2.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3, "ahead": 9, "held": 9, "host_step": 1},
+         Training(), 12),
+        # 7. The same behind backward: steps end at 6 and 9. Forward begins at 4; its second chunk is there at 6 and its
+        #    first at 9: computation 10, 11.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3, "ahead": 9, "held": 9, "host_step": 1},
+         Training("backward"), 11),
+        # 8. The same behind forward: gradients are known at 8, steps end at 9 and 10: computation 10, 11.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3, "ahead": 9, "held": 9, "host_step": 1},
+         Training("forward"), 11),
+        # 9. Clipped: norms of 1 end at 6 and 9; scaling and steps take 2 each: 11, 13: computation 12, 14.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3, "ahead": 9, "held": 9, "host_step": 1,
+          "norm": 1, "scale": 1}, Training("forward", clips=True), 14),
+        # 10. Clipped at once: known at 8, norms 2, scaling and steps 4, forward 2.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3, "ahead": 9, "held": 9, "host_step": 1,
+          "norm": 1, "scale": 1}, Training("off", clips=True), 16),
+        # 11. Nothing may be held: computation till 2 waits for its download till 5; then 7 and 10, and forward, 2.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3}, Training(), 12),
+        # 12. Three micro-batches of forwards of 2. Downloads of 1 end at 3 and 5, with which the first backward ends;
+        #     in the others the main thread adds what has landed, 3 to 4 and 5 to 6.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 1, "tail": 1, "ahead": 9, "held": 9, "add": 1,
+          "add_rest": 1}, Training(accumulate=3), 6 + 5 + 6 + 6),
+        # 13. What swaps: the first block's activations leave in 3 from 0 on, the third position waits for them: 4. They
+        #     come back from when the second one's backward begins, at 2, till 5, with which backward ends. 4 + 5 + 1.
+        ({"num_positions": 3, "compute_forward": 1, "compute_backward": 2, "swap_out": (3, 0, 0), "swap_in": (4, 0, 0)},
+         Training(), 4 + 6),
+    ],
+)  # fmt: skip
+def test_cases_by_hand(given_fields: dict[str, Any], training: Training, seconds: float) -> None:
+    assert simulate(columns(**given_fields), training) == [seconds]
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+trainings = st.builds(
+    lambda way, accumulate: Training(way[0], accumulate, way[1]), st.sampled_from(WAYS), st.integers(1, 4)
+)  # fmt: skip
+
+
+@st.composite
+def many_columns(draw: st.DrawFn) -> Columns:
+    """A few plans at a few positions; durations are often zero."""
+    num_positions, num_columns = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    generator = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    full: dict[str, Any] = {}
+    for field in fields(Columns):
+        shape = (num_columns,) if field.name in PER_PLAN else (num_positions, num_columns)
+        full[field.name] = generator.exponential(size=shape) * (generator.random(shape) < 0.6)
+    positions = np.arange(num_positions)[:, None]
+    draws = generator.random((num_positions, num_columns))
+    full["wait_forward"] = (draws * (positions + 1)).astype(np.int64) - 1
+    later = positions + 1 + (draws * (num_positions - positions)).astype(np.int64)
+    full["wait_backward"] = np.where(later >= num_positions, -1, later)
+    for way in ("forward", "backward"):
+        full[f"late_{way}"] = full[f"upload_{way}"] * generator.random((num_positions, num_columns))
+    return Columns(**full)
+
+
+@given(many_columns(), trainings, st.data())
+def test_the_result_never_falls_when_an_entry_gets_worse(
+    some: Columns, training: Training, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([field.name for field in fields(Columns)]))
+    array = getattr(some, name).copy()
+    where = tuple(data.draw(st.integers(0, size - 1)) for size in array.shape)
+    if name == "wait_forward":
+        array[where] = data.draw(st.integers(array[where], where[0] - 1))
+    elif name == "wait_backward":
+        least, most = where[0] + 1, len(array) - 1 if array[where] < 0 else array[where]
+        array[where] = data.draw(st.integers(least, most)) if least <= most else array[where]
+    elif name in ("ahead", "held"):
+        array[where] *= data.draw(st.floats(0, 1))
+    else:
+        array[where] += data.draw(st.floats(0, 5))
+    assert (simulate(replace(some, **{name: array}), training) >= simulate(some, training)).all()
+
+
+@given(many_columns(), trainings)
+def test_many_columns_at_once_are_each_alone(some: Columns, training: Training) -> None:
+    together = simulate(some, training)
+    for index in range(len(together)):
+        alone = Columns(**{field.name: getattr(some, field.name)[..., index : index + 1] for field in fields(Columns)})
+        assert simulate(alone, training) == together[index]
+
+
+def test_what_is_alike_in_all_columns_is_broadcast() -> None:
+    one = columns(3, **{**STREAMED, "upload_backward": 3, "late_backward": 3})
+    steps = replace(one, device_step=np.arange(4.0), host_step=np.ones((1, 1)))
+    assert simulate(steps, Training()).shape == (4,)
+
+
+@pytest.mark.parametrize("wrong", [("never", 1, False), ("off", 0, False), ("backward", 1, True)])
+def test_a_training_that_cannot_be(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Training(*wrong)

@@ -1,0 +1,90 @@
+"""A plan in tables and sentences: what stands in them is what the plan says."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lightning_protrain.planner.explain import short_seconds, time_sentence
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.prediction import PhasePrediction, Prediction
+
+MIB = 1 << 20
+PREDICTION = Prediction(
+    hardware="Test GPU",
+    budget=16 * MIB,
+    phases=(
+        PhasePrediction("forward", "model.layers.1", {"activations": 7 * MIB, "chunk_buffers": MIB}, {"states": MIB}),
+        PhasePrediction("step", "", {}, {"states": MIB}),
+    ),
+    step_seconds=2.0,
+    busy={"compute": 1.5, "upload": 2.0, "download": 0.5, "host": 0.25},
+    bound="link",
+    tokens=4096,
+    accumulate=2,
+    advice=("Warning: buy memory.",),
+)
+PLAN = Plan(
+    chunks=tuple(
+        ChunkPlan((f"model.layers.{i}.weight",), f"model.layers.{i}", "float32", True, MIB, i == 0) for i in range(4)
+    ),
+    blocks=tuple(BlockPlan(f"model.layers.{i}", BlockPolicy.CHECKPOINT) for i in range(4)),
+    num_chunk_buffers=2,
+    memory=MemoryTerms(4 * MIB, 2 * MIB, MIB, 512, activations=MIB),
+    shapes={},
+    prediction=PREDICTION,
+)
+
+
+def _lines(plan: Plan, budget: int | None = None, sentences: tuple[str, ...] = ()) -> list[str]:
+    console = Console(width=200, color_system=None, file=io.StringIO(), record=True)
+    console.print(plan.explain(budget, sentences))
+    return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
+
+
+def test_everything_is_said() -> None:
+    lines = _lines(PLAN, sentences=("One more thing.",))
+    for line in (
+        "| model.layers.0 | 1 | 1.0 MiB | device | checkpoint |",
+        "| model.layers.1-3 | 3 x 1 | 3 x 1.0 MiB | streamed | checkpoint |",
+        "Parameters: 1.0 MiB on the device, 3.0 MiB streamed through 2 chunk buffers.",
+        "One more thing.",
+        "Model states and activations on the device",
+        "| activations | 1.0 MiB | 6 % of 16.0 MiB |",
+        "| total | 8.0 MiB | 50 % of 16.0 MiB |",
+        "Expected on Test GPU",
+        "| forward | 8.0 MiB | 1.0 MiB | activations, 7.0 MiB (in model.layers.1) |",
+        "| step | 0 B | 1.0 MiB | |",
+        "Warning: buy memory.",
+    ):
+        assert line in lines, line
+
+
+def test_without_a_prediction_nothing_is_expected() -> None:
+    lines = _lines(replace(PLAN, prediction=None))
+    assert not any("xpected" in line for line in lines)
+    assert "| total | 8.0 MiB | no limit |" in lines
+
+
+def test_a_budget_that_is_given_counts_for_more_than_the_predicted_one() -> None:
+    assert "| total | 8.0 MiB | 25 % of 32.0 MiB |" in _lines(PLAN, 32 * MIB)
+
+
+@pytest.mark.parametrize("bound", ["compute", "link", "host"])
+def test_the_bound_is_explained(bound: str) -> None:
+    sentence = time_sentence(replace(PREDICTION, bound=bound))
+    assert sentence.startswith("A step of 2 micro-batches is expected to take 2 s, 4,096 tokens per second; ")
+    assert f"what bounds it: {bound} (" in sentence
+    unknown = time_sentence(replace(PREDICTION, bound=bound, tokens=0, accumulate=1))
+    assert unknown.startswith("A step is expected to take 2 s; ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(210.0, "210 s"), (1.204, "1.2 s"), (0.25, "250 ms"), (0.0025, "2.5 ms"), (35e-6, "35 us"), (0.0, "0 us")],
+)
+def test_short_seconds(seconds: float, text: str) -> None:
+    assert short_seconds(seconds) == text

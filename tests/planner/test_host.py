@@ -1,0 +1,59 @@
+"""Host memory by purpose."""
+
+from __future__ import annotations
+
+from mmap import PAGESIZE
+
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.host import host_terms, loading_terms
+from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.profiler.records import ModelLayout
+from tests.planner.layouts import transformer
+
+LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
+PAGES = 4 + 2 + 2 + 1 + 4  # embedding, blocks, norm, head
+ELEMENTS = 2 * 4096 + 4 * 1024 + 64
+
+
+def plan_of(layout: ModelLayout, resident: bool = False, swap_bytes: int = 0) -> Plan:
+    chunks = tuple(with_residency(layout, chunk, resident) for chunk in pack_chunks(layout))
+    blocks = (BlockPlan("layers.0", BlockPolicy.SWAP, swap_bytes), BlockPlan("layers.1", BlockPolicy.KEEP))
+    return Plan(chunks, blocks, 2, memory_terms(layout, chunks, 2, 8.0), {})
+
+
+def test_offloaded() -> None:
+    assert host_terms(LAYOUT, plan_of(LAYOUT, swap_bytes=4096), 8.0) == {
+        "parameters": PAGES * PAGESIZE,
+        "low_precision_copies": 0,
+        "gradients": PAGES * PAGESIZE,
+        "optimizer_states": 8 * ELEMENTS,
+        "landing_gradients": 0,
+        "swapped_activations": 4096,
+    }
+
+
+def test_sums_wait_for_two_chunks_on_an_asynchronous_device() -> None:
+    plan = plan_of(LAYOUT)
+    waiting = host_terms(LAYOUT, plan, 8.0, accumulate=2)["landing_gradients"]
+    # As many of each size as there are, since two of the largest and one more would be all of them.
+    assert waiting == PAGES * PAGESIZE
+    assert host_terms(LAYOUT, plan, 8.0, accumulate=2, asynchronous=False)["landing_gradients"] == waiting
+
+
+def test_copies_of_lower_precision() -> None:
+    low = LAYOUT.streaming({"layers.0.up", "layers.0.down"}, "bfloat16")
+    terms = host_terms(low, plan_of(low), 8.0)
+    assert terms["low_precision_copies"] == PAGESIZE
+    assert terms["landing_gradients"] == PAGESIZE
+    assert terms["gradients"] == PAGES * PAGESIZE
+
+
+def test_resident() -> None:
+    assert not any(host_terms(LAYOUT, plan_of(LAYOUT, resident=True), 8.0).values())
+    weights = sum(info.nbytes for info in LAYOUT.parameters)
+    assert loading_terms(LAYOUT, plan_of(LAYOUT, resident=True), True)["parameters"] == weights
+
+
+def test_loading_has_one_chunk_twice() -> None:
+    assert loading_terms(LAYOUT, plan_of(LAYOUT), True)["parameters"] == (PAGES + 4) * PAGESIZE

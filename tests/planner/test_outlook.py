@@ -1,0 +1,122 @@
+"""What a plan is expected to give, and which advice goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_protrain.planner import outlook
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.outlook import expected_memory, predict, scaled
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.search import Problem, search
+from lightning_protrain.planner.steptime import step_time
+from tests.planner.problems import random_problem
+
+SEEDS = range(40)
+
+
+def _tight(seed: int, share: float = 0.5) -> tuple[Problem, Plan]:
+    """A problem whose budget lies between what the leanest and what the fastest plan take, and its plan."""
+    problem = replace(random_problem(seed), device_bytes=1 << 50, host_bytes=1 << 50)
+    roomy = expected_memory(problem, search(problem, Knobs())).device_peak
+    for part in (share, 0.8, 1.0):
+        tight = replace(problem, device_bytes=int(roomy * part) + 1)
+        try:
+            return tight, search(tight, Knobs())
+        except ValueError:
+            continue
+    return problem, search(problem, Knobs())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_prediction_is_that_of_the_models(seed: int) -> None:
+    problem, plan = _tight(seed)
+    predicted = predict(problem, plan, Knobs())
+    prediction = predicted.prediction
+    assert prediction is not None
+    timeline, time = (
+        expected_memory(problem, plan),
+        step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training),
+    )
+    assert prediction.device_bytes == timeline.device_peak
+    assert prediction.host_bytes == timeline.host_peak
+    assert (prediction.step_seconds, prediction.bound) == (time.seconds, time.bound)
+    assert prediction.budget == problem.device_bytes
+    assert predicted.memory.total == max(timeline.device_peak, plan.memory.total)
+    assert replace(predicted, prediction=None, memory=plan.memory) == plan
+    assert Plan.from_json(predicted.to_json()) == predicted
+
+
+def test_nothing_is_advised_where_nothing_is_streamed() -> None:
+    seen = 0
+    for seed in SEEDS:
+        problem = replace(random_problem(seed), device_bytes=1 << 50, host_bytes=1 << 50)
+        plan = search(problem, Knobs())
+        prediction = predict(problem, plan, Knobs()).prediction
+        assert prediction is not None
+        if not plan.num_offloaded_chunks:
+            seen += 1
+            assert not any("GiB" in sentence or "batch" in sentence for sentence in prediction.advice)
+    assert seen
+
+
+def test_few_samples_are_warned_of() -> None:
+    problem, _ = next(found for found in map(_tight, SEEDS) if found[1].num_offloaded_chunks)
+    for samples, accumulate, warned in ((1, 1, True), (1, 3, True), (2, 2, False), (4, 1, False), (0, 1, False)):
+        training = replace(problem.training, accumulate=accumulate)
+        few = replace(problem, profile=replace(problem.profile, samples=samples), training=training)
+        prediction = predict(few, search(few, Knobs()), Knobs()).prediction
+        assert prediction is not None
+        assert any(sentence.startswith("Warning: a step of") for sentence in prediction.advice) == warned
+
+
+def test_more_memory_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlook, "GIB", 1 << 40)
+    said = [
+        (predict(problem, plan, Knobs()).prediction, problem)
+        for problem, plan in map(_tight, SEEDS)
+        if plan.num_offloaded_chunks
+    ]
+    helped = 0
+    for prediction, problem in said:
+        assert prediction is not None
+        best = search(replace(problem, device_bytes=(problem.device_bytes or 0) + (1 << 40)), Knobs())
+        seconds = step_time(problem.profile, problem.layout, best, problem.hardware, problem.training).seconds
+        worth = seconds < 0.98 * prediction.step_seconds
+        helped += worth
+        assert any(sentence.startswith("One more GiB") for sentence in prediction.advice) == worth
+    assert helped
+
+
+def test_a_larger_batch_is_advised_only_if_it_is_faster_for_each_sample() -> None:
+    advised = 0
+    for problem, _ in map(_tight, SEEDS):
+        loose = replace(problem, profile=replace(problem.profile, samples=8, tokens=800), device_bytes=1 << 50)
+        streamed = replace(Knobs(), num_persistent_chunks=0)
+        plan = search(loose, streamed)
+        prediction = predict(loose, plan, streamed).prediction
+        assert prediction is not None
+        sentences = [sentence for sentence in prediction.advice if sentence.startswith("A micro-batch of ")]
+        advised += len(sentences)
+        if plan.num_offloaded_chunks and prediction.bound == "compute":
+            assert not sentences
+        for sentence in sentences:
+            assert float(sentence.partition(": ")[2].partition(" times")[0]) >= 1.0
+            assert "tokens per second in place of" in sentence
+    assert advised
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_scaled_profile_is_that_of_more_samples(seed: int) -> None:
+    problem = random_problem(seed)
+    double = scaled(problem.profile, 2)
+    for one, two in zip(problem.profile.segments, double.segments, strict=True):
+        assert two.forward.peak_bytes == 2 * one.forward.peak_bytes
+        assert two.backward.live_bytes == 2 * one.backward.live_bytes
+        assert (two.unit, two.gradients, two.casts) == (one.unit, one.gradients, one.casts)
+        hardware = problem.hardware
+        seconds = hardware.seconds(one.backward.operations)
+        assert hardware.seconds(two.backward.operations) == pytest.approx(2 * seconds)
+    assert scaled(problem.profile, 1) == problem.profile

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.problems import random_problem
+
+
+def test_a_profile_of_another_model() -> None:
+    one, other = random_problem(0), next(p for p in map(random_problem, range(1, 99)) if len(p.layout.blocks) == 8)
+    assert len(one.layout.blocks) < 8
+    with pytest.raises(ValueError, match=r"The profile has units that the model has not .*of another model"):
+        replace(one, profile=other.profile)
+    with pytest.raises(ValueError, match="no backward"):
+        replace(one, profile=replace(one.profile, segments=()))

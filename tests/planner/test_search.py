@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_protrain.planner import space
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
+from lightning_protrain.planner.problem import Packing, Problem
+from lightning_protrain.planner.search import NoFeasiblePlan, find, search
+from tests.planner.brute import Candidate, all_candidates, times
+from tests.planner.problems import random_problem, with_budgets
+
+NAMES = (
+    "num_persistent_chunks",
+    "num_chunk_buffers",
+    "num_swap_blocks",
+    "num_checkpoint_blocks",
+    "num_keep_offloaded_blocks",
+    "chunk_bytes",
+)
+
+
+def rounded(problem: Problem, seconds: list[float]) -> list[float]:
+    """Times as the search compares them."""
+    quantum = space.RESOLUTION * Packing(problem, None, None).candidates.computation
+    return [float(np.rint(value / quantum) * quantum) for value in seconds]
+
+
+def random_pins(source: random.Random, candidate: Candidate, problem: Problem, names: tuple[str, ...]) -> Knobs:
+    """Pins of which at least one plan, `candidate`, has all, or nearly."""
+    packing, num_swap, num_checkpoint, offloaded, buffers = candidate.order
+    streamed = {
+        block.name
+        for block in problem.layout.blocks
+        if any(not chunk.resident and set(chunk.parameters) & set(block.parameters) for chunk in candidate.plan.chunks)
+    }
+    keeps = sum(block.policy is BlockPolicy.KEEP and block.name in streamed for block in candidate.plan.blocks)
+    values = {
+        "num_persistent_chunks": len(candidate.plan.chunks) - offloaded,
+        "num_chunk_buffers": -buffers + source.choice([0, 0, 1]),
+        "num_swap_blocks": num_swap,
+        "num_checkpoint_blocks": num_checkpoint,
+        "num_keep_offloaded_blocks": keeps,
+        "chunk_bytes": problem.chunk_bytes[packing] or 1 << 40,
+    }
+    return Knobs(**{name: values[name] for name in names})
+
+
+def budgets(source: random.Random, found: list[Candidate]) -> tuple[int | None, int | None]:
+    """Loose and tight ones, just enough and not quite."""
+    devices, hosts = sorted(c.device for c in found), sorted(c.host for c in found)
+    tight = devices[: len(devices) // 3 + 1]
+    device = source.choice(
+        [None, devices[0], devices[0] - 1, *(source.choice(part) for part in (tight, devices, tight))]
+    )
+    return device, source.choice([None, None, hosts[-1], source.choice(hosts), source.choice(hosts)])
+
+
+def check(seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int) -> bool:
+    """Holds one search against all plans; whether there is one that fits."""
+    source = random.Random(seed)
+    problem = random_problem(seed, most_blocks, most_chunks)
+    everything = list(all_candidates(problem, Knobs()))
+    knobs = random_pins(source, source.choice(everything), problem, names)
+    allowed = list(all_candidates(problem, knobs)) if names else everything
+    device, host = budgets(source, allowed)
+    problem = with_budgets(problem, device, host)
+    fitting = [
+        candidate
+        for candidate in allowed
+        if (device is None or candidate.device <= device) and (host is None or candidate.host <= host)
+    ]
+    if not fitting:
+        with pytest.raises(NoFeasiblePlan, match="No plan fits"):
+            search(problem, knobs)
+        return False
+    seconds = rounded(problem, times(problem, fitting))
+    fastest = min(seconds)
+    # Of the buffers as many as fit: that one more takes time is next to never, and next to nothing.
+    most = {candidate.order[:4]: index for index, candidate in enumerate(fitting)}
+    fitting, seconds = [fitting[index] for index in most.values()], [seconds[index] for index in most.values()]
+    best = min(range(len(fitting)), key=lambda index: (seconds[index], fitting[index].order))
+    found = find(problem, knobs)
+    assert found.seconds == seconds[best]
+    assert fastest <= found.seconds <= 1.01 * fastest
+    assert found.plan == fitting[best].plan
+    check_plan(found.plan, problem.layout, "bfloat16")
+    check_fits(found.plan, problem.layout, device, host, problem.state_bytes)
+    return True
+
+
+def kinds_of_pins(source: random.Random) -> tuple[str, ...]:
+    """None, one or two knobs."""
+    return source.choice([(), (), *((name,) for name in NAMES), *combinations(NAMES, 2)])
+
+
+def test_the_search_finds_what_trying_all_plans_finds() -> None:
+    fitting = [check(seed, kinds_of_pins(random.Random(seed)), 4, 8) for seed in range(40)]
+    assert 20 <= sum(fitting) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("block", range(10))
+def test_the_search_finds_what_trying_all_plans_finds_in_a_thousand_cases(block: int) -> None:
+    fitting = 0
+    for seed in range(1000 + 110 * block, 1110 + 110 * block):
+        most_blocks, most_chunks = (8, 12) if seed % 11 == 0 else (5, 9)
+        fitting += check(seed, kinds_of_pins(random.Random(seed)), most_blocks, most_chunks)
+    assert 50 <= fitting < 110
+
+
+def failures(seeds: range) -> int:
+    """How many cases come out wrong."""
+    count = 0
+    for seed in seeds:
+        try:
+            check(seed, (), 4, 8)
+        except (AssertionError, ValueError):
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    "planted", ["slow bound", "wrong corner of time", "memory at the wrong corner", "fewer buffers"]
+)
+def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes, simulated = space.Space._boxes, space.Space._simulate
+    buffers = space.Space._buffers
+
+    def corner(self: space.Space, low: Any, high: Any) -> Any:
+        found = boxes(self, low, high)
+        if planted == "wrong corner of time":
+            return replace(found, least=found.most, persistent=found.fewest)
+        return replace(found, most=found.least, fewest=found.persistent)
+
+    def slow(self: space.Space, found: Any, number: Any, persistent: Any) -> Any:
+        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number, persistent)
+
+    def fewer(self: space.Space, found: Any) -> Any:
+        number = buffers(self, found)
+        return np.where(found.point, np.minimum(number, 1), number)
+
+    if planted == "slow bound":
+        monkeypatch.setattr(space.Space, "_simulate", slow)
+    elif planted == "fewer buffers":
+        monkeypatch.setattr(space.Space, "_buffers", fewer)
+    else:
+        monkeypatch.setattr(space.Space, "_boxes", corner)
+    # Small batches, so that bounds matter.
+    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4))
+    assert failures(range(80))
+
+
+def test_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4))
+    assert not failures(range(25))
+
+
+def test_what_fits_and_costs_nothing_stays() -> None:
+    found = 0
+    for seed in range(40):
+        problem = random_problem(seed)
+        problem = replace(
+            problem, hardware=replace(problem.hardware, device_step=1e30, memory=1e30), chunk_bytes=(None,)
+        )
+        plan = find(problem, Knobs()).plan
+        found += not plan.num_offloaded_chunks
+        assert plan.num_offloaded_chunks or {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}
+        assert plan.num_offloaded_chunks == 0
+    assert found == 40
+
+
+def test_the_plan_is_the_same_every_time() -> None:
+    problem = random_problem(5)
+    assert isinstance(search(problem, Knobs()), Plan)
+    assert search(problem, Knobs()) == search(problem, Knobs())

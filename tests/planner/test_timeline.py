@@ -1,0 +1,149 @@
+"""The timeline of a model whose figures can be added up by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelProfile, Pass, Segment, UnitCall
+from tests.planner.layouts import transformer
+
+KEEP, CHECKPOINT, SWAP = BlockPolicy
+CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
+LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
+# Bytes of weights: embedding 16384, each block 2 x 4096, norm 256, head 16384. A block saves 1000 K and makes 100 K.
+K, BLOCK, EDGE, NORM, BUFFERS = 1000, 8192, 16384, 256, 96
+STATE_BYTES, LOSS = 8.0, 512
+
+
+def block(index: int) -> Segment:
+    live, names = 1100 * K * index + 100 * K, (f"layers.{index}.up", f"layers.{index}.down")
+    forward, backward = Pass(live, live + 1200 * K), Pass(live + 1200 * K, live + 1500 * K)
+    with_gradients, saving = backward.peak_bytes + 4096, 1000 * K
+    return Segment(f"layers.{index}", forward, backward, with_gradients, saving, saving, 100 * K, gradients=names)
+
+
+SEGMENTS = (
+    Segment("embed", Pass(0, 100 * K), Pass(100 * K, 200 * K), 200 * K, gradients=("embed.weight",)),
+    block(0),
+    block(1),
+    Segment("head", Pass(2300 * K, 2400 * K), Pass(2400 * K, 2500 * K), 2500 * K, gradients=("head.weight",)),
+)
+CALLS = tuple(UnitCall(f"layers.{at}", at, 1000 * K, (), 100 * K, 100 * K, 0, 1200 * K, 1000 * K) for at in range(2))
+PROFILE = ModelProfile(CALLS, (), 0, (), 2000 * K, 0, 2400 * K, SEGMENTS)
+
+
+def plan_of(resident: bool, *policies: BlockPolicy, inputs: int = 0) -> Plan:
+    chunks = tuple(with_residency(LAYOUT, chunk, resident) for chunk in pack_chunks(LAYOUT))
+    given = {KEEP: 0, CHECKPOINT: inputs, SWAP: 1000 * K}
+    blocks = [BlockPlan(f"layers.{at}", policy, given[policy]) for at, policy in enumerate(policies)]
+    memory = memory_terms(LAYOUT, chunks, 2, STATE_BYTES, blocks)
+    return Plan(
+        chunks, tuple(blocks), 0 if resident else 2, memory, {info.fqn: info.shape for info in LAYOUT.parameters}
+    )
+
+
+def timeline(plan: Plan, profile: ModelProfile = PROFILE, **options: float) -> MemoryTimeline:
+    return memory_timeline(profile, LAYOUT, plan, CPU, STATE_BYTES, **options)  # type: ignore[arg-type]
+
+
+WEIGHTS = 2 * EDGE + 2 * BLOCK + NORM
+RESIDENT = 3 * WEIGHTS + BUFFERS
+
+
+def test_resident_and_kept() -> None:
+    found = timeline(plan_of(True, KEEP, KEEP))
+    assert found.phase("loading").total == WEIGHTS + BUFFERS
+    # The gradients of the step before are there until the loss is known.
+    assert found.phase("forward").total == RESIDENT + WEIGHTS + 2400 * K + LOSS
+    # At the last block: the head's gradient, that of the norm, which no segment makes in this profile, is never.
+    assert found.phase("backward").unit == "layers.1"
+    assert found.phase("backward").device["gradients"] == EDGE + NORM + 4096
+    assert found.phase("backward").device["activations"] == 2700 * K
+    # AdamW parameter by parameter: a root and a quotient.
+    assert found.phase("step").total == RESIDENT + WEIGHTS + 2 * EDGE
+    assert found.device_peak == found.phase("backward").total
+    assert found.host_peak == WEIGHTS
+    assert not any(found.phase("step").host.values())
+
+
+@pytest.mark.parametrize(
+    ("policies", "unit", "activations", "swapped"),
+    [
+        ((KEEP, KEEP), "layers.1", 2700 * K, 0),
+        ((CHECKPOINT, KEEP), "layers.1", 1700 * K, 0),
+        ((CHECKPOINT, CHECKPOINT), "layers.1", 1700 * K, 0),
+        ((KEEP, CHECKPOINT), "layers.1", 2700 * K, 0),
+        ((SWAP, KEEP), "layers.1", 1700 * K, 1000 * K),
+        ((SWAP, SWAP), "layers.1", 1700 * K, 1000 * K),
+    ],
+)
+def test_policies(policies: tuple[BlockPolicy, ...], unit: str, activations: int, swapped: int) -> None:
+    phase = timeline(plan_of(False, *policies)).phase("backward")
+    assert (phase.unit, phase.device["activations"], phase.device["swapped_activations"]) == (
+        unit,
+        activations,
+        swapped,
+    )
+    assert phase.device["gradients"] == phase.device["gradients_in_flight"] == 0
+    assert phase.device["chunk_buffers"] == 2 * BLOCK
+
+
+def test_inputs_that_are_swapped() -> None:
+    kept, swapped = (timeline(plan_of(False, CHECKPOINT, KEEP, inputs=nbytes)) for nbytes in (0, 100 * K))
+    less = kept.phase("backward").device["activations"] - swapped.phase("backward").device["activations"]
+    assert less == swapped.phase("backward").device["swapped_activations"] == 100 * K
+
+
+def test_a_recomputation_that_takes_more_than_its_backward() -> None:
+    last = replace(SEGMENTS[2], forward=Pass(1200 * K, 3200 * K))
+    profile = replace(PROFILE, segments=(*SEGMENTS[:2], last, SEGMENTS[3]))
+    # Before it 2400 K less 2 x 1000 K; then the 2000 K of its forward.
+    assert timeline(plan_of(False, CHECKPOINT, CHECKPOINT), profile).phase("backward").device["activations"] == 2400 * K
+
+
+def test_accumulated_gradients_are_all_there() -> None:
+    phase = timeline(plan_of(True, KEEP, KEEP), accumulate=2).phase("backward")
+    assert phase.device["gradients"] == WEIGHTS
+
+
+def test_fragmentation_counts_on_an_asynchronous_device_and_never_deflates() -> None:
+    plan = plan_of(False, KEEP, KEEP)
+    gpu = replace(CPU, asynchronous=True)
+    plain, more, less = (
+        memory_timeline(PROFILE, LAYOUT, plan, gpu, STATE_BYTES, alpha=alpha) for alpha in (1, 1.1, 0.75)
+    )
+    assert more.device_peak - plain.device_peak == pytest.approx(270 * K, abs=1)  # rounded up
+    assert less.device_peak == plain.device_peak
+    assert less.phase("backward").fragmentation == -675 * K
+    assert plain.phase("backward").device["gradients_in_flight"] == EDGE
+    assert timeline(plan, alpha=1.1).phase("backward").fragmentation == 0
+
+
+def test_foreach_takes_as_much_as_all_resident_parameters() -> None:
+    found = timeline(plan_of(True, KEEP, KEEP), foreach=True)
+    assert found.phase("step").device["temporaries"] == WEIGHTS
+
+
+def test_what_the_batch_did_not_run_is_reserved_for_and_named() -> None:
+    found = timeline(plan_of(False, KEEP, KEEP), replace(PROFILE, segments=(*SEGMENTS[:2], SEGMENTS[3])))
+    assert found.unexercised == ("layers.1", "norm")
+    assert found.phase("backward").device["unexercised"] >= 1000 * K
+
+
+def test_a_profile_without_backward_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no backward"):
+        timeline(plan_of(True, KEEP, KEEP), replace(PROFILE, segments=()))
+
+
+def test_there_are_five_phases() -> None:
+    found = timeline(plan_of(True, KEEP, KEEP))
+    assert [phase.name for phase in found.phases] == ["loading", "forward", "backward", "step", "evaluation"]
+    with pytest.raises(KeyError):
+        found.phase("lunch")

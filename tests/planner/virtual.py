@@ -1,0 +1,187 @@
+"""Steps of the real runtime on the virtual clock, to hold predictions against."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import nn
+
+from benchmarks.overlap import GPT, VOCABULARY
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.steptime import Training
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.optimizer import fused_host_step
+from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+
+KEEP, CHECKPOINT, SWAP = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT, BlockPolicy.SWAP
+FLOPS, MEMORY = 1e9, 1e10
+STATE_BYTES = 8.0
+Policies = Callable[[int], BlockPolicy]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A machine, a plan and a training loop.
+
+    Attributes:
+        training: The loop.
+        resident: How many of the first chunks are resident.
+        num_buffers: Chunk buffers.
+        policies: Of blocks, by index.
+        link: The upload of all chunks over the computation of one forward.
+        host: The optimizer step on the host over the computation of one micro-batch.
+        num_blocks: Of the model.
+        num_tokens: Of a micro-batch.
+        chunk_bytes: The most bytes of a chunk.
+        tied: Whether the head has the weights of the embedding.
+        hold: Factor of what the runtime lets downloads hold on the device.
+    """
+
+    training: Training = field(default_factory=Training)
+    resident: int = 0
+    num_buffers: int = 3
+    policies: Policies = lambda index: KEEP
+    link: float = 0.5
+    host: float = 0.5
+    num_blocks: int = 8
+    num_tokens: int = 16
+    chunk_bytes: int | None = None
+    tied: bool = False
+    hold: int = 1
+
+
+def model_of(case: Case) -> GPT:
+    """The model with the same weights every time."""
+    torch.manual_seed(0)
+    gpt = GPT(case.num_blocks)
+    if case.tied:
+        gpt.head.weight = gpt.embedding.weight
+    return gpt
+
+
+def tokens(num_tokens: int) -> torch.Tensor:
+    return torch.arange(num_tokens).remainder(VOCABULARY).view(1, num_tokens)
+
+
+@cache
+def profile_of(num_blocks: int, num_tokens: int, tied: bool) -> tuple[ModelLayout, ModelProfile]:
+    """What the model does."""
+    gpt = model_of(Case(num_blocks=num_blocks, tied=tied))
+    layout = describe_model(gpt)
+    return layout, profile_model(gpt, layout, lambda: gpt(tokens(num_tokens)))
+
+
+def plan_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Plan:
+    """The plan."""
+    chunks = [
+        with_residency(layout, chunk, index < case.resident)
+        for index, chunk in enumerate(pack_chunks(layout, case.chunk_bytes))
+    ]
+    num_buffers = max(case.num_buffers, minimum_chunk_buffers(layout, chunks))
+    swap_bytes = profile.swap_bytes()
+    blocks = []
+    for index, block in enumerate(layout.blocks):
+        policy = case.policies(index)
+        blocks.append(BlockPlan(block.name, policy, swap_bytes[block.name] if policy is SWAP else 0))
+    return Plan(
+        chunks=tuple(chunks),
+        blocks=tuple(blocks),
+        num_chunk_buffers=num_buffers,
+        memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES, blocks),
+        shapes={info.fqn: info.shape for info in layout.parameters},
+    )
+
+
+def computing(profile: ModelProfile) -> tuple[float, float]:
+    """Virtual seconds of forward and of backward."""
+
+    def seconds(name: str) -> float:
+        return sum(
+            cost.count * max(cost.flops / FLOPS, cost.nbytes / MEMORY)
+            for segment in profile.segments
+            for cost in getattr(segment, name).operations
+        )
+
+    return seconds("forward"), seconds("backward")
+
+
+def rates_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Rates:
+    """A machine of the case's proportions."""
+    forward, backward = computing(profile)
+    nbytes = sum(info.nbytes for info in layout.parameters)
+    link = nbytes / (case.link * forward)
+    return Rates(link, link, FLOPS, MEMORY, 4 * nbytes / (case.host * (forward + backward)))
+
+
+def hardware_of(rates: Rates) -> HardwareProfile:
+    """What the planner is told of it."""
+    return SimulatedDevice(rates).hardware_profile(("float32",), 1 << 40, 1 << 40)
+
+
+def measure(case: Case, num_steps: int = 4) -> float:
+    """Virtual seconds of one step when the run has settled: between the ends of the last two backwards."""
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    gpt, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
+    plan = plan_of(case, layout, profile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        runtime = apply_plan(gpt, plan, layout, device, print)
+    device.hold_bytes *= case.hold
+    resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
+    groups = [[p for name, p in gpt.named_parameters() if (name in resident) is kind] for kind in (True, False)]
+    for parameter in groups[0]:
+        device.set_place(parameter, "device")  # Without streaming nothing has told the clock.
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+    ends = []
+    with device:
+        for _ in range(num_steps):
+            _step(case, gpt, runtime, optimizer, device, bool(groups[0]))
+            ends.append(device.compute_stream().time)
+        runtime.updates.finish_all()
+    runtime.remove()
+    return ends[-1] - ends[-2]
+
+
+def _step(
+    case: Case,
+    gpt: nn.Module,
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    device: SimulatedDevice,
+    on_device: bool,
+) -> None:
+    training = case.training
+
+    def forward_and_backward(first: bool) -> None:
+        loss = runtime.run_step(gpt, (tokens(case.num_tokens),), {}, True)
+        if first:
+            optimizer.zero_grad()
+        loss.backward()
+        runtime.end_backward()
+
+    def closure() -> None:
+        forward_and_backward(training.accumulate == 1)
+        if training.clips:
+            runtime.updates.clip_norm(gpt.parameters(), 1e-3)
+            if on_device:
+                # On a GPU the host reads the norm of what is there.
+                device.compute_stream().record_event().synchronize()
+        runtime.settle()
+
+    for index in range(training.accumulate - 1):
+        forward_and_backward(index == 0)
+    runtime.updates.arm(optimizer, Overlap(training.overlap), None, training.clips)
+    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
+        optimizer.step(final)
+    runtime.refresh()

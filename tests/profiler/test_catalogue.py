@@ -1,0 +1,171 @@
+"""The catalogue: units are right, siblings are in order, and names are found however they are written."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lightning_protrain.profiler.cache import implausible
+from lightning_protrain.profiler.catalogue import CATALOGUE, GIB, GPU, MATMUL_EFFICIENCY, find, gpu
+from lightning_protrain.profiler.machine import HardwareProfile
+
+lines = pytest.mark.parametrize("line", CATALOGUE, ids=lambda line: line.name)
+
+
+def profile(name: str) -> HardwareProfile:
+    return gpu(name, 64 * GIB, 16)
+
+
+def test_there_are_many_and_each_once() -> None:
+    assert len(CATALOGUE) >= 15
+    assert len({line.name for line in CATALOGUE}) == len(CATALOGUE)
+
+
+@lines
+def test_units_are_right(line: GPU) -> None:
+    assert 8 <= line.gib <= 288, "GiB"
+    assert 200 <= line.memory <= 10_000, "GB/s"
+    assert 5 <= line.float32 <= 200, "TFLOP/s"
+    assert 20 <= line.half <= 3000, "TFLOP/s, dense"
+    assert line.half >= 1.9 * line.float32
+    # What lies between arithmetic and memory has grown slowly: a figure with sparsity, or in other units, sticks out.
+    assert 50 <= 1000 * line.half / line.memory <= 500
+    assert line.source.startswith(("https://www.nvidia.com/", "https://images.nvidia.com/", "https://d1.awsstatic.com/",
+                                   "https://www.amd.com/"))  # fmt: skip
+
+
+@lines
+def test_a_profile_is_below_the_peak_and_plausible(line: GPU) -> None:
+    machine = profile(line.name)
+    assert implausible(machine) == []
+    assert 0.8 * line.gib * GIB < machine.device_bytes < line.gib * GIB
+    assert machine.memory < line.memory * 1e9
+    assert machine.flops["float16"] >= machine.flops["float32"]
+    assert machine.flops["float16"] == line.half * 1e12 * MATMUL_EFFICIENCY[line.vendor]
+    assert ("bfloat16" in machine.flops) is line.bfloat16
+    assert 10e9 < machine.upload < 64e9
+    assert machine.upload_pageable < machine.upload_beside < machine.upload
+    assert machine.host_step < machine.device_step
+    assert HardwareProfile.from_json(machine.to_json()) == machine
+
+
+@lines
+def test_on_geforce_sums_in_float32_halve_the_tensor_rate(line: GPU) -> None:
+    geforce = line.name.startswith(("RTX 3", "RTX 4", "RTX 5"))
+    assert (line.half < 2.1 * line.float32) is (geforce or line.name == "A10G")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("RTX 3060", "RTX 3080", "RTX 3090", "RTX 3090 Ti", "RTX 4090", "RTX 5090"),
+        ("T4", "L4", "A10", "A100 40GB", "H100 SXM", "B200"),
+        ("RTX 4060 Ti 16GB", "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4090"),
+        ("RTX A5000", "RTX A6000", "RTX 6000 Ada"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_the_larger_sibling_is_faster(names: tuple[str, ...]) -> None:
+    for small, large in pairwise(profile(name) for name in names):
+        assert small.flops["float16"] < large.flops["float16"]
+        assert small.memory <= large.memory
+        assert small.upload <= large.upload
+
+
+def test_the_h200_is_an_h100_with_more_memory() -> None:
+    small, large = profile("H100 SXM"), profile("H200")
+    assert small.flops == large.flops
+    assert small.memory < large.memory
+    assert small.device_bytes < large.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("rtx3090", "RTX 3090"),
+        ("RTX 3090", "RTX 3090"),
+        ("3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("RTX-3090 (24GB)", "RTX 3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("4060ti-16gb", "RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla V100-SXM2-32GB", "V100 SXM 32GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("h200", "H200"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+    ],
+)
+def test_names_are_found_however_they_are_written(name: str, found: str) -> None:
+    assert find(name).name == found
+    assert profile(name).name == found
+
+
+@lines
+def test_every_name_means_one(line: GPU) -> None:
+    for name in (line.name, *line.aliases):
+        assert find(name) is find(name.lower()) is find(f"NVIDIA {name}") is line
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("RTX 3900", "'RTX 3090'"),
+        ("A100", "'A100 40GB' or 'A100 80GB PCIe' or 'A100 80GB SXM'"),
+        ("H100", "'H100 PCIe' or 'H100 SXM'"),
+        ("RTX 4060 Ti", "'RTX 4060 Ti 16GB'"),
+        ("V100", "'V100 SXM 16GB'"),
+        ("MI30X", "'MI300X'"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"No GPU '{name}' is in the catalogue. Did you mean .*{near}.*Known are"
+    ) as error:
+        profile(name)
+    assert all(line.name in str(error.value) for line in CATALOGUE)
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA", "a toaster"])
+def test_what_is_near_to_nothing_is_an_error_too(name: str) -> None:
+    with pytest.raises(ValueError, match=f"No GPU '{name}' is in the catalogue. Known are: RTX 3060, "):
+        profile(name)
+
+
+@pytest.mark.parametrize(("host_bytes", "cores"), [(0, 8), (-1, 8), (1e9, 8), (True, 8), (GIB, 0), (GIB, 2.5)])
+def test_a_host_without_memory_or_cores_is_an_error(host_bytes: int, cores: int) -> None:
+    with pytest.raises(ValueError, match="give a whole number above zero"):
+        gpu("RTX 3090", host_bytes, cores)
+
+
+def test_the_host_is_the_users() -> None:
+    few, many, most = (gpu("RTX 3090", 64 * GIB, cores) for cores in (8, 16, 1000))
+    assert few.host_bytes == 64 * GIB
+    assert 2 * few.host_step == many.host_step < most.host_step
+    assert most.host_memory == 200e9
+
+
+def test_the_page_shows_the_catalogue() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    for line in CATALOGUE:
+        half = f"{line.half:g}" + ("" if line.bfloat16 else " (no bfloat16)")
+        cells = (
+            line.name,
+            str(line.gib),
+            f"{line.memory:g}",
+            f"{line.float32:g}",
+            half,
+            f"{line.pcie}.0 x{line.lanes}",
+        )
+        assert f"| {' | '.join(cells)} | [data sheet]({line.source}) |" in text
+    assert text.count("[data sheet]") == len(CATALOGUE)

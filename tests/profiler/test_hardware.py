@@ -1,0 +1,274 @@
+"""What is measured is a figure, and leaves nothing behind. No test looks at how fast anything is."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import CPUDevice, StreamDevice, open_device
+from lightning_protrain.host import HostMemory
+from lightning_protrain.profiler import hardware
+from lightning_protrain.profiler.cache import implausible
+from lightning_protrain.profiler.hardware import cpu_name, free_bytes, profile_hardware
+from lightning_protrain.profiler.machine import HardwareProfile
+
+SMALL = hardware._Sizes(1 << 16, 1 << 16, 1 << 12)
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take no time, and say nothing."""
+    monkeypatch.setattr(hardware, "DEVICE_SIZES", SMALL)
+    monkeypatch.setattr(hardware, "HOST_SIZES", SMALL)
+    monkeypatch.setattr(hardware, "LEAST_ROWS", 8)
+    monkeypatch.setattr(hardware, "MOST_ROWS", 16)
+    monkeypatch.setattr(hardware, "REPEAT_SECONDS", 0.0)
+
+
+@pytest.fixture
+def cpu() -> Iterator[CPUDevice]:
+    device = CPUDevice(torch.device("cpu"))
+    yield device
+    device.close()
+
+
+class Event:
+    """A point in a stream that has been passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+class Stream:
+    """Does everything at once."""
+
+    def wait_event(self, event: Event) -> None:
+        return
+
+    def wait_stream(self, stream: Stream) -> None:
+        return
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+class LockingDevice(StreamDevice):
+    """A GPU made of the CPU's memory, which locks pages as far as `locks` says."""
+
+    def __init__(self, locks: Callable[[int, int], bool], free: int | None = 1 << 30) -> None:
+        self.locked: list[int] = []
+        self._free = free
+        self._locks = locks
+        self._stream = Stream()
+        super().__init__(torch.device("cpu"), self.new_host_memory(), lambda name: Stream())
+
+    def compute_stream(self) -> Stream:
+        return self._stream
+
+    def copy(self, stream: Stream, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def free_bytes(self) -> int | None:
+        return self._free
+
+    def new_host_memory(self) -> HostMemory:
+        return HostMemory(self._lock, self.locked.remove)
+
+    def _lock(self, address: int, size: int) -> bool:
+        locked = self._locks(address, size)
+        self.locked += [address] if locked else []
+        return locked
+
+
+def always(address: int, size: int) -> bool:
+    return True
+
+
+def within_the_bound(address: int, size: int) -> bool:
+    bound, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return bound == resource.RLIM_INFINITY or size <= bound
+
+
+@pytest.fixture
+def _bounded() -> Iterator[None]:
+    """A bound on what may be locked: one MiB."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_the_cpu_is_measured_as_it_is(cpu: CPUDevice) -> None:
+    profile = profile_hardware(cpu, [torch.float32, torch.bfloat16])
+    assert implausible(profile) == []
+    assert list(profile.flops) == ["float32", "bfloat16"]
+    assert profile.name == cpu_name()
+    assert not profile.asynchronous
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_device_with_streams_is_measured_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, issued = LockingDevice(always), ""
+
+    def copy(self: StreamDevice, stream: Stream, source: Tensor, target: Tensor) -> None:
+        nonlocal issued
+        issued += "u" if stream is self._in else "d"
+
+    monkeypatch.setattr(LockingDevice, "copy", copy)
+    monkeypatch.setattr(hardware, "_seconds", lambda work, finish: 1.0)
+    profile = profile_hardware(device, [torch.float32])
+    rows = hardware.ROW, hardware.ROWS
+    # Those beside were given first and go on for longer.
+    assert issued == ("d" * 2 * rows[0] + "u" * rows[0]) * rows[1] + ("u" * 2 * rows[0] + "d" * rows[0]) * rows[1]
+    assert profile.asynchronous
+    assert profile.device_bytes == 1 << 30
+    assert (profile.upload, profile.download_pageable) == (SMALL.copy, SMALL.copy)
+    assert (profile.device_step, profile.host_memory) == (SMALL.elements, 3 * SMALL.sum)
+    assert profile.flops == {"float32": 2 * 8**3}
+    device.close()
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("locks", [always, lambda address, size: False], ids=["locked", "pageable"])
+def test_nothing_is_left_behind(locks: Callable[[int, int], bool]) -> None:
+    device, state = LockingDevice(locks), torch.get_rng_state()
+    counters = device.counters
+    bound = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    profile_hardware(device, [torch.float32])
+    assert device.locked == []
+    assert device.host.allocated_bytes == 0
+    assert device.counters is counters
+    assert counters == TransferCounters()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == bound
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "best"),
+    [
+        (lambda rows: rows**3 / 1e12, [256, 512, 1024, 2048], 2e12),
+        (lambda rows: rows**3 / 1e9, [256, 512], 2e9),
+        (lambda rows: rows**3 / 1e8, [256], 2e8),
+        (lambda rows: 0.030 + rows**3 / 1e12, [256, 512, 1024, 2048, 4096], None),
+        (lambda rows: 1e-6, [256, 512, 1024, 2048, 4096, 8192], None),
+    ],
+    ids=["fast", "slow", "very slow", "busy", "very fast"],
+)
+def test_matrices_grow_until_a_product_takes_long_and_gains_nothing(
+    seconds: Callable[[int], float],
+    sizes: list[int],
+    best: float | None,
+    cpu: CPUDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def measure(work: Any, finish: object) -> float:
+        seen.append(len(work.args[0]))
+        return seconds(seen[-1])
+
+    monkeypatch.setattr(hardware, "_normal", lambda rows, *others: torch.empty(rows, 1))
+    monkeypatch.setattr(hardware, "_seconds", measure)
+    rate = hardware._matmul_rate(cpu, torch.float32, 1 << 40)
+    assert seen == sizes
+    assert rate == pytest.approx(best or max(2 * rows**3 / seconds(rows) for rows in sizes))
+    seen.clear()
+    hardware._matmul_rate(cpu, torch.float32, 64 << 20)
+    assert max(seen) <= 1024
+    assert 3 * 4 * max(seen) ** 2 < 64 << 20
+
+
+@pytest.mark.usefixtures("_small")
+def test_it_measures_where_gradients_are_off(cpu: CPUDevice) -> None:
+    with torch.inference_mode():
+        assert profile_hardware(cpu, [torch.float32]).host_step > 0
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_dtype_that_cannot_be_multiplied_is_named(cpu: CPUDevice) -> None:
+    counters = cpu.counters
+    with pytest.raises(ValueError, match="in bool fails on") as caught:
+        profile_hardware(cpu, [torch.float32, torch.bool])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert cpu.counters is counters
+
+
+def test_no_dtype_is_an_error(cpu: CPUDevice) -> None:
+    with pytest.raises(ValueError, match="No dtype to measure"):
+        profile_hardware(cpu, [])
+
+
+@pytest.mark.parametrize("free", [0, 1 << 20])
+def test_a_device_without_room_is_an_error(free: int) -> None:
+    device = LockingDevice(always, free)
+    with pytest.raises(ValueError, match=f"Only {free >> 20} MiB of the device are free"):
+        profile_hardware(device, [torch.float32])
+    device.close()
+
+
+def test_a_full_host_is_an_error(cpu: CPUDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "free_host_bytes", lambda: 0)
+    with pytest.raises(ValueError, match="Only 0 MiB of"):
+        profile_hardware(cpu, [torch.float32])
+
+
+def test_what_does_not_fit_is_made_smaller() -> None:
+    sizes = hardware.DEVICE_SIZES.within(64 << 20)
+    assert 5 * sizes.copy + 16 * sizes.elements + 3 * sizes.sum < 3 * (64 << 20)
+    assert max(5 * sizes.copy, 16 * sizes.elements, 3 * sizes.sum) < 64 << 20
+    assert hardware.DEVICE_SIZES.within(1 << 40) == hardware.DEVICE_SIZES
+
+
+def test_a_cpu_is_device_and_host(cpu: CPUDevice) -> None:
+    device_bytes, host_bytes = free_bytes(cpu)
+    assert device_bytes == host_bytes > 0
+
+
+@pytest.mark.usefixtures("_bounded")
+@pytest.mark.parametrize(
+    ("locks", "expected"),
+    [(within_the_bound, 1 << 20), (always, 1 << 40), (lambda address, size: False, 1 << 40)],
+    ids=["bounded", "past the bound", "not at all"],
+)
+def test_what_may_be_locked_bounds_the_host_if_it_is_bounded(
+    locks: Callable[[int, int], bool], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "free_host_bytes", lambda: 1 << 40)
+    device = LockingDevice(locks)
+    assert free_bytes(device) == (1 << 30, expected)
+    assert resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == 1 << 20
+    held = device.host.empty(1 << 19)
+    assert free_bytes(device)[1] == (expected - (1 << 19) if expected == 1 << 20 else expected)
+    del held
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("processor : 0\nmodel name\t: A CPU @ 3 GHz\nmodel name: B\n", "A CPU @ 3 GHz"), ("model name :\n", None)],
+)
+def test_the_cpu_has_a_name(text: str, name: str | None, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    found = cpu_name(tmp_path / "cpuinfo")
+    assert found == name if name else found == cpu_name(tmp_path / "not there") != ""
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_measured() -> None:
+    device = open_device(torch.device("cuda", 0), print)
+    profile = profile_hardware(device, [torch.float32, torch.bfloat16])
+    assert implausible(profile) == []
+    assert profile.asynchronous
+    device.close()

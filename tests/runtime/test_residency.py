@@ -1,0 +1,171 @@
+"""Residency: what it knows is what is true, and a call costs the same in a model of any number of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.chunk import ChunkState
+from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.schedule import Timeline
+from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, mean_square, train
+from tests.runtime.cases import CASES
+
+each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
+HOOKS: tuple[tuple[type, str], ...] = (
+    (Executor, "enter"),
+    (Executor, "exit"),
+    (Executor, "before_backward"),
+    (Landing, "_land"),
+)
+
+
+def live(state: Applied) -> set[int]:
+    return {index for index, chunk in enumerate(state.chunks) if chunk.state is not ChunkState.HOST}
+
+
+def around(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: Callable[..., None]) -> None:
+    """Calls `after` with what each call was given, when it has ended."""
+    inner = getattr(owner, name)
+
+    def method(self: Any, *given: Any) -> Any:
+        result = inner(self, *given)
+        after(self, name, *given)
+        return result
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@each_plan
+@pytest.mark.parametrize("case", ["plain", "nested", "reused", "tied", "unused", "two losses", "two forwards"])
+def test_what_is_live_and_in_use_is_known(monkeypatch: pytest.MonkeyPatch, case: str, make: Any) -> None:
+    build, step, options = CASES[case]
+    checked: list[str] = []
+    with applied(build(), make) as state:
+        residency = state.runtime._executor._residency
+
+        def check(owner: Any, name: str, *given: Any) -> None:
+            assert residency.live == live(state)
+            running = {unit for unit in state.runtime._executor.units if unit.depth}
+            assert set(residency.running) == running
+            assert {index for unit in running for index in unit.chunks} <= residency.pinned() <= residency.live
+            checked.append(name)
+
+        for owner, name in HOOKS:
+            around(monkeypatch, owner, name, check)
+        train(state.model, step, state, **options)
+        assert set(checked) == {name for _, name in HOOKS}
+        assert residency.live == residency.pinned() == set()
+
+
+def test_a_chunk_that_cannot_be_fetched_again_is_not_live() -> None:
+    with applied(Net(), PLANS["kept"]) as state:
+        weight = state.model.inp.weight
+
+        def step(model: nn.Module, batch: Tensor) -> Tensor:
+            hidden = model.inp(batch)
+            weight.data = weight.data.double()
+            return model.inp(hidden)
+
+        with pytest.raises(RuntimeError, match=r"'inp\.weight' has become torch\.float64"):
+            state.step(step, state.model, batches()[0])
+        assert state.runtime._executor._residency.live == live(state)
+        weight.data = weight.data.float()
+        state.runtime.reset()
+        assert live(state) == set()
+        state.step(mean_square, state.model, batches()[0], 0).backward()
+
+
+# --- constant cost ----------------------------------------------------------------------------------------------------
+
+
+class Counted(tuple[Any, ...]):
+    """Counts how many of its items anybody looks at."""
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            Counted.seen += 1
+            yield item
+
+    def __getitem__(self, index: Any) -> Any:
+        Counted.seen += 1
+        return super().__getitem__(index)
+
+
+def visits(monkeypatch: pytest.MonkeyPatch, num_blocks: int, step: Callable[..., Any] = mean_square) -> dict[str, int]:
+    """The most chunks, units and uses that one call of each hook looks at, in the first steps and later ones."""
+    most: dict[str, int] = {}
+    with monkeypatch.context() as patch, applied(Net([Block() for _ in range(num_blocks)]), PLANS["kept"]) as state:
+        executor = state.runtime._executor
+        for owner in (executor, executor._residency, executor._landing):
+            patch.setattr(owner, "_chunks", Counted(owner._chunks))
+        patch.setattr(executor, "units", Counted(executor.units))
+        upcoming, next_use = Timeline.upcoming, Timeline.next_use
+
+        def counted_upcoming(timeline: Timeline, position: int) -> Iterator[tuple[int, int]]:
+            for use in upcoming(timeline, position):
+                Counted.seen += 1
+                yield use
+
+        def counted_next_use(timeline: Timeline, chunk: int, position: int) -> int:
+            Counted.seen += 1
+            return next_use(timeline, chunk, position)
+
+        def note(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+            def method(self: Any, *given: Any) -> Any:
+                before = Counted.seen
+                result = inner(self, *given)
+                most[name] = max(most.get(name, 0), Counted.seen - before)
+                return result
+
+            return method
+
+        patch.setattr(Timeline, "upcoming", counted_upcoming)
+        patch.setattr(Timeline, "next_use", counted_next_use)
+        for hooked, name in HOOKS:
+            patch.setattr(hooked, name, note(getattr(hooked, name), name))
+        for index in range(3):
+            state.step(step, state.model, batches()[0], index).backward()
+            state.runtime.settle()
+    return most
+
+
+def test_no_hook_looks_at_more_in_a_model_of_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = visits(monkeypatch, 6), visits(monkeypatch, 40)
+    assert few == many
+    assert few.keys() == {name for _, name in HOOKS}
+    assert 0 < max(few.values()) < 20
+
+
+def test_the_count_finds_a_scan_of_all_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: what is pinned is found by asking every chunk."""
+    pinned = Residency.pinned
+
+    def scan(self: Residency) -> set[int]:
+        return pinned(self) | {index for index, chunk in enumerate(self._chunks) if chunk is None}
+
+    monkeypatch.setattr(Residency, "pinned", scan)
+    assert visits(monkeypatch, 6)["enter"] < visits(monkeypatch, 40)["enter"]
+
+
+def test_choices_are_forgotten_before_they_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_protrain.runtime.residency._MANY", 0)
+    expected: dict[str, Tensor] = train(_seeded(), mean_square)
+    model = _seeded()
+    with applied(model, PLANS["kept"]) as state:
+        found = train(model, mean_square, state)
+        assert all(len(order.timeline.choices) <= 1 for order in state.runtime._executor._orders.values())
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def _seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()

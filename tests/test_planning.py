@@ -1,0 +1,120 @@
+"""What is profiled, measured and searched for, and for which budget; see also test_strategy.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_protrain import planning
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.search import NoFeasiblePlan
+from lightning_protrain.planner.steptime import Training
+from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, Wishes, answers
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.model import profile_model
+from tests.machines import CPU, GIB
+from tests.models import zoo
+
+WHOLE = Knobs(
+    num_persistent_chunks=0, num_chunk_buffers=3, num_swap_blocks=0, num_checkpoint_blocks=1, chunk_bytes=1 << 20
+)
+
+
+class SmallDevice(CPUDevice):
+    """A CPU that says how much it has free."""
+
+    free: int | None = None
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+
+def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> Case:
+    """The model "reused" on its way to a plan."""
+    module = zoo()["reused"]()
+    layout = describe_model(module)
+    device = SmallDevice(torch.device("cpu"))
+    device.free = free
+    said = Wishes("auto", Knobs(), None, 100_000_000, None, None, CPU)
+    batch = module.train_dataloader().dataset[0:2]
+    profile = profile_model(module, layout, lambda: module.training_step(batch, 0)) if profiled else None
+    return Case(replace(said, **wishes), device, layout, profile, state_bytes=8.0, training=Training())
+
+
+@pytest.mark.parametrize(
+    ("free", "wishes", "searches"),
+    [
+        (None, {}, False),
+        (GIB, {}, True),
+        (None, {"device_memory": GIB}, True),
+        (GIB, {"knobs": WHOLE}, False),
+        (GIB, {"knobs": Knobs(num_checkpoint_blocks=1)}, True),
+        (GIB, {"choice": "offload"}, False),
+        (GIB, {"choice": "resident"}, False),
+    ],
+    ids=str,
+)
+def test_it_searches_where_something_is_left_to_decide(
+    free: int | None, wishes: dict[str, Any], searches: bool
+) -> None:
+    found = case(free, **wishes)
+    assert found.searches() == searches
+    assert (found.plan().prediction is not None) == searches
+
+
+def test_what_a_device_has_free_is_the_budget_but_for_a_part() -> None:
+    assert case().budget() is None
+    assert case(1000).budget() == 1000 * SHARE_OF_ALL
+    assert case(1000, profiled=False).budget() == 1000 * SHARE_OF_STATES
+    assert case(1000, choice="offload").budget() == 1000 * SHARE_OF_STATES
+    assert case(1000, device_memory=77).budget() == 77
+    assert case().budget(CPU) == int(CPU.device_bytes * SHARE_OF_ALL)
+
+
+def test_the_host_has_what_is_free_and_what_the_weights_take() -> None:
+    found = case()
+    weights = sum(info.nbytes for info in found.layout.parameters)
+    assert found._host_bytes(None) == pytest.approx(free_host_bytes() + weights, rel=0.2)
+    assert found._host_bytes(CPU) == CPU.host_bytes
+    assert case(host_memory=55)._host_bytes(CPU) == 55
+
+
+def test_another_machine_gets_its_own_plan() -> None:
+    found = case(GIB)
+    tiny = replace(CPU, name="tiny", device_bytes=60_000)
+    none = replace(CPU, name="none", device_bytes=1000)
+    plans = answers(found, {"this": None, "tiny": tiny, "none": none})
+    assert plans["this"].num_offloaded_chunks == 0
+    assert plans["tiny"].num_offloaded_chunks > 0
+    assert plans["tiny"].prediction.device_bytes <= 60_000 * SHARE_OF_ALL
+    assert isinstance(plans["none"], NoFeasiblePlan)
+
+
+def test_pins_hold_in_the_search() -> None:
+    plan = case(GIB, knobs=Knobs(num_checkpoint_blocks=2)).plan()
+    assert sum(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks) == 2
+
+
+def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    monkeypatch.setattr(planning, "search", lambda *arguments: searched.append(arguments) or planning.Problem)
+    plan = case(GIB).plan()
+    assert (searched, plan.num_offloaded_chunks) == ([], 0)
+    assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}
+    monkeypatch.undo()
+    needed = plan.prediction.device_bytes
+    assert case(device_memory=needed).plan().num_offloaded_chunks == 0
+    tight = case(device_memory=needed - 1).plan()
+    assert (tight.chunks, tight.blocks) != (plan.chunks, plan.blocks)
+
+
+def test_without_a_profile_presets_decide() -> None:
+    found = case(GIB, profiled=False).plan()
+    assert (found.num_offloaded_chunks, found.prediction) == (0, None)
+    assert case(40_000, profiled=False).plan().num_offloaded_chunks > 0

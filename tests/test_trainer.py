@@ -1,0 +1,185 @@
+"""Plans without weights, without a GPU and without training, from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_protrain import module as module_file
+from lightning_protrain import planning
+from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.trainer import PlanningTrainer
+from tests.data.conftest import conversation
+from tests.machines import CPU
+from tests.models import zoo
+
+CONFIG = "{model_type: llama, hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4}"
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+pytestmark = [
+    pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a small model on twelve conversations."""
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(12)))
+    return [
+        f"--model.config={CONFIG}",
+        f"--data.dataset={path}",
+        "--data.vocab_size=280",
+        "--data.batch_size=2",
+        f"--data.cache_dir={tmp_path / 'cache'}",
+        "--trainer.max_epochs=1",
+    ]
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a module of the model is made with memory."""
+    made = module_file.CausalLMModule.configure_model
+
+    def configure(self: Any) -> None:
+        made(self)
+        assert {parameter.device.type for parameter in self.parameters()} == {"meta"}
+
+    monkeypatch.setattr(module_file.CausalLMModule, "configure_model", configure)
+
+
+def _written(path: Path) -> dict[str, Plan | None]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {name: None if plan is None else Plan.from_json(json.dumps(plan)) for name, plan in content.items()}
+
+
+def test_one_gpu_is_explained(options: list[str], no_weights: None, capsys: pytest.CaptureFixture[str]) -> None:
+    ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory", "64GiB", "--host_cores", "16", *options])
+    shown = capsys.readouterr().out
+    for said in ("model.model.layers.0-3", "Expected on RTX 3090", "tokens per second", "what bounds it"):
+        assert said in shown
+    assert not list(Path().glob("lightning_logs"))
+
+
+def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ("RTX 3060", "RTX 4090", "A100 80GB SXM")
+    names = [part for name in gpus for part in ("--gpu", name)]
+    ProTrainCLI(["plan", *names, "--host_memory", "64GiB", "--json", "plans.json", *options])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in gpus)
+    plans = _written(Path("plans.json"))
+    assert set(plans) == set(gpus)
+    for name, plan in plans.items():
+        assert plan is not None
+        assert plan.prediction is not None
+        assert plan.prediction.hardware == name
+        assert plan.prediction.tokens > 0
+    rates = [plans[name].prediction.tokens_per_second for name in gpus]
+    assert rates == sorted(rates)
+
+
+def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = {"device_bytes": 100_000}
+    real = planning.Case.plan
+
+    def plan(self: planning.Case, machine: HardwareProfile | None = None) -> Plan:
+        assert machine is not None
+        small = machine.name == "RTX 3060"
+        return real(self, HardwareProfile(**{**vars(machine), **tiny}) if small else machine)
+
+    monkeypatch.setattr(planning.Case, "plan", plan)
+    with pytest.raises(ValueError, match=r"No plan fits: the device would need at least"):
+        ProTrainCLI(["plan", "--gpu", "RTX 3060", *options])
+    ProTrainCLI(["plan", "--gpu", "RTX 3060", "--gpu", "RTX 3090", "--json", "plans.json", *options])
+    shown = capsys.readouterr().out
+    assert "no plan" in shown
+    assert "RTX 3060: No plan fits" in shown
+    plans = _written(Path("plans.json"))
+    assert plans["RTX 3060"] is None
+    assert plans["RTX 3090"] is not None
+
+
+def test_the_plan_of_this_machine_is_the_one_that_fit_takes() -> None:
+    def strategy() -> ProTrainStrategy:
+        return ProTrainStrategy(device_memory="40KiB", hardware=CPU)
+
+    def trainer(**arguments: Any) -> PlanningTrainer:
+        return PlanningTrainer(accelerator="cpu", devices=1, max_steps=2, **arguments, **QUIET)
+
+    planned, fitted = trainer(strategy=strategy()), trainer(strategy=strategy())
+    planned.plan(zoo()["reused"](), json="plan.json")
+    module = zoo()["reused"]()
+    fitted.fit(module)
+    assert _written(Path("plan.json"))["this machine"] == fitted.strategy.plan
+    assert len(module.losses) == 2
+    assert planned.global_step == 0
+
+
+def test_a_planned_trainer_can_train() -> None:
+    module = zoo()["reused"]()
+    strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
+    trainer = PlanningTrainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **QUIET)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.plan(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    trainer.fit(module)
+    assert len(module.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": ["RTX 30900"]}, "No GPU 'RTX 30900' is in the catalogue.*RTX 3090"),
+        ({"gpu": ["RTX 3090"], "num_gpus": 0}, "num_gpus=0: give a positive number"),
+        ({"gpu": ["RTX 3090"], "host_cores": -1}, "host_cores=-1: give a positive number"),
+        ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
+        ({"num_gpus": 2}, "say what else there is beside a `gpu`"),
+        ({"host_memory": "1GiB"}, "say what else there is beside a `gpu`"),
+    ],
+    ids=str,
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    strategy = ProTrainStrategy(hardware=CPU)
+    trainer = PlanningTrainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **QUIET)
+    with pytest.raises(ValueError, match=message):
+        trainer.plan(zoo()["reused"](), **arguments)
+
+
+def test_another_strategy_has_no_plan() -> None:
+    trainer = PlanningTrainer(strategy="auto", accelerator="cpu", devices=1, max_steps=2, **QUIET)
+    with pytest.raises(ValueError, match=r"the Trainer has SingleDeviceStrategy\. Set trainer\.strategy to protrain"):
+        trainer.plan(zoo()["reused"]())
+
+
+def test_the_error_of_the_model_comes_first() -> None:
+    class Broken(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise KeyError("no such column")
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(4, 2))
+
+    trainer = PlanningTrainer(
+        strategy=ProTrainStrategy(hardware=CPU), accelerator="cpu", devices=1, max_steps=2, **QUIET
+    )
+    with pytest.raises(KeyError, match="no such column"):
+        trainer.plan(Broken(), gpu=["RTX 3090"])
