@@ -1,8 +1,9 @@
 """Which overlap of the host's optimizer step is exact for what the user has overridden, see [Note: Overlap].
 
 [Note: Passive hooks]
-A hook is *passive* if it reads no weights: those of Lightning and of this package are known, except callbacks that
-average or prune; a user's hook may do anything. Before one that is not passive, the step has ended.
+A hook is *passive* if it neither reads nor writes weights: those of Lightning and of this package are known, except
+callbacks that average or prune; a user's hook may do anything. Before one that is not passive, the step has ended; and
+after one, no copy of a weight is trusted, see [Note: Distrust].
 """
 
 from __future__ import annotations
@@ -22,9 +23,20 @@ OverlapChoice = Literal["auto", "backward", "forward", "off"]
 _HOOKS_AFTER_STEP = ("on_train_batch_end", "on_train_batch_start")
 _PASSIVE_PACKAGES = ("lightning.pytorch.", "lightning_protrain.")
 _CALLBACKS = "lightning.pytorch.callbacks."
-_READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning"))
+_READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "finetuning"))
 # They run between backward and the step, and may read or change any gradient and any weight.
 _HOOKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+# All that may run between two training steps without an evaluation between them, and between two of evaluation.
+_HOOKS_ANYWHERE = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS_IN_TRAINING = (
+    *(*_HOOKS_AFTER_STEP, *_HOOKS_BEFORE_STEP, *_HOOKS_ANYWHERE, "lr_scheduler_step", "optimizer_step", "backward"),
+    *("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("clip_gradients", "on_train_epoch_start", "on_train_epoch_end", "on_save_checkpoint", "state_dict"),
+)
+_HOOKS_IN_EVALUATION = (
+    *(f"on_{kind}_batch_{when}" for kind in ("validation", "test", "predict") for when in ("start", "end")),
+    *_HOOKS_ANYWHERE,
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,30 @@ def plan_overlap(
     )
 
 
+def only_passive_hooks(trainer: Trainer, model: LightningModule, training: bool) -> bool:
+    """Whether nothing that may write to weights runs between two steps of a kind, see [Note: Passive hooks].
+
+    A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
+
+    Args:
+        trainer: With its callbacks.
+        model: Its overridden hooks count.
+        training: Between two training steps; else between two steps of evaluation.
+    """
+    if training and not model.automatic_optimization:
+        return False  # A training step contains whole optimizer steps, with what the user does after them.
+    names = _HOOKS_IN_TRAINING if training else _HOOKS_IN_EVALUATION
+    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
+        known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
+        for name in names:
+            origin = _origin(owner, name)
+            if _is_default(origin):
+                continue
+            if not known or not _is_passive(origin):
+                return False
+    return True
+
+
 def step_is_followed_by_forward(trainer: Trainer) -> bool:
     """Whether the next thing after this optimizer step is another training batch, as far as can be told."""
     loop = trainer.fit_loop.epoch_loop
@@ -155,7 +191,7 @@ def _active_hooks(trainer: Trainer, model: LightningModule) -> Iterator[str]:
     for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
         for name in (*_HOOKS_AFTER_STEP, "lr_scheduler_step"):
             origin = _origin(owner, name)
-            if origin and (not origin.startswith(_PASSIVE_PACKAGES) or origin.startswith(_READERS)):
+            if origin and not _is_passive(origin):
                 yield f"{name} of {type(owner).__name__}"
 
 
@@ -167,8 +203,16 @@ def _overrides(trainer: Trainer, model: LightningModule, names: Sequence[str]) -
 
 
 def _is_overridden(owner: Any, name: str) -> bool:
-    origin = _origin(owner, name)
-    return not origin.startswith("lightning.pytorch.core.") and origin not in ("", _CALLBACKS + "callback")
+    return not _is_default(_origin(owner, name))
+
+
+def _is_default(origin: str) -> bool:
+    """Whether a hook that `origin` defines is that of a base class, or none at all."""
+    return origin.startswith(("lightning.pytorch.core.", "torch.nn.")) or origin in ("", _CALLBACKS + "callback")
+
+
+def _is_passive(origin: str) -> bool:
+    return origin.startswith(_PASSIVE_PACKAGES) and not origin.startswith(_READERS)
 
 
 def _origin(owner: Any, name: str) -> str:

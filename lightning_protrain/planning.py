@@ -192,6 +192,8 @@ def describe_case(
         ValueError: A model that cannot be described, or a step that has to be profiled and cannot be.
     """
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
+    if optimizers is None and isinstance(wishes.choice, Plan):
+        return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:
         knobs = wishes.knobs
         if knobs.num_swap_blocks:  # nothing is saved

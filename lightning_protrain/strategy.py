@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device, open_device
 from lightning_protrain.overlap import (
@@ -74,6 +75,7 @@ class ProTrainStrategy(ProcessStrategy):
         overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
             first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
+        monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
 
@@ -103,6 +105,7 @@ class ProTrainStrategy(ProcessStrategy):
         min_num_params: int = 100_000_000,
         overlap_optimizer: OverlapChoice = "auto",
         hardware: HardwareProfile | None = None,
+        monitor: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -141,6 +144,7 @@ class ProTrainStrategy(ProcessStrategy):
             host_memory=None if host_memory == "auto" else parse_bytes(host_memory),
             hardware=hardware,
         )
+        self._monitor = PlanMonitor() if monitor else None
         self._machines: Mapping[str, HardwareProfile | None] | None = None
         self._answers: dict[str, Plan | ValueError] = {}
         check_choice(overlap_optimizer)
@@ -194,10 +198,9 @@ class ProTrainStrategy(ProcessStrategy):
         Yields:
             A dict that the fit fills: a plan for each machine, or why there is none.
         """
-        found: dict[str, Plan | ValueError] = {}
-        self._machines, self._answers = machines, found
+        self._machines, self._answers = machines, {}
         try:
-            yield found
+            yield self._answers
         finally:
             self._machines = None
 
@@ -236,18 +239,11 @@ class ProTrainStrategy(ProcessStrategy):
         self._device = open_device(self.root_device, rank_zero_info)
         if fitting:
             self.setup_optimizers(trainer)
-            elsewhere = any((self._machines or {}).values())
-            kind = "cuda" if elsewhere else self.root_device.type
+            kind = "cuda" if any((self._machines or {}).values()) else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
         case = describe_case(
-            self._wishes,
-            trainer,
-            model,
-            self._device,
-            self.precision_plugin,
-            self.optimizers if fitting else None,
-            self._overlap,
-            elsewhere=self._machines is not None,
+            self._wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         )
         if self._machines is not None:
             self._answers.update(answers(case, self._machines))
@@ -262,6 +258,8 @@ class ProTrainStrategy(ProcessStrategy):
         self._place(model, plan, layout)
         self.setup_precision_plugin()
         if fitting:
+            if self._monitor is not None and not any(isinstance(one, PlanMonitor) for one in trainer.callbacks):
+                trainer.callbacks.append(self._monitor)
             check_one_device(self.optimizers)
             move_state_beside_parameters(self.optimizers)
             for optimizer in self.optimizers:
@@ -276,13 +274,15 @@ class ProTrainStrategy(ProcessStrategy):
         """Takes the plan off the model; may be called again if it raises."""
         while self._handles:
             self._handles.pop().remove()
+        module = self.lightning_module
+        if module is not None and self._monitor in module.trainer.callbacks:
+            module.trainer.callbacks.remove(self._monitor)
         self.precision_plugin.attach(None)
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None
         elif self._device is not None:
             self._device.close()
-        module = self.lightning_module
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
             return

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     LambdaCallback,
@@ -19,7 +20,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.overlap import OverlapPlan, plan_overlap
+from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.overlap import OverlapPlan, only_passive_hooks, plan_overlap
 from lightning_protrain.runtime.guard import Guard
 from lightning_protrain.runtime.updates import Overlap, Updates
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
@@ -181,6 +183,40 @@ def test_a_step_ends_before_hooks_that_may_read(owner: dict[str, Any], before: s
 )
 def test_norms_are_taken_early_where_nobody_changes_gradients(options: dict[str, Any], takes: bool) -> None:
     assert choose(**options).take_norms is takes
+
+
+class MyStopping(EarlyStopping):
+    """May override what the hooks of Lightning's own class call."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "training", "evaluation"),
+    [
+        ({}, True, True),
+        ({"callbacks": [Timer(), LearningRateMonitor(), EarlyStopping("loss"), PlanMonitor()]}, True, True),
+        ({"callbacks": [EMAWeightAveraging()]}, False, True),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, False, True),
+        ({"callbacks": [MyStopping("loss")]}, False, True),
+        ({"callbacks": [BackboneFinetuning()]}, False, True),
+        ({"callbacks": [a_callback("on_validation_batch_end")]}, True, False),
+        ({"callbacks": [a_callback("on_fit_start", "on_train_start", "on_validation_start", "setup")]}, True, True),
+        ({"callbacks": [LambdaCallback(on_before_zero_grad=a_hook)]}, False, True),
+        *(({"module": hooked(**{name: 1})}, False, True) for name in (
+            "on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "lr_scheduler_step", "optimizer_step",
+            "configure_gradient_clipping", "on_before_backward", "on_save_checkpoint", "optimizer_zero_grad"
+        )),
+        ({"module": hooked(on_after_batch_transfer=1)}, False, False),
+        ({"module": hooked(on_predict_batch_start=1)}, True, False),
+        ({"module": hooked(on_validation_epoch_end=1, configure_optimizers=1)}, True, True),
+        ({"module": manual()}, False, True),
+    ],
+)  # fmt: skip
+def test_copies_are_trusted_where_no_hook_may_write(owner: dict[str, Any], training: bool, evaluation: bool) -> None:
+    callbacks = owner.get("callbacks", [])
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callbacks)
+    module = owner.get("module") or hooked()
+    assert only_passive_hooks(trainer, module, training=True) is training
+    assert only_passive_hooks(trainer, module, training=False) is evaluation
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------

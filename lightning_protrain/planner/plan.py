@@ -285,8 +285,8 @@ def _check_swap(block: BlockPlan) -> None:
 _REMEDY = "It was made for another model: make the plan again, or load that model."
 
 _DTYPE_REMEDY = (
-    "Weights of another dtype need another plan: make it again, or give the Trainer the precision that the plan was made "
-    'with ("32-true" or a mixed one for float32, "bf16-true" for bfloat16, "16-true" for float16).'
+    "Weights of another dtype need another plan: make it again, or give the Trainer the precision that the plan was "
+    'made with ("32-true" or a mixed one for float32, "bf16-true" for bfloat16, "16-true" for float16).'
 )
 
 

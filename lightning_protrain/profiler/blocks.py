@@ -40,8 +40,8 @@ def discover_blocks(
         Fully qualified names in `named_modules()` order; empty if nothing was found.
 
     Raises:
-        ValueError: No list; an unknown name, a class without instances, a block inside another, without parameters or without a
-            `forward` of its own, an uninitialized parameter, or `min_num_params` below 1.
+        ValueError: No list; an unknown name, a class without instances, a block inside another, without parameters or
+            without a `forward` of its own, an uninitialized parameter, or `min_num_params` below 1.
     """
     chosen: Iterable[nn.Module]
     if blocks is None:
@@ -56,7 +56,7 @@ def discover_blocks(
         chosen = _smallest_large(model, min_num_params, {})
     elif isinstance(blocks, type) and issubclass(blocks, nn.Module):
         raise ValueError(f"blocks={blocks.__name__} is one class, not a list: give blocks=[{blocks.__name__}].")
-    elif isinstance(blocks, (str, type)) or not isinstance(blocks, Iterable) or not blocks:
+    elif isinstance(blocks, (str, type, int)) or not blocks:
         raise ValueError(f'blocks={blocks!r}: give None, "size", or a list of module names and classes.')
     else:
         chosen = _explicit(model, blocks)

@@ -21,6 +21,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, P
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
 from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.schedule import Capacity
@@ -65,8 +66,9 @@ def apply_plan(
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     updates = Updates(chunks, device)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
-    swap = _make_swap(model, units, device)
-    executor = Executor(chunks, units, capacity, device, updates, say, swap)
+    with below_guard():  # Twins in low precision say the dtype of their weights.
+        swap = _make_swap(model, units, device)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
     recomputes = any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
@@ -129,6 +131,15 @@ class Runtime:
         if training:
             self._watch.check()
         return outputs
+
+    def trust_copies(self, training: bool, evaluation: bool) -> None:
+        """Says whether nobody writes to weights between steps of a kind, see [Note: Distrust]; nobody knows at first.
+
+        Args:
+            training: Between two training steps.
+            evaluation: Between two steps of validation, test or prediction.
+        """
+        self._executor.trusts_copies.update({True: training, False: evaluation})
 
     def end_backward(self) -> None:
         """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""

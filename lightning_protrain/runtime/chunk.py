@@ -113,7 +113,8 @@ class Slot:
         """
         if self.copy is None:
             return self.twin
-        dtype, kind = self.copy.dtype, self.twin.device.type
+        with below_guard():
+            dtype, kind = self.copy.dtype, self.twin.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
         if casts and not (whole and not torch.is_grad_enabled()):
             return self.twin
@@ -258,7 +259,8 @@ class Chunk:
         for slot in changed:
             torch.autograd.graph.increment_version(slot.twin)
             slot.seen_version = slot.host._version
-            slot.twin_version = slot.twin._version
+            with below_guard():
+                slot.twin_version = slot.twin._version
         if self.state is ChunkState.IN_FLIGHT:
             self._device.wait(self._fence)
             self._fence = None

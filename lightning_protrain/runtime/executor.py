@@ -10,11 +10,17 @@ rule of their own.
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
 of backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
+
+[Note: Distrust]
+A copy in low precision is made anew when the version of its weight has changed; but code that writes through
+`weight.data` changes no version. So no copy is trusted where a scope of another kind, or none, came before, and where
+hooks between two scopes of the kind may write to weights. An optimizer step distrusts what it has stepped, except
+where the step has written the copy itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -89,6 +95,9 @@ class Executor:
         self._cursor = 0
         self.num_calls = 0
         self._scope: _Scope | None = None
+        # Whether nobody writes to weights between two scopes of training, and of evaluation; the kind of the latest.
+        self.trusts_copies = {True: False, False: False}
+        self._latest: bool | None = None
         # What backward goes through.
         self._awaited = Order((), ())
         self._backward: Unit | None = None
@@ -109,9 +118,13 @@ class Executor:
             return
         self.release_all()
         self._scope = _Scope(training)
+        if not (self.trusts_copies[training] and self._latest is training):
+            self._distrust(range(len(self._chunks)))
+        self._latest = training
         for unit in self.units:
             unit.first_call = None
             unit.num_calls = 0
+            unit.forget_uses()
         self._cursor = 0
         self._timeline = self._orders[training].timeline
         try:
@@ -146,12 +159,13 @@ class Executor:
             if recomputing:
                 number = self._backward_number if self._backward is unit else unit.first_call
                 self._residency.pin(unit, number if number is not None else -1)
+                unit.forget_uses()  # They are the same ones.
             else:
                 self._advance(unit)
+                self._notice_call(unit)
             self._residency.require(unit, self._timeline, self._cursor, recomputing)
             unit.follow()
-            unit.register_twins()
-            self._residency.running[unit] = None
+            self._register_twins(unit)
         unit.depth += 1
         if not recomputing and self._scope is not None and self._scope.open:
             self._residency.prefetch(self._timeline, self._cursor)
@@ -163,6 +177,7 @@ class Executor:
             return
         del self._residency.running[unit]
         unit.register_hosts()
+        unit.end_uses()
         for index in unit.chunks:
             self._chunks[index].write_back()
         if not in_backward() and (self._scope is None or not self._scope.open):
@@ -220,6 +235,8 @@ class Executor:
         self._backward_runs = False
         self._backward = None
         self._residency.pins.clear()
+        for unit in self.units:
+            unit.forget_uses()
         self._landing.finish()
         self.settle()
 
@@ -235,9 +252,7 @@ class Executor:
     def refresh(self) -> None:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
         self.settle()
-        for index, chunk in enumerate(self._chunks):
-            if self._updates.job(index) is None:
-                chunk.distrust_copies()
+        self._distrust(index for index, chunk in enumerate(self._chunks) if chunk.plan.trainable)
         self._residency.renew()  # Whatever the versions say: an optimizer may write through `parameter.data`.
 
     def release_all(self) -> None:
@@ -256,9 +271,11 @@ class Executor:
         self._landing.forget()
         for chunk in self._chunks:
             for slot in chunk.slots:
-                slot.twin.grad = None
+                slot.drop_gradient()
+                if slot.uses is not None:
+                    slot.uses.forget()
         self.release_all()
-        self._scope = None
+        self._scope = self._latest = None
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +285,31 @@ class Executor:
             return
         self._scope.entered.append(unit)
         self._cursor = self._orders[self._scope.training].behind(unit, self._cursor)
+
+    def _register_twins(self, unit: Unit) -> None:
+        """Registers all twins of a unit or none, whatever comes in between; `reset` finds it either way."""
+        running = self._residency.running
+        running[unit] = None
+        done = False
+        try:
+            unit.register_twins()
+            done = True
+        finally:
+            if not done:
+                unit.register_hosts()
+                del running[unit]
+
+    def _notice_call(self, unit: Unit) -> None:
+        """Code that runs a unit outside of any scope may do anything before it, and after it."""
+        if self._scope is None or not self._scope.open:
+            self._latest = None
+            self._distrust(unit.chunks)
+
+    def _distrust(self, indices: Iterable[int]) -> None:
+        """Has copies made anew by the next fetch; a pending step makes its own, and ends before anybody can look."""
+        for index in indices:
+            if self._updates.job(index) is None:
+                self._chunks[index].distrust_copies()
 
     def _is_past(self, index: int) -> bool:
         """Whether backward has reached the earliest call that reads the chunk: none is left to come."""

@@ -105,12 +105,13 @@ def refuse_weights(outputs: Any, unit: Unit) -> None:
         return
     with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
         storages = {slot.twin.untyped_storage()._cdata for slot in unit.slots}
-    for tensor in find_tensors(outputs):
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
-            raise ValueError(
-                f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be freed "
-                "before it is read. Return `weight.clone()`, or make its chunk resident (`num_persistent_chunks`)."
-            )
+        for tensor in find_tensors(outputs):
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
+                raise ValueError(
+                    f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be "
+                    "freed before it is read. Return `weight.clone()`, or make its chunk resident "
+                    "(`num_persistent_chunks`)."
+                )
 
 
 def histories(inputs: Any) -> dict[int, Any]:

@@ -220,9 +220,9 @@ class ActivationSwap:
         if needed > call.planned_bytes:
             raise RuntimeError(
                 f"{call.name!r} is swapped and saves more than planned: {call.planned_bytes} bytes of host memory are "
-                f"planned for one call, at least {needed} are needed. Either this batch is larger than the one that the "
+                f"planned for one call, at least {needed} are needed. Either this batch is larger than the one the "
                 "plan was made with: give batches of one size, or the largest first. Or parameters train that did not "
-                "when the plan was made (a callback has unfrozen them): begin another fit when they have been unfrozen, "
+                "when the plan was made (a callback has unfrozen them): begin another fit once they are unfrozen, "
                 "which plans again, or checkpoint the blocks (`num_checkpoint_blocks`) instead of swapping them."
             )
         if call.slab is None:

@@ -11,6 +11,7 @@ precision, it raises. Autograd's engine and operations inside of C++ pass below.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,14 +71,14 @@ _VIEWS = frozenset(
 )
 # The same of the twin and of the weight, or of the twin alone.
 _SHARED = _attributes(
-    *("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_sparse", "is_nested", "names"),
+    *("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_sparse", "is_nested"),
     *("is_quantized", "is_mkldnn", "is_mps", "is_xpu", "requires_grad", "grad_fn", "retains_grad", "_version"),
     *("size", "dim", "numel", "stride", "is_contiguous", "storage_offset", "nelement", "ndimension", "__len__"),
     *("get_device", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "data_ptr"),
     *("requires_grad_", "_is_view", "__hash__", "is_signed", "is_conj", "is_neg"),
 ) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined]
 # What is asked of the weight itself.
-_OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks") | {torch.is_conj}
+_OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks")
 # Take dtype or shape of other arguments than the first, and nothing else.
 _LIKE = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
@@ -129,10 +130,6 @@ class Uses:
             self._whole = whole
         return self._whole.requires_grad_(requires_grad)
 
-    def begin(self) -> None:
-        """Its twin is registered."""
-        self.shown = True
-
     def end(self) -> None:
         """Its twin is registered no more.
 
@@ -146,6 +143,10 @@ class Uses:
                 f"{self.fqn!r} was changed in a forward and is streamed in {self.dtype}: the change would "
                 f"lose precision. {_REMEDY}, or change it after the step."
             )
+
+    def forget(self) -> None:
+        """After an exception: nothing of what was is known any more."""
+        self.number, self.shown, self._whole = 0, False, None
 
     def count(self, func: Any) -> None:
         """Notes one more use with gradients.
@@ -204,6 +205,9 @@ class _Low:
         if first.uses.is_cast and func in _COMPOSITES and any(map(_is_trained, low)):
             return _observed(func, low, args, kwargs)
         return _with_whole(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _with_whole(copy.deepcopy, (self, memo), {})
 
 
 class LowTwin(_Low, Twin):
@@ -333,11 +337,11 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     new_args, new_kwargs = _replaced((args, kwargs), whole)
     versions = [_version(parameter) for _, parameter in wholes]
-    if func is Tensor.data.__get__:  # type: ignore[attr-defined]
+    if func == Tensor.data.__get__:  # type: ignore[attr-defined]
         func = Tensor.detach  # Of writing to `data` no version would tell.
     result = func(*new_args, **new_kwargs)
     for (low, parameter), version in zip(wholes, versions, strict=True):
-        if _version(parameter) != version or func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        if _version(parameter) != version or func == Tensor.data.__set__:  # type: ignore[attr-defined]
             low.uses.refuse(func, "changes it, and the change would be lost")
         asks_only = func in _LIKE and not isinstance(args[0], _Low)
         if torch.is_grad_enabled() and parameter.requires_grad and not asks_only and _has_history(result, parameter):

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.chunk import Site, Slot
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.twin import Uses
 
 _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -45,11 +46,13 @@ class Unit:
     slots: tuple[Slot, ...] = field(init=False)
     _pairs: tuple[tuple[Slot, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
     _shown: list[nn.Parameter] = field(init=False, default_factory=list)
+    _uses: tuple[Uses, ...] = field(init=False, repr=False)
     _has_fast_path: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """A tied parameter has several sites."""
         self.slots = tuple(dict.fromkeys(slot for _, slot in self.sites))
+        self._uses = tuple(slot.uses for slot in self.slots if slot.uses is not None)
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
         self._pairs = tuple((slot, slot.host, slot.twin) for slot in self.slots)
 
@@ -79,16 +82,25 @@ class Unit:
         self._shown = [slot.twin if slot.copy is None else slot.show(whole) for _, slot in self.sites]
         for (site, slot), shown in zip(self.sites, self._shown, strict=True):
             site.exchange(slot.host, shown)
-        for slot in self.slots:
-            if slot.uses is not None:
-                slot.uses.shown = True
+        for uses in self._uses:
+            uses.shown = True
 
     def register_hosts(self) -> None:
-        """Registers the host parameters again.
-
-        Raises:
-            RuntimeError: As `Uses.end`; they are registered then.
-        """
-        for (site, slot), shown in zip(self.sites, self._shown, strict=True):
+        """Registers the host parameters again, where something else is; does nothing if nothing has been."""
+        for (site, slot), shown in zip(self.sites, self._shown, strict=bool(self._shown)):
             site.exchange(shown, slot.host)
         self._shown = []
+
+    def end_uses(self) -> None:
+        """After `register_hosts`: what was at hand of weights in full precision goes.
+
+        Raises:
+            RuntimeError: As `Uses.end`.
+        """
+        for uses in self._uses:
+            uses.end()
+
+    def forget_uses(self) -> None:
+        """Backward has summed gradients of the uses before, or begins to compute the same again."""
+        for uses in self._uses:
+            uses.number = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lightning_protrain.counters import TransferCounters
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
 from lightning_protrain.runtime.updates import Overlap
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
 
@@ -224,3 +226,51 @@ def test_without_a_plan_it_is_silent(
     assert trainer.global_step == 2
     assert capsys.readouterr().out == ""
     assert not {"protrain/device_bytes", "protrain/streamed_bytes"} & set(trainer.callback_metrics)
+
+
+PREDICTION = Prediction(
+    hardware="Test GPU",
+    budget=16 * MIB,
+    phases=(PhasePrediction("backward", "", {"activations": 8 * MIB}, {}),),
+    step_seconds=2.5,
+    busy={"compute": 2.5, "upload": 0.0, "download": 0.0, "host": 0.0},
+    bound="compute",
+)
+
+
+def _fit_predicted(folder: Path, measured: int | None) -> list[dict[str, str]]:
+    """Rows that are logged in three steps under a plan with a prediction."""
+    strategy = PlannedStrategy(replace(LLAMA, prediction=PREDICTION), 16 * MIB)
+    strategy.measured_peak_bytes = measured
+    strategy.counters.waited_seconds = 0.5
+    logger = CSVLogger(folder, name="run", version=0)
+    fit(Speaker(), chat_data(folder), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
+    with (folder / "run" / "version_0" / "metrics.csv").open() as lines:
+        return [row for row in csv.DictReader(lines) if row["protrain/streamed_bytes"]]
+
+
+def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> None:
+    rows = _fit_predicted(tmp_path, 8 * MIB)
+    assert {float(row["protrain/predicted_peak_bytes"]) for row in rows} == {8 * MIB}
+    assert {float(row["protrain/measured_peak_bytes"]) for row in rows} == {8 * MIB}
+    assert {float(row["protrain/predicted_step_seconds"]) for row in rows} == {2.5}
+    assert {float(row["protrain/waited_seconds"]) for row in rows} == {0.5}
+    # The first step has no step before it.
+    assert [bool(row["protrain/step_seconds"]) for row in rows] == [False, True, True]
+
+
+def test_nothing_is_measured_where_nobody_counts(tmp_path: Path) -> None:
+    rows = _fit_predicted(tmp_path, None)
+    assert "protrain/measured_peak_bytes" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("factor", "warned"), [(0.5, 0), (1.0, 0), (1 + TOLERANCE, 0), (1.01 + TOLERANCE, 1), (3.0, 1)]
+)
+def test_more_than_was_predicted_is_said_once(factor: float, warned: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit_predicted(tmp_path, int(factor * 8 * MIB))
+    said = [str(warning.message) for warning in caught if "were predicted from the first batch" in str(warning.message)]
+    assert len(said) == warned
+    assert all("Lower device_memory" in sentence and "(8388608 bytes)" in sentence for sentence in said)

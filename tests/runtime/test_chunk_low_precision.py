@@ -19,8 +19,9 @@ from lightning_protrain.planner.plan import Plan, check_plan, chunk_offsets
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelLayout, castable
-from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.plans import STATE_BYTES, preset
@@ -136,10 +137,16 @@ def test_masters_keep_their_memory_and_dtype() -> None:
     device = CPUDevice(torch.device("cpu"))
     runtime = apply_plan(model, low_plan(model, layout), layout, device, lambda sentence: None)
     seen: list[torch.dtype] = []
-    model.blocks[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.append(module.weight.dtype)
+        with below_guard():
+            seen.append(module.weight.dtype)
+
+    model.blocks[0].up.register_forward_hook(look)
     with torch.no_grad(), autocast():
         runtime.run_step(model, (batches()[0],), {}, False)
-    assert seen == [torch.bfloat16]
+    assert seen == [torch.float32, torch.bfloat16]  # It says what the weight is.
     for name, parameter in model.named_parameters():
         assert parameter.dtype is torch.float32
         if layout.parameter(name).streamed_dtype:
@@ -168,6 +175,68 @@ def test_weights_that_the_user_changes_are_cast_again(overlap: Overlap, change: 
     expected = train(Net(), step=mixed(mean_square), look=look)
     found, _ = run(Net, mean_square, overlap=overlap, look=look)
     assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_step_that_writes_copies_spares_the_cast(
+    overlap: Overlap, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    casts: list[Slot] = []
+    renew = Slot.renew_copy
+    monkeypatch.setattr(Slot, "renew_copy", lambda slot: (casts.append(slot), renew(slot))[1])
+    apply = Runtime.__init__
+
+    def trusting(self: Runtime, *given: Any) -> None:
+        apply(self, *given)
+        self.trust_copies(training=not looks, evaluation=True)
+
+    monkeypatch.setattr(Runtime, "__init__", trusting)
+    torch.manual_seed(0)
+    look = (lambda model, index: model.head.weight.data.sum()) if looks else None
+    expected = train(Net(), step=mixed(mean_square), look=look)
+    found, state = run(Net, mean_square, overlap=overlap, look=look)
+    assert differences(expected, found) == []
+    low = sum(len(chunk.parameters) for chunk in state.plan.chunks if chunk.streamed_dtype)
+    # The first of four steps is not overlapped: what it has stepped is cast for the second.
+    assert len(casts) == (4 * low if looks or overlap is Overlap.OFF else 2 * low)
+
+
+def frozen_net() -> Net:
+    net = Net()
+    net.blocks.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("where", ["between", "before evaluation"])
+@pytest.mark.parametrize("build", [Net, frozen_net])
+def test_writing_to_data_is_seen(build: Callable[[], nn.Module], where: str) -> None:
+    """No version tells of it, and nobody has said that it does not happen."""
+
+    def outputs(model: nn.Module, state: Applied | None) -> list[Tensor]:
+        seen = []
+        for training in (True, where == "between"):
+            step = mixed(mean_square)
+            if state is not None and where != "between":
+                state.runtime.trust_copies(training=True, evaluation=True)
+            with torch.no_grad():
+                seen.append(state.step(step, model, batches()[0], 0, training=training) if state is not None else
+                            step(model, batches()[0], 0))  # fmt: skip
+            model.blocks[1].up.weight.data.mul_(3)
+        return [*seen, mixed(mean_square)(model, batches()[0], 0).detach()]
+
+    torch.manual_seed(0)
+    model = build()
+    layout = low_layout(model, mean_square)
+    expected = outputs(model, None)
+    torch.manual_seed(0)
+    model = build()
+    device = CPUDevice(torch.device("cpu"))
+    plan = low_plan(model, layout)
+    runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+    found = outputs(model, Applied(model, plan, runtime, device))
+    runtime.remove()
+    assert [value.item() for value in expected] == [value.item() for value in found]
 
 
 def test_a_hook_on_a_gradient_is_refused_after_the_fact() -> None:

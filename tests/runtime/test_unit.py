@@ -66,6 +66,17 @@ def test_nothing_is_registered_where_one_weight_cannot_be_shown() -> None:
     assert all(layer.weight is host for layer, host in zip(module, hosts, strict=True))
 
 
+def test_to_register_hosts_again_is_safe() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    slot = slot_of(module.weight)
+    unit = unit_of(module, (Site(module, "weight"), slot))
+    unit.register_hosts()
+    unit.register_twins()
+    unit.register_hosts()
+    unit.register_hosts()
+    assert module.weight is slot.host
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_flags_and_hooks_are_followed(own: bool) -> None:
     module = nn.Linear(2, 2, bias=False)
