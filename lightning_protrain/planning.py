@@ -200,7 +200,8 @@ def describe_case(
             knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
         return Case(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
-    training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, bool(trainer.gradient_clip_val))
+    takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
     case = Case(
         wishes=wishes,
         device=device,

@@ -258,8 +258,8 @@ class ProTrainStrategy(ProcessStrategy):
         self._place(model, plan, layout)
         self.setup_precision_plugin()
         if fitting:
-            if self._monitor is not None and not any(isinstance(one, PlanMonitor) for one in trainer.callbacks):
-                trainer.callbacks.append(self._monitor)
+            if self._monitor is not None:
+                self._monitor.join(trainer)
             check_one_device(self.optimizers)
             move_state_beside_parameters(self.optimizers)
             for optimizer in self.optimizers:
@@ -275,8 +275,8 @@ class ProTrainStrategy(ProcessStrategy):
         while self._handles:
             self._handles.pop().remove()
         module = self.lightning_module
-        if module is not None and self._monitor in module.trainer.callbacks:
-            module.trainer.callbacks.remove(self._monitor)
+        if module is not None and self._monitor is not None:
+            self._monitor.leave(module.trainer)
         self.precision_plugin.attach(None)
         if self._runtime is not None:
             self._runtime.remove()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.runtime import hooks
-from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, Slot
 from lightning_protrain.runtime.gradients import Landing
 from tests.models import HIDDEN, OPTIMIZERS, LanguageModel, ParityModule, variants, zoo
 from tests.parity import CLIPPING, Result, differences, run
@@ -166,13 +166,18 @@ def _upload_first_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that is live is taken as it is, although the host has stepped since."""
     monkeypatch.setattr(Chunk, "release", lambda self: None)
-    wait = Chunk.wait
+    fetch, wait = Chunk.fetch, Chunk.wait
+
+    def fetch_once(self: Chunk, after: Any = None) -> None:
+        if self.state is ChunkState.HOST:
+            fetch(self, after)
 
     def trust(self: Chunk, in_backward: bool) -> None:
         for slot in self.slots:
             slot.read_version = slot.seen_version = slot.host._version
         wait(self, in_backward)
 
+    monkeypatch.setattr(Chunk, "fetch", fetch_once)
     monkeypatch.setattr(Chunk, "wait", trust)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_protrain import ProTrainStrategy
@@ -226,9 +227,142 @@ def test_a_hook_before_fit_keeps_a_weight_in_its_dtype() -> None:
     assert chunk.streamed_dtype is None
 
 
+# --- weights that are used otherwise than in the step that was traced -------------------------------------------------
+
+
+class Otherwise(Mlp):
+    """From some step on, or in evaluation, it uses a weight in another way than in the first step."""
+
+    def __init__(self, use: str, when: str) -> None:
+        super().__init__()
+        self.use, self.when, self.step = use, when, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(hidden)
+        if self.training if self.when == "evaluation" else self.step < 3:
+            return outputs
+        weight = next(layer.weight for layer in self.modules() if isinstance(layer, torch.nn.Linear))
+        if self.use == "elementwise":
+            return outputs * (1 + weight.mean())
+        if self.use == "twice":
+            return outputs + super().forward(hidden)
+        if self.use == "dtype":
+            return outputs.to(weight.dtype) * 1.5
+        with torch.autocast("cpu", enabled=False):
+            return outputs + (hidden.float() @ weight.t()).mean()
+
+
+class Validated(ParityModule):
+    def loss(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for block in self.network.blocks:
+            block.step = max(batch_idx, getattr(block, "step", 0))
+        return super().loss(tokens, batch_idx)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.losses.append(self.loss(batch[0], batch_idx).detach().clone())
+
+    def val_dataloader(self) -> Any:
+        return token_batches()
+
+
+def otherwise(use: str, when: str) -> Validated:
+    torch.manual_seed(0)
+    return Validated(LanguageModel([Otherwise(use, when) for _ in range(3)]))
+
+
+@pytest.mark.parametrize("use", ["elementwise", "twice", "dtype", "no autocast"])
+def test_evaluation_may_use_weights_otherwise(use: str) -> None:
+    expected, found = (run(otherwise(use, "evaluation"), "bf16-mixed", plan) for plan in (None, "offload"))
+    assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("elementwise", "Tensor.mean` uses it in another way"),
+        ("twice", "uses it a second time"),
+        ("no autocast", "uses it in another way"),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_training_that_uses_weights_otherwise_is_refused(use: str, message: str, overlap: str) -> None:
+    module = otherwise(use, "later")
+    with pytest.raises(RuntimeError, match=message):
+        run(module, "bf16-mixed", "offload", overlap, num_sanity_val_steps=0)
+    assert len(module.losses) == 3
+    assert {type(parameter) for parameter in module.parameters()} == {torch.nn.Parameter}
+
+
+def test_training_may_ask_for_a_dtype_later() -> None:
+    expected, found = (run(otherwise("dtype", "later"), "bf16-mixed", plan) for plan in (None, "offload"))
+    assert differences(expected, found) == []
+
+
+def test_a_plan_made_for_another_use_is_refused() -> None:
+    made = ProTrainStrategy(plan="offload")
+    fit(otherwise("elementwise", "evaluation"), strategy=made, precision="bf16-mixed", limit_val_batches=0)
+    module = otherwise("elementwise", "later")
+    for block in module.network.blocks:
+        block.step = 3
+    with pytest.raises(RuntimeError, match=r"uses it in another way.*or give a Plan"):
+        run(module, "bf16-mixed", made.plan)
+
+
+def test_the_message_for_a_hook_knows_of_plans() -> None:
+    made = ProTrainStrategy(plan="offload")
+    fit(MODELS["reused"](), strategy=made, precision="bf16-mixed")
+    module = MODELS["reused"]()
+    module.network.head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(RuntimeError, match=r"give no Plan that was made without it"):
+        run(module, "bf16-mixed", made.plan)
+
+
+# --- copies of weights that code writes to without a version ----------------------------------------------------------
+
+
+class Writes(Validated):
+    """Multiplies weights through `data` in one hook."""
+
+    def __init__(self, hook: str, frozen: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__(LanguageModel([Mlp() for _ in range(3)]))
+        if frozen:
+            for parameter in list(self.parameters())[2:8]:
+                parameter.requires_grad_(False)
+        setattr(self, hook, self._write)
+
+    def _write(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "hook",
+    ["on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end"],
+)
+def test_writes_to_data_are_followed(hook: str, frozen: bool, overlap: str) -> None:
+    options = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    expected = run(Writes(hook, frozen), "bf16-mixed", **options)
+    assert differences(expected, run(Writes(hook, frozen), "bf16-mixed", "offload", overlap, **options)) == []
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_an_average_of_weights_is_validated(overlap: str) -> None:
+    def averaged() -> Validated:
+        torch.manual_seed(0)
+        return Validated(LanguageModel([Mlp() for _ in range(3)]))
+
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    expected = run(averaged(), "bf16-mixed", callbacks=[EMAWeightAveraging()], **options)
+    found = run(averaged(), "bf16-mixed", "offload", overlap, callbacks=[EMAWeightAveraging()], **options)
+    assert differences(expected, found) == []
+
+
 def test_nothing_is_profiled_where_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     profiled: list[Any] = []
-    monkeypatch.setattr("lightning_protrain.strategy.profile_training_step", lambda *given: profiled.append(given))
+    monkeypatch.setattr("lightning_protrain.planning.profile_training_step", lambda *given: profiled.append(given))
     run(MODELS["tied"](), "32-true", "offload")
     run(MODELS["tied"](), "bf16-true", "offload")
     run(MODELS["tied"](), "bf16-mixed", "resident")

@@ -72,8 +72,8 @@ class PlanMonitor(Callback):
 
     Before the first step it prints the plan, after training the sum of what was streamed. At the trainer's logging
     steps it logs, all under `protrain/`: `device_bytes`, the model states on the device at the end of the step
-    (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`, parameters and gradients
-    moved in both directions since the start; where blocks swap, `swapped_out_bytes` and `swapped_in_bytes`;
+    (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`, parameters and
+    gradients moved in both directions since the start; where blocks swap, `swapped_out_bytes` and `swapped_in_bytes`;
     `waited_seconds`, in which the host waited for copies since the start; `step_seconds`, from one optimizer step to
     the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds` too, and where the
     device counts what it allocates, `measured_peak_bytes`, the worst rank's. With another strategy it says nothing.
@@ -83,6 +83,16 @@ class PlanMonitor(Callback):
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
+
+    def join(self, trainer: Trainer) -> None:
+        """Adds itself to the callbacks, if none of its kind is there."""
+        if not any(isinstance(one, PlanMonitor) for one in _callbacks(trainer)):
+            _callbacks(trainer).append(self)
+
+    def leave(self, trainer: Trainer) -> None:
+        """Is no more among the callbacks."""
+        if self in _callbacks(trainer):
+            _callbacks(trainer).remove(self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the plan, on rank zero."""
@@ -168,3 +178,8 @@ def _host_step(overlap: Overlapped) -> str:
     if overlap.overlap == "off":
         return "The host steps the optimizer while the device waits."
     return overlap.describe(None)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

@@ -76,7 +76,7 @@ _SHARED = _attributes(
     *("size", "dim", "numel", "stride", "is_contiguous", "storage_offset", "nelement", "ndimension", "__len__"),
     *("get_device", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "data_ptr"),
     *("requires_grad_", "_is_view", "__hash__", "is_signed", "is_conj", "is_neg"),
-) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined]
+) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined, union-attr]
 # What is asked of the weight itself.
 _OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks")
 # Take dtype or shape of other arguments than the first, and nothing else.
@@ -124,11 +124,12 @@ class Uses:
     def whole(self, requires_grad: bool) -> nn.Parameter:
         """The weight in its own dtype on the device; kept while the twin is registered."""
         if self._whole is None:
-            whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=False)
+            whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
             if not self.shown:
-                return whole.requires_grad_(requires_grad)
+                return whole
             self._whole = whole
-        return self._whole.requires_grad_(requires_grad)
+        self._whole.requires_grad_(requires_grad)
+        return self._whole
 
     def end(self) -> None:
         """Its twin is registered no more.
@@ -208,6 +209,9 @@ class _Low:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _with_whole(copy.deepcopy, (self, memo), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _with_whole(lambda whole: whole.__reduce_ex__(protocol), (self,), {})
 
 
 class LowTwin(_Low, Twin):

@@ -101,7 +101,7 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "args"), CASES, ids=str)
+@pytest.mark.parametrize(("operation", "args"), CASES, ids=[f"{index}-{case[0]}" for index, case in enumerate(CASES)])
 def test_a_rule_gives_the_shapes_of_the_cpu(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args)
     expected, given = tree_leaves(operation(*args)), tree_leaves(SHAPE_RULES[operation](*meta))

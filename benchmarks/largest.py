@@ -1,0 +1,301 @@
+"""The largest model of a family that has a plan on a machine that is not here: predictions, nothing is measured.
+
+    python -m benchmarks.largest
+    python -m benchmarks.largest --families Qwen3 --machines "RTX 3090" --batches 1
+
+Every model is built without weights by `CausalLMModule`, in a size that somebody has published, and its training step
+is profiled on the CPU, under the precision of the strategy. LoRA adds adapters of rank 16 to all linear layers of the
+blocks, all else is frozen. The machine is one of the catalogue, the search is that of `plan="auto"`, with AdamW, no
+clipping, one micro-batch in a step, and the memory that `Trainer.plan` would allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from math import ceil
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch.autograd.graph import _engine_run_backward
+
+from benchmarks.families import FAMILIES, Size
+from benchmarks.report import table, write_result
+from lightning_protrain.module import CausalLMModule
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import format_bytes
+from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.steptime import Training, step_time
+from lightning_protrain.planning import SHARE_OF_ALL
+from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiling import streamable
+from lightning_protrain.runtime.optimizer import state_bytes_per_element
+
+GIB = 1 << 30
+SEQUENCE = 1024
+RANK = 16
+Method = Literal["full", "LoRA"]
+PrecisionName = Literal["bf16-mixed", "bf16-true"]
+# Memory and cores of the host that one GPU has.
+MACHINES = {"RTX 3090": (64 * GIB, 16), "A100 80GB SXM": (512 * GIB, 32)}
+METHODS: tuple[Method, ...] = ("full", "LoRA")
+PRECISIONS: tuple[PrecisionName, ...] = ("bf16-mixed", "bf16-true")
+HEADER = (
+    "family", "micro-batch", "largest with a plan", "resident", "device GiB", "host GiB", "host bytes / parameter",
+    "step s", "tokens/s", "bound", "first without", "what is short",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train one model.
+
+    Attributes:
+        family: Name of the family.
+        size: One of its sizes.
+        method: What is trained.
+        precision: As in the Trainer.
+        batch: Sequences in a micro-batch.
+        machine: Key of `MACHINES`.
+        sequence: Tokens in a sequence.
+    """
+
+    family: str
+    size: Size
+    method: Method
+    precision: PrecisionName
+    batch: int
+    machine: str
+    sequence: int = SEQUENCE
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the search says.
+
+    Attributes:
+        params: Parameters of the model; 0 if there is no plan.
+        resident: Part of the bytes of all chunks that stay on the device.
+        device_bytes: Predicted, the most of any phase.
+        host_bytes: The same.
+        seconds: Of a step.
+        tokens_per_second: Of it.
+        bound: What the step waits for most.
+        short: Why there is no plan; empty if there is one.
+    """
+
+    params: int = 0
+    resident: float = 0.0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    bound: str = ""
+    short: str = ""
+
+
+class Adapted(CausalLMModule):
+    """A causal language model whose adapters alone are trained."""
+
+    def configure_model(self) -> None:
+        """Builds the model and its adapters."""
+        super().configure_model()
+        assert self.model is not None
+        linear = r".*(layers|h)\.\d+\..*(proj|c_attn|c_fc)"
+        inject_adapter_in_model(LoraConfig(r=RANK, target_modules=linear), self.model)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the planner knows of a model.
+
+    Attributes:
+        layout: What it is made of.
+        profile: What a training step does.
+        state_bytes: Of the optimizer for each trained element.
+    """
+
+    layout: ModelLayout
+    profile: ModelProfile
+    state_bytes: float
+
+
+@cache
+def know(family: str, size: Size, method: Method, precision_name: PrecisionName, batch: int, sequence: int) -> Known:
+    """Builds a model without weights and profiles a step of it."""
+    precision = ProTrainPrecision(precision_name)
+    precision.open("cpu")
+    kind = CausalLMModule if method == "full" else Adapted
+    module = kind(config=FAMILIES[family].config(size, sequence))
+    with torch.device("meta"), precision.tensor_init_context():
+        module.configure_model()
+    precision.convert_module(module)
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    layout = describe_model(module)
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    profile = profile_model(module, layout, partial(_step, module, tokens), precision.train_step_context)
+    if precision.low_dtype_name is not None:
+        streamed = streamable(profile, module, precision.low_dtype_name)
+        layout = layout.streaming(streamed, precision.low_dtype_name)
+    return Known(layout, profile, state_bytes_per_element([torch.optim.AdamW(trained)]))
+
+
+def _step(module: CausalLMModule, tokens: torch.Tensor) -> torch.Tensor:
+    loss = module.training_step({"input_ids": tokens, "labels": tokens}, 0)
+    # Not by `loss.backward()`, within which the trace does not see the weights of what is recomputed: the head's.
+    with torch.autocast("cpu", enabled=False):
+        _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
+    return loss
+
+
+@cache
+def answer(case: Case) -> Answer:
+    """Searches a plan; what one sequence has no plan for, more have none for."""
+    if case.batch > 1:
+        alone = answer(Case(**{**vars(case), "batch": 1}))
+        if alone.short:
+            return alone
+    known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
+    host_bytes, cores = MACHINES[case.machine]
+    hardware = gpu(case.machine, host_bytes, cores)
+    problem = Problem(
+        profile=known.profile,
+        layout=known.layout,
+        hardware=hardware,
+        training=Training("backward"),
+        state_bytes=known.state_bytes,
+        device_bytes=int(hardware.device_bytes * SHARE_OF_ALL),
+        host_bytes=host_bytes,
+        alpha=max(alpha_for_dtype(info.dtype) for info in known.layout.parameters),
+        foreach=True,
+    )
+    try:
+        plan = search(problem, Knobs())
+    except NoFeasiblePlan as error:
+        return Answer(short=what_is_short(str(error)))
+    timeline = expected_memory(problem, plan)
+    spent = step_time(problem.profile, problem.layout, plan, hardware, problem.training)
+    total = sum(chunk.nbytes for chunk in plan.chunks)
+    return Answer(
+        params=sum(info.numel for info in known.layout.parameters),
+        resident=sum(chunk.nbytes for chunk in plan.chunks if chunk.resident) / total,
+        device_bytes=timeline.device_peak,
+        host_bytes=timeline.host_peak,
+        seconds=spent.seconds,
+        tokens_per_second=case.batch * case.sequence / spent.seconds,
+        bound=spent.bound,
+    )
+
+
+def what_is_short(message: str) -> str:
+    """The same in a few words."""
+    found = re.findall(r"the (device|host) would need at least ([\d.]+ \w+)", message)
+    found += [("host", need) for need in re.findall(r"Or raise host_memory to ([\d.]+ \w+)", message)]
+    return " or ".join(f"{place}: {need} needed" for place, need in found) or message
+
+
+def largest(count: int, first: int, fits: Callable[[int], bool]) -> int:
+    """The last of `count` sizes that fits, -1 if none does; it begins with the guess `first`, as each one takes time."""
+    index = min(max(first, 0), count - 1)
+    if fits(index):
+        while index + 1 < count and fits(index + 1):
+            index += 1
+        return index
+    while index >= 0 and not fits(index):
+        index -= 1
+    return index
+
+
+def rows_of(
+    families: Sequence[str], machine: str, method: Method, precision: PrecisionName, batches: Sequence[int]
+) -> list[dict[str, Any]]:
+    """One row for each family and micro-batch."""
+    rows = []
+    for family in families:
+        sizes = FAMILIES[family].sizes
+        index = guess(sizes, machine, method, precision)
+        for batch in batches:
+            cases = [Case(family, size, method, precision, batch, machine) for size in sizes]
+            index = largest(len(sizes), index, lambda at, cases=cases: not answer(cases[at]).short)
+            found = {"family": family, "batch": batch, "size": "none", "answer": Answer(), "next": "", "short": ""}
+            if index >= 0:
+                found |= {"size": sizes[index].name, "answer": answer(cases[index])}
+            if index + 1 < len(sizes):
+                found |= {"next": sizes[index + 1].name, "short": answer(cases[index + 1]).short}
+            rows.append(found)
+    return rows
+
+
+def guess(sizes: Sequence[Size], machine: str, method: Method, precision: PrecisionName) -> int:
+    """Which size will be the largest, by the bytes that the host has for each parameter."""
+    full = {"bf16-mixed": 18, "bf16-true": 8}
+    frozen = {"bf16-mixed": 6, "bf16-true": 2}
+    per_parameter = (full if method == "full" else frozen)[precision]
+    return sum(size.billions * 1e9 * per_parameter < MACHINES[machine][0] for size in sizes) - 1
+
+
+def render(rows: Sequence[dict[str, Any]]) -> str:
+    """One table."""
+    lines = []
+    for row in rows:
+        found: Answer = row["answer"]
+        figures = ("-",) * 7
+        if found.params:
+            figures = (
+                f"{found.resident:.0%}",
+                f"{found.device_bytes / GIB:.1f}",
+                f"{found.host_bytes / GIB:.1f}",
+                f"{found.host_bytes / found.params:.1f}",
+                f"{found.seconds:.3g}",
+                f"{found.tokens_per_second:,.0f}",
+                found.bound,
+            )
+        lines.append((row["family"], row["batch"], row["size"], *figures, row["next"] or "(no larger one)", row["short"]))
+    return table(HEADER, lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints all tables."""
+    parser = argparse.ArgumentParser(description="The largest models that have a plan.")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="from small to large")
+    parser.add_argument("--results", help="name of the folder in which the result is kept")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    begin, texts, kept = time.perf_counter(), [], []
+    for machine in options.machines:
+        for method in options.methods:
+            for precision in options.precisions:
+                rows = rows_of(options.families, machine, method, precision, options.batches)
+                nbytes, cores = MACHINES[machine]
+                title = f"## {machine}, host of {format_bytes(nbytes)} and {cores} cores: {method}, {precision}"
+                texts.append(f"{title}\n\n{render(rows)}")
+                print(texts[-1], end="\n\n", flush=True)
+                kept += [
+                    {"machine": machine, "method": method, "precision": precision, **row, "answer": asdict(row["answer"])}
+                    for row in rows
+                ]
+    print(f"{ceil(time.perf_counter() - begin)} seconds")
+    if options.results:
+        write_result(options.results, "benchmarks.largest", arguments, {"rows": kept}, "\n\n".join(texts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
