@@ -12,33 +12,34 @@ clipping, one micro-batch in a step, and the memory that `Trainer.plan` would al
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import product
 from math import ceil
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch.autograd.graph import _engine_run_backward
+from torch import nn
+from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, Size
-from benchmarks.report import table, write_result
+from benchmarks.report import quiet, table, write_result
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training, step_time
 from lightning_protrain.planning import SHARE_OF_ALL
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
-from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.blocks import MIN_NUM_PARAMS, describe_model
 from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 from lightning_protrain.profiling import streamable
@@ -133,61 +134,88 @@ class Known:
     state_bytes: float
 
 
-@cache
-def know(family: str, size: Size, method: Method, precision_name: PrecisionName, batch: int, sequence: int) -> Known:
-    """Builds a model without weights and profiles a step of it."""
-    precision = ProTrainPrecision(precision_name)
-    precision.open("cpu")
+def build(config: dict[str, Any], method: Method, precision: ProTrainPrecision) -> CausalLMModule:
+    """A model without weights, as the precision has it."""
     kind = CausalLMModule if method == "full" else Adapted
-    module = kind(config=FAMILIES[family].config(size, sequence))
+    module = kind(config=config)
     with torch.device("meta"), precision.tensor_init_context():
         module.configure_model()
+    _give_memory_to_the_head(module.model)
     precision.convert_module(module)
+    return module
+
+
+def learn(config: dict[str, Any], method: Method, precision_name: PrecisionName, batch: int, sequence: int) -> Known:
+    """Builds a model and profiles a step of it."""
+    precision = ProTrainPrecision(precision_name)
+    precision.open("cpu")
+    module = build(config, method, precision)
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     layout = describe_model(module)
-    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
-    profile = profile_model(module, layout, partial(_step, module, tokens), precision.train_step_context)
+    profile = profile_model(module, layout, step_of(module, batch, sequence), precision.train_step_context)
     if precision.low_dtype_name is not None:
         streamed = streamable(profile, module, precision.low_dtype_name)
         layout = layout.streaming(streamed, precision.low_dtype_name)
     return Known(layout, profile, state_bytes_per_element([torch.optim.AdamW(trained)]))
 
 
-def _step(module: CausalLMModule, tokens: torch.Tensor) -> torch.Tensor:
-    loss = module.training_step({"input_ids": tokens, "labels": tokens}, 0)
-    # Not by `loss.backward()`, within which the trace does not see the weights of what is recomputed: the head's.
-    with torch.autocast("cpu", enabled=False):
-        _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
-    return loss
+def step_of(module: CausalLMModule, batch: int, sequence: int) -> Callable[[], torch.Tensor]:
+    """Its training step on tokens (B, S)."""
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    return partial(module.training_step, {"input_ids": tokens, "labels": tokens}, 0)
 
 
 @cache
-def answer(case: Case) -> Answer:
-    """Searches a plan; what one sequence has no plan for, more have none for."""
-    if case.batch > 1:
-        alone = answer(Case(**{**vars(case), "batch": 1}))
-        if alone.short:
-            return alone
-    known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
-    host_bytes, cores = MACHINES[case.machine]
-    hardware = gpu(case.machine, host_bytes, cores)
-    problem = Problem(
+def know(family: str, size: Size, method: Method, precision: PrecisionName, batch: int, sequence: int) -> Known:
+    """What the planner knows of a published model; it is asked for on several machines."""
+    return learn(FAMILIES[family].config(size, sequence), method, precision, batch, sequence)
+
+
+def _give_memory_to_the_head(model: PreTrainedModel | None) -> None:
+    """The loss runs the head again within `backward`, where autocast sees its weight as it is: not on meta, then.
+
+    The memory is never written, so none is taken.
+    """
+    assert model is not None
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = module.weight
+        module.weight = nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+    model.tie_weights()
+
+
+def problem_of(known: Known, hardware: HardwareProfile) -> Problem:
+    """The search for a model on a machine, as `Trainer.plan` makes it."""
+    return Problem(
         profile=known.profile,
         layout=known.layout,
         hardware=hardware,
         training=Training("backward"),
         state_bytes=known.state_bytes,
         device_bytes=int(hardware.device_bytes * SHARE_OF_ALL),
-        host_bytes=host_bytes,
+        host_bytes=hardware.host_bytes,
         alpha=max(alpha_for_dtype(info.dtype) for info in known.layout.parameters),
         foreach=True,
     )
-    try:
-        plan = search(problem, Knobs())
-    except NoFeasiblePlan as error:
-        return Answer(short=what_is_short(str(error)))
+
+
+@cache
+def answer(case: Case) -> Answer:
+    """Searches a plan; what one sequence has no plan for, more have none for."""
+    if case.batch > 1:
+        alone = answer(replace(case, batch=1))
+        if alone.short:
+            return alone
+    known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
+    problem = problem_of(known, gpu(case.machine, *MACHINES[case.machine]))
+    # What fits as it is stays as it is, even where offloading a little may look shorter.
+    plan = make_plan(known.layout, "resident", Knobs(), None, None, known.state_bytes, MIN_NUM_PARAMS)
+    if expected_memory(problem, plan).device_peak > (problem.device_bytes or 0):
+        try:
+            plan = search(problem, Knobs())
+        except NoFeasiblePlan as error:
+            return Answer(short=what_is_short(str(error)))
     timeline = expected_memory(problem, plan)
-    spent = step_time(problem.profile, problem.layout, plan, hardware, problem.training)
+    spent = step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training)
     total = sum(chunk.nbytes for chunk in plan.chunks)
     return Answer(
         params=sum(info.numel for info in known.layout.parameters),
@@ -208,7 +236,7 @@ def what_is_short(message: str) -> str:
 
 
 def largest(count: int, first: int, fits: Callable[[int], bool]) -> int:
-    """The last of `count` sizes that fits, -1 if none does; it begins with the guess `first`, as each one takes time."""
+    """The last of `count` sizes that fits, -1 if none does; begins with the guess `first`, as each one takes time."""
     index = min(max(first, 0), count - 1)
     if fits(index):
         while index + 1 < count and fits(index + 1):
@@ -263,10 +291,12 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
                 f"{found.tokens_per_second:,.0f}",
                 found.bound,
             )
-        lines.append((row["family"], row["batch"], row["size"], *figures, row["next"] or "(no larger one)", row["short"]))
+        missing = (row["next"] or "(no larger one)", row["short"])
+        lines.append((row["family"], row["batch"], row["size"], *figures, *missing))
     return table(HEADER, lines)
 
 
+@quiet()
 def main(arguments: Sequence[str]) -> None:
     """Prints all tables."""
     parser = argparse.ArgumentParser(description="The largest models that have a plan.")
@@ -277,24 +307,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="from small to large")
     parser.add_argument("--results", help="name of the folder in which the result is kept")
     options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     begin, texts, kept = time.perf_counter(), [], []
-    for machine in options.machines:
-        for method in options.methods:
-            for precision in options.precisions:
-                rows = rows_of(options.families, machine, method, precision, options.batches)
-                nbytes, cores = MACHINES[machine]
-                title = f"## {machine}, host of {format_bytes(nbytes)} and {cores} cores: {method}, {precision}"
-                texts.append(f"{title}\n\n{render(rows)}")
-                print(texts[-1], end="\n\n", flush=True)
-                kept += [
-                    {"machine": machine, "method": method, "precision": precision, **row, "answer": asdict(row["answer"])}
-                    for row in rows
-                ]
+    for machine, method, precision in product(options.machines, options.methods, options.precisions):
+        rows = rows_of(options.families, machine, method, precision, options.batches)
+        nbytes, cores = MACHINES[machine]
+        title = f"## {machine}, host of {nbytes // GIB} GiB and {cores} cores: {method}, {precision}"
+        texts.append(f"{title}\n\n{render(rows)}")
+        print(texts[-1], end="\n\n", flush=True)
+        where = {"machine": machine, "method": method, "precision": precision}
+        kept += [{**where, **row, "answer": asdict(row["answer"])} for row in rows]
+        if options.results:  # After every table: all of them take long.
+            write_result(options.results, "benchmarks.largest", arguments, {"rows": kept}, "\n\n".join(texts))
     print(f"{ceil(time.perf_counter() - begin)} seconds")
-    if options.results:
-        write_result(options.results, "benchmarks.largest", arguments, {"rows": kept}, "\n\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
     python -m benchmarks.planner memory
     python -m benchmarks.planner memory --rows llama/offload/fp32 --results planner-memory
+    python -m benchmarks.planner search --results planner-search
+    python -m benchmarks.planner profile --results planner-profile
+    python -m benchmarks.planner order --results planner-order
 
 `memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
 the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
-CPU and counts logical bytes in the second step, when optimizer states exist.
+CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile` and `order` are in
+files of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -26,9 +29,10 @@ from typing import Any
 import lightning as L
 import torch
 
+from benchmarks import planner_order, planner_profile, planner_search, subjects
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
-from benchmarks.report import ROOT, table, write_result
+from benchmarks.report import ROOT, quiet, table, write_result
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
@@ -189,26 +193,55 @@ def render(results: Sequence[dict[str, Any]]) -> str:
     return table(HEADER, lines)
 
 
+@quiet()
 def main(arguments: Sequence[str]) -> None:
     """Runs one of the sub-commands."""
-    parser = argparse.ArgumentParser(description="How true the planner's models are.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    memory = commands.add_parser("memory", help="predicted and measured peaks")
-    memory.add_argument("--rows", nargs="+", default=ROWS, help="model/plan/precision")
-    memory.add_argument("--results", help="name of the folder in which the result is kept")
-    measuring = commands.add_parser("measure", help="what `memory` runs in another process")
-    measuring.add_argument("predictions", type=Path)
-    options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")
+    options = _parser().parse_args(arguments)
     if options.command == "measure":
         entries = json.loads(options.predictions.read_text(encoding="utf-8"))
         print(json.dumps([measure(Prediction(**entry)) for entry in entries]))
         return
-    results = compare(options.rows)
-    text = render(results)
+    if options.command == "memory":
+        results = compare(options.rows)
+        text, result = render(results), {"rows": results}
+    elif options.command == "search":
+        text, result = planner_search.run(options.models, options.tried, options.sequence)
+    elif options.command == "profile":
+        text, result = planner_profile.run(options.models)
+    else:
+        sizes = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
+        subject = subjects.Subject("", None, steps=options.steps, **sizes)
+        text, result = planner_order.run(subject, options.plans, options.budgets)
     print(text)
     if options.results:
-        write_result(options.results, "benchmarks.planner", arguments, {"rows": results}, text)
+        write_result(options.results, "benchmarks.planner", arguments, result, text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="How true the planner's models are, and how fast it is.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure", help="what `memory` runs in another process")
+    measuring.add_argument("predictions", type=Path)
+    memory = commands.add_parser("memory", help="predicted and measured peaks")
+    memory.add_argument("--rows", nargs="+", default=ROWS, help="model/plan/precision")
+    searching = commands.add_parser("search", help="how long a search takes")
+    searching.add_argument("--models", nargs="*", default=list(planner_search.MODELS), choices=planner_search.MODELS)
+    searching.add_argument("--tried", nargs="*", default=list(planner_search.TRIED), choices=planner_search.TRIED)
+    searching.add_argument("--sequence", type=int, default=planner_search.SEQUENCE)
+    profiling = commands.add_parser("profile", help="how long profiling takes")
+    profiling.add_argument("--models", nargs="*", default=planner_profile.MODELS, choices=planner_profile.SIZES)
+    order = commands.add_parser("order", help="predicted and measured steps")
+    order.add_argument("--plans", nargs="+", default=list(planner_order.GRID), choices=planner_order.GRID)
+    order.add_argument(
+        "--budgets", nargs="*", type=float, default=planner_order.BUDGETS, help="parts of the first plan"
+    )
+    order.add_argument("--params", type=float, default=20e6, help="parameters of the Llama")
+    order.add_argument("--batch", type=int, default=4)
+    order.add_argument("--sequence", type=int, default=128)
+    order.add_argument("--steps", type=int, default=22, help=f"of each; the first {planner_order.WARM_UP} do not count")
+    for command in (memory, searching, profiling, order):
+        command.add_argument("--results", help="name of the folder in which the result is kept")
+    return parser
 
 
 if __name__ == "__main__":

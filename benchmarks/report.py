@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,20 @@ import lightning
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, or within a function that it decorates, Lightning logs errors only and nobody warns."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def environment() -> dict[str, Any]:

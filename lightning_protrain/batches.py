@@ -1,10 +1,11 @@
-"""Takes the first training batch of a Trainer before training begins, and leaves no trace of it in the run.
+"""Takes a training batch of a Trainer before training begins, and leaves no trace of it in the run.
 
 [Note: Ahead of time]
 What a step saves must be known before the model is placed, which is before Lightning makes the training data. So a
-batch is taken ahead: from the indices that the batch sampler would give first, with a sampler of its own. A loader that
-comes from a hook is made early, once; Lightning gets the same one when it asks, with the random states as the hook
-leaves them, so every later draw is that of a run that has not been profiled.
+batch is taken ahead: the largest, if the data says which one that is (`HasLargestBatch`), else the first, from the
+indices that the batch sampler would give first, with a sampler of its own. A loader that comes from a hook is made
+early, once; Lightning gets the same one when it asks, with the random states as the hook leaves them, so every later
+draw is that of a run that has not been profiled.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,44 +36,78 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
 _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
 
 
-def first_batch(trainer: Trainer) -> Any | None:
-    """The first training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
+@runtime_checkable
+class HasLargestBatch(Protocol):
+    """Data, a data module or a module with loaders of its own, that knows which of its batches takes the most."""
 
-    The items of the batch are read from the dataset now, and again in training: by a worker process where the loader
-    has workers, which ends before this returns, else in this process. The hooks of batch transfer run now, and again in
-    training. Random states are put back, and what the module, the data module and the loaders hold (their datasets,
-    samplers and `collate_fn` too), as far as [Note: Reach] goes. It is another batch of the same kind where Lightning
-    or a hook draws random numbers before training begins, several loaders shuffle, a sampler is seeded by the epoch, or
-    the run goes on from a checkpoint.
+    def largest_batch(self) -> Any | None:
+        """A training batch with the most tokens (padding too) that any epoch can give; None: it is not known.
+
+        As the loader gives it: collated, on the CPU, before the hooks of batch transfer. Of several such batches it is
+        one for which a step does most: one with padding, if models leave out the attention mask of those without.
+        Called after `setup`.
+        """
+
+
+def batch_to_plan_with(trainer: Trainer) -> Any | None:
+    """A training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
+
+    It is the largest if the training data has `largest_batch`, else the first. The items of the first batch are read
+    from the dataset now, and again in training: by a worker process where the loader has workers, which ends before
+    this returns, else in this process. The hooks of batch transfer run now, and again in training. Random states are
+    put back, and what the module, the data module and the loaders hold (their datasets, samplers and `collate_fn` too),
+    as far as [Note: Reach] goes. It is another batch of the same kind where Lightning or a hook draws random numbers
+    before training begins, several loaders shuffle, a sampler is seeded by the epoch, or the run goes on from a
+    checkpoint.
 
     Args:
         trainer: In `Strategy.setup` of a fit.
 
     Returns:
         The batch; None if that cannot be had without a trace: an iterable dataset, a loader that is no `DataLoader` or
-        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, no data.
+        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, no data. The largest batch is
+        had without a loader.
     """
     if trainer.limit_train_batches == 0:
         return None
-    in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
-        loaders, structure = tree_flatten(_train_loaders(trainer))
-        if not loaders or not all(map(_is_plain, loaders)):
+        batch = _largest_batch(trainer, undo)
+        if batch is None:
+            batch = _first_batch(trainer, undo)
+        if batch is None:
             return None
-        undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
-        batches = []
-        for loader in loaders:
-            batch = _first_of(loader, in_order)
-            if batch is None:
-                return None
-            # A sample that is not batched may be the dataset's own, and a hook may change it in place.
-            batches.append(tree_map_only(torch.Tensor, torch.clone, batch))
-        batch = trainer.precision_plugin.convert_input(tree_unflatten(batches, structure))
+        # A sample that is not batched may be the dataset's own, and a hook may change it in place.
+        batch = trainer.precision_plugin.convert_input(tree_map_only(torch.Tensor, torch.clone, batch))
         hooks: Any = trainer._data_connector._datahook_selector
         for hook, place in _TRANSFER_HOOKS:
             batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
     return batch
+
+
+def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
+    """What the training data says; None where it says nothing, or `fit` was given loaders in its place."""
+    source = trainer.fit_loop._data_source
+    if not (source.is_module() and isinstance(source.instance, HasLargestBatch)):
+        return None
+    with ExitStack() as own:
+        own.callback(_set_rng_states, _collect_rng_states())
+        own.enter_context(unchanged(trainer.lightning_module, trainer.datamodule))  # type: ignore[attr-defined]
+        batch = source.instance.largest_batch()
+        if batch is not None:
+            undo.enter_context(own.pop_all())
+        return batch
+
+
+def _first_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
+    """The first batch of the loader, or of its collection of loaders; `undo` gets to know what these hold."""
+    in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
+    loaders, structure = tree_flatten(_train_loaders(trainer))
+    if not loaders or not all(map(_is_plain, loaders)):
+        return None
+    undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
+    batches = [_first_of(loader, in_order) for loader in loaders]
+    return None if any(batch is None for batch in batches) else tree_unflatten(batches, structure)
 
 
 class _MadeSource(_DataLoaderSource):

@@ -1,4 +1,4 @@
-"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and `plan` in place of `fit`."""
+"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and `plan` or `preview`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ class ProTrainCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Those of Lightning, and `plan`."""
-        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule", "gpu"}}
+        """Those of Lightning, `plan` and `preview`."""
+        return {
+            **LightningCLI.subcommands(),
+            "plan": {"model", "datamodule", "gpu"},
+            "preview": {"model", "datamodule"},
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Sets the classes that a config need not name."""
@@ -45,13 +49,15 @@ class ProTrainCLI(LightningCLI):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
     def before_instantiate_classes(self) -> None:
-        """A plan needs no GPU, writes no logs, and is the same for every rank."""
-        if self.subcommand != "plan":
+        """Plans and previews need no GPU, write no logs, and are the same for every rank."""
+        if self.subcommand not in ("plan", "preview"):
             return
         self.save_config_callback = None
-        config = self.config["plan"]
+        config = self.config[self.subcommand]
         settings: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": False}
-        if config["gpu"]:
+        if self.subcommand == "preview":
+            settings |= {"accelerator": "cpu", "strategy": "auto"}
+        elif config["gpu"]:
             settings["accelerator"] = "cpu"
         for name, value in settings.items():
             config["trainer"][name] = value

@@ -1,11 +1,9 @@
-"""A LightningModule that trains any causal language model of transformers."""
+"""A LightningModule that trains any causal language model of transformers, with images or without."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,15 +13,18 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lightning_protrain.loss import chunked_cross_entropy, has_plain_head
+from lightning_protrain.architectures import auto_class, check_config, names_vocab_size, vocab_size_of
+from lightning_protrain.data.collating import Batch, is_packed
+from lightning_protrain.data.loader import TokenWindow
+from lightning_protrain.data.packing import check_packing
+from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import Perplexity, TokenLoss
 
-Batch = dict[str, Tensor]
 # A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64
+NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
 
 class CausalLMModule(LightningModule):
@@ -32,7 +33,8 @@ class CausalLMModule(LightningModule):
     The model is built in `configure_model`, where the strategy says on which device and in which dtype. Its parameters
     are named `model.<name in transformers>`. A batch is a dict with `input_ids` and `labels` ([batch, seq]; -100 marks
     tokens that are not scored; not shifted), and whatever else the model takes, such as `attention_mask` or
-    `position_ids`.
+    `position_ids`. With `trained_tokens` too, which TrainLoader adds, the loss of an optimizer step is the mean over
+    the tokens of its batches on all ranks; `loss_weights` ([batch, seq]) weigh the tokens in training.
 
     Args:
         model: Folder or Hugging Face id of a pretrained model. Exactly one of `model` and `config` is given.
@@ -73,11 +75,12 @@ class CausalLMModule(LightningModule):
         if (model is None) == (config is None):
             raise ValueError(f"Give exactly one of model and config; model is {model!r} and config is {config!r}.")
         if config is not None:
-            _check_config(config)
-        _check_numbers(learning_rate, weight_decay, warmup_steps, min_learning_rate_ratio, loss_chunk_tokens)
+            check_config(config)
         self.save_hyperparameters()
+        _check_numbers(self.hparams)
         self.model = None
         self._num_tokenizer_tokens: int | None = None
+        self._window: TokenWindow | None = None
         # No compute groups: the two metrics hold two scalars each, and Lightning resets them one by one.
         metrics = MetricCollection({"loss": TokenLoss(), "perplexity": Perplexity()}, compute_groups=False)
         self.val_metrics = metrics.clone(prefix="val_")
@@ -89,11 +92,15 @@ class CausalLMModule(LightningModule):
         """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
 
         Raises:
-            ValueError: If the tokenizer has more tokens than the model has embeddings.
+            ValueError: If the tokenizer has more tokens than the model has embeddings, or if the datamodule packs rows
+                for a model that is not known to keep their segments apart.
         """
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(datamodule, "tokenizer", None)
         self._num_tokenizer_tokens = None if tokenizer is None else len(tokenizer)
-        self._resolve_config()
+        config = self._resolve_config()
+        if getattr(datamodule, "packing", False):
+            check_packing(config)
 
     def configure_model(self) -> None:
         """Build the model or load its weights; does nothing where there is one already."""
@@ -106,11 +113,11 @@ class CausalLMModule(LightningModule):
             # Where tensors have no memory there is nothing to load.
             known = config.dtype if self.hparams["model"] is not None else None
             options["dtype"] = known if dtype == "auto" else getattr(torch, dtype)
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = auto_class(config).from_config(config, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(self.hparams["model"], **options)
+            model = auto_class(config).from_pretrained(self.hparams["model"], **options)
             vocab_size = self.hparams["vocab_size"]
-            if vocab_size not in (None, _vocab_size(model.config)):
+            if vocab_size not in (None, vocab_size_of(model.config)):
                 model.resize_token_embeddings(vocab_size)
         # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
         self.model = model.train()
@@ -127,10 +134,10 @@ class CausalLMModule(LightningModule):
         elif self.hparams["model"] is not None:
             config = AutoConfig.from_pretrained(self.hparams["model"])
         else:
-            if self.hparams["vocab_size"] is None and "vocab_size" not in self.hparams["config"]:
+            if self.hparams["vocab_size"] is None and not names_vocab_size(self.hparams["config"]):
                 self._take_vocab_size_of_tokenizer()
             config = AutoConfig.for_model(**self.hparams["config"])
-        vocab_size = _vocab_size(config)
+        vocab_size = vocab_size_of(config)
         if self.model is None and self.hparams["vocab_size"] is not None:
             vocab_size = self.hparams["vocab_size"]
             if self.hparams["model"] is None:
@@ -155,6 +162,7 @@ class CausalLMModule(LightningModule):
     def on_fit_start(self) -> None:
         """Put the model into train mode: Lightning leaves a model in eval mode where it is."""
         self._built().train()
+        self._window = None
 
     def _built(self) -> PreTrainedModel:
         if self.model is None:
@@ -174,10 +182,36 @@ class CausalLMModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         """Return the mean loss over the labelled tokens, plus the loss of the router where the model has one."""
         scores, head, router_loss = self._scores(batch)
-        loss_sum, num_tokens = self._token_loss(scores, head, batch["labels"])
-        loss = loss_sum / max(num_tokens, 1)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["labels"]))
+        loss_sum, num_tokens = self._training_loss(scores, head, batch)
+        if "trained_tokens" in batch and self._trainer is not None:
+            loss = self._share_of_window(loss_sum, batch, batch_idx)
+        else:
+            loss = loss_sum / (num_tokens or 1)
+            self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["labels"]))
         return loss if router_loss is None else loss + router_loss
+
+    def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        """Return the sum of the weighted losses, and that of the weights: the number of tokens where there are none."""
+        labels, weights = batch["labels"], batch.get("loss_weights")
+        if weights is None:
+            return self._token_loss(scores, head, labels)
+        loss_sum, total = torch.zeros((), device=scores.device), 0.0
+        # Weights are those of messages: few are different. Without any label, a zero that is connected to the graph.
+        for weight in weights[labels != IGNORE_INDEX].unique().tolist() or [0.0]:
+            part, num_tokens = self._token_loss(scores, head, labels.masked_fill(weights != weight, IGNORE_INDEX))
+            loss_sum, total = loss_sum + weight * part, total + weight * num_tokens
+        return loss_sum, total
+
+    def _share_of_window(self, loss_sum: Tensor, batch: Batch, batch_idx: int) -> Tensor:
+        """Return what becomes the share of this batch in the mean loss over the tokens of an optimizer step.
+
+        Lightning divides by the number of batches that are accumulated, and data parallelism by that of ranks.
+        """
+        self._window = TokenWindow.at(batch_idx, batch, self.trainer, self._window)
+        share = self._window.add(loss_sum)
+        if not self.trainer.fit_loop.epoch_loop._should_accumulate():
+            self.log("train_loss", self._window.loss, prog_bar=True, reduce_fx="sum", sync_dist=True)
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def validation_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
         """Add the batch to `val_loss` and `val_perplexity`; several dataloaders are added up."""
@@ -224,13 +258,17 @@ class CausalLMModule(LightningModule):
         logits [batch, seq, vocab], which nothing maps any further.
         """
         model = self._built()
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_THE_MODEL}
+        if "flash" in str(model.config._attn_implementation) and is_packed(inputs):
+            # Flash attention tells segments apart in a single row only.
+            inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
         if self.hparams["loss_chunk_tokens"] is not None and has_plain_head(model):
-            return model.base_model(**inputs, use_cache=False)[0], model.get_output_embeddings(), None
+            hidden = model.base_model(**inputs, use_cache=False)[0]
+            return hidden.reshape(*batch["labels"].shape, -1), model.get_output_embeddings(), None
         output = model(**inputs, use_cache=False)
-        if not getattr(model.config, "output_router_logits", False):
-            return output.logits, nn.Identity(), None
-        return output.logits, nn.Identity(), model.config.router_aux_loss_coef * output.aux_loss
+        logits = output.logits.reshape(*batch["labels"].shape, -1)
+        has_router = getattr(model.config, "output_router_logits", False)
+        return logits, nn.Identity(), model.config.router_aux_loss_coef * output.aux_loss if has_router else None
 
     def _token_loss(self, scores: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, int]:
         chunk_tokens = self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1)
@@ -251,7 +289,9 @@ class CausalLMModule(LightningModule):
         model = self._built()
         eos = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         first_eos = eos[0] if isinstance(eos, list) else eos
-        with _eval_mode(model):
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        try:
             return model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -261,6 +301,9 @@ class CausalLMModule(LightningModule):
                 eos_token_id=eos,
                 pad_token_id=0 if first_eos is None else first_eos,
             )
+        finally:
+            for module in training:
+                module.training = True
 
     # Optimization
 
@@ -283,11 +326,8 @@ class CausalLMModule(LightningModule):
             {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay"},
             {"params": others, "weight_decay": 0.0, "name": "no_decay"},
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.hparams["learning_rate"],
-            betas=tuple(self.hparams["betas"]),
-        )
+        used = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
         # A plain function has no state: a resumed run with another number of steps follows its own schedule.
@@ -327,53 +367,14 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode, and afterwards each back into the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _vocab_size(config: PretrainedConfig) -> int:
-    return config.get_text_config().vocab_size
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    """Refuse a config that transformers would not know, or whose misspelt keys it would silently keep."""
-    model_type = config.get("model_type")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = get_close_matches(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=5, cutoff=0.4)
-        raise ValueError(f"model_type {model_type!r} is no causal model of transformers. Near: {_listed(near)}.")
-    defaults = AutoConfig.for_model(model_type)
-    for key in config:
-        if not hasattr(defaults, key):
-            near = get_close_matches(key, vars(defaults), n=5)
-            raise ValueError(f"{key!r} is no key of the config of {model_type!r}. Near: {_listed(near)}.")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"
-
-
-def _check_numbers(
-    learning_rate: float,
-    weight_decay: float,
-    warmup_steps: float,
-    min_learning_rate_ratio: float,
-    loss_chunk_tokens: int | None,
-) -> None:
-    if learning_rate <= 0:
-        raise ValueError(f"learning_rate is {learning_rate}; it must be above 0.")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay is {weight_decay}; it must not be negative.")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps is {warmup_steps}; it must be a number of steps or a fraction of them.")
-    if not 0 <= min_learning_rate_ratio <= 1:
-        raise ValueError(f"min_learning_rate_ratio is {min_learning_rate_ratio}; it must lie between 0 and 1.")
-    if loss_chunk_tokens is not None and loss_chunk_tokens < 1:
-        raise ValueError(f"loss_chunk_tokens is {loss_chunk_tokens}; it must be at least 1, or None.")
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    chunk_tokens = given["loss_chunk_tokens"]
+    for name, wrong, must in (
+        ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
+        ("weight_decay", given["weight_decay"] < 0, "not be negative"),
+        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps or a fraction of them"),
+        ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
+        ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),
+    ):
+        if wrong:
+            raise ValueError(f"{name} is {given[name]}; it must {must}.")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits
 from lightning_protrain.planner.outlook import expected_memory, predict
@@ -122,6 +123,12 @@ class Case:
         if free is None:
             return None
         return int(free * (SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES))
+
+    def spare_host_bytes(self, plan: Plan) -> int:
+        """What the host may hold beyond what `plan` takes of it on this machine; never negative."""
+        accumulate = self.training.accumulate if self.training is not None else 1
+        taken = sum(host_terms(self.layout, plan, self.state_bytes, accumulate).values())
+        return max(self._host_bytes(None) - taken, 0)
 
     def _host_bytes(self, machine: HardwareProfile | None) -> int:
         if self.wishes.host_memory is not None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.batches import first_batch
+from lightning_protrain.batches import batch_to_plan_with
 from lightning_protrain.profiler.model import profile_model, unchanged
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.tracing import UntraceableError
@@ -39,7 +39,7 @@ def profile_training_step(
     forward_context: Callable[[], AbstractContextManager[Any]],
     needed_for: str = "",
 ) -> ModelProfile | None:
-    """Runs `training_step` on the first batch for its shapes, see `profile_model`.
+    """Runs `training_step` on the largest batch, or the first, for its shapes; see `profile_model`.
 
     The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
     of the trainer; random states are put back, and what the module and the data module hold, as far as [Note: Reach]
@@ -64,7 +64,7 @@ def profile_training_step(
     try:
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
             raise UntraceableError("`training_step` takes batches itself, from `dataloader_iter`.")
-        batch = first_batch(trainer)
+        batch = batch_to_plan_with(trainer)
         if batch is None:
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)

@@ -64,7 +64,7 @@ class ProTrainStrategy(ProcessStrategy):
         host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
-        num_swap_blocks: How many blocks swap their activations; the first batch is profiled for it.
+        num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
         num_checkpoint_blocks: How many blocks, from the first, recompute their activations.
         num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
@@ -255,7 +255,7 @@ class ProTrainStrategy(ProcessStrategy):
                 "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
                 "during a step. Name blocks with `blocks` to stream them one by one."
             )
-        self._place(model, plan, layout)
+        self._place(model, plan, layout, case.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
             if self._monitor is not None:
@@ -288,13 +288,14 @@ class ProTrainStrategy(ProcessStrategy):
             return
         super().teardown()
 
-    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout) -> None:
+    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare_host_bytes: int) -> None:
         assert self._device is not None
         refuse_meta(model)
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, not model.automatic_optimization)
+        manual = not model.automatic_optimization
+        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, manual, spare_host_bytes)
         self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
 

@@ -1,4 +1,4 @@
-"""A Trainer that can say how it would train, on this machine or on one that is not here."""
+"""A Trainer that can say how it would train, and on what: on this machine or on one that is not here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.page import page
+from lightning_protrain.data.preview import render
 from lightning_protrain.host import worker_cores
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import BlockPolicy, Plan
@@ -25,7 +28,7 @@ Answers = Mapping[str, Plan | ValueError]
 
 
 class PlanningTrainer(Trainer):
-    """Lightning's Trainer with one more entry point, `plan`."""
+    """Lightning's Trainer with two more entry points, `plan` and `preview`."""
 
     def plan(
         self,
@@ -73,6 +76,37 @@ class PlanningTrainer(Trainer):
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):
             raise refusals[0]
+
+    def preview(
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        num: int = 3,
+        html: str | None = None,
+    ) -> None:
+        """Show which tokens of the training data are trained, and count what is left out; nothing is trained.
+
+        Args:
+            model: Not used; a config for `fit` has one.
+            datamodule: As for `fit`.
+            num: Conversations of each data set.
+            html: File for a page that shows the same.
+
+        Raises:
+            ValueError: Another data module than `ChatDataModule`, a number below one, or wrong data.
+        """
+        if not isinstance(datamodule, ChatDataModule):
+            raise ValueError(f"preview shows what ChatDataModule trains, the data is a {type(datamodule).__name__}.")
+        if num < 1:
+            raise ValueError(f"num={num}: give a positive number.")
+        if html is not None and not Path(html).absolute().parent.is_dir():
+            raise ValueError(f"html={html!r}: there is no such folder. Make it, or correct the path.")
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        shown = datamodule.show(num)
+        Console().print(render(shown, datamodule.reports))
+        if html is not None:
+            Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
 
 
 @rank_zero_only

@@ -23,7 +23,7 @@ TESTED_ELSEWHERE = {
     "lightning_protrain/__init__.py": "tests/test_packaging.py",
 }
 # Distribution to import name, where they differ.
-IMPORT_NAMES = {"pyyaml": "yaml"}
+IMPORT_NAMES = {"pyyaml": "yaml", "pillow": "PIL"}
 
 
 def _find(rule: Callable[[Source], Iterator[Finding]], source: Source) -> list[str]:

@@ -1,4 +1,4 @@
-"""The first batch, taken ahead of training, is the first of the run, and the run is that of a Trainer left alone."""
+"""A batch taken ahead of training is the first of the run, or the largest; the run is that of a Trainer left alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_protrain.batches import first_batch
+from lightning_protrain.batches import batch_to_plan_with
 from tests import police
 from tests.models import ParityModule, fit, token_batches, variants, zoo
 from tests.parity import Result, differences, snapshot
@@ -77,7 +77,7 @@ class Ahead(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.take:
-            self.ahead = first_batch(trainer)
+            self.ahead = batch_to_plan_with(trainer)
             self.left = police.child_processes()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
@@ -322,7 +322,7 @@ class Estimates(Draws):
 def test_data_that_lightning_has_made_already() -> None:
     class Later(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.ahead = first_batch(trainer)
+            self.ahead = batch_to_plan_with(trainer)
 
     results = []
     for callbacks in ([], [Later()]):

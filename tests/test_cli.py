@@ -1,8 +1,9 @@
-"""The command line: its defaults, what it accepts, and a whole run."""
+"""The command line: its defaults, what it accepts, a whole run, and what would be trained."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.tokenizer import train_tokenizer
 from lightning_protrain.module import CausalLMModule
 from tests.data.conftest import conversation
 
 SMALL = "{model_type: llama, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2}"
+CONFIGS = Path(__file__).parent.parent / "configs"
 PLAIN = ["--trainer.strategy=auto", "--trainer.accelerator=cpu"]
 # Seeding writes this variable, and a command line always seeds.
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -179,3 +182,62 @@ def test_a_saved_checkpoint_can_be_validated(run_options: list[str], tmp_path: P
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     cli = ProTrainCLI(["validate", *run_options, "--trainer.logger=false", f"--ckpt_path={checkpoint}"])
     assert cli.trainer.callback_metrics["val_loss"] > 0
+
+
+def _files() -> set[str]:
+    return {path.name for path in Path().rglob("*") if "cache" not in path.parts}
+
+
+def test_a_preview_shows_what_is_trained_and_keeps_no_logs(
+    run_options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    # The trainer of the config may be one for machines that are not here.
+    elsewhere = ["--trainer.accelerator=cuda", "--trainer.devices=4", "--trainer.num_nodes=2"]
+    cli = ProTrainCLI(["preview", *run_options, *elsewhere, "--num=2", "--html=page.html"])
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"conversation \d", shown)) == 2
+    assert re.search(r"<\|im_start\|>assistant<\|im_sep\|>Answer \d+\.<\|im_end\|>", shown)
+    assert '<span class="trained">Answer ' in Path("page.html").read_text(encoding="utf-8")
+    assert _files() == {"chats.jsonl", "page.html"}
+    assert cli.model.model is None, "no weights are made"
+    assert cli.trainer.global_step == 0
+
+
+def test_a_preview_refuses_what_it_cannot_show(run_options: list[str]) -> None:
+    with pytest.raises(ValueError, match="num=0: give a positive number"):
+        ProTrainCLI(["preview", *run_options, "--num=0"])
+    with pytest.raises(ValueError, match="preview shows what ChatDataModule trains, the data is a OtherData"):
+        ProTrainCLI(["preview", *PLAIN, f"--model.config={SMALL}", f"--data={OtherData.__module__}.OtherData"])
+
+
+def test_the_quickstart_can_be_previewed(run_options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [option for option in run_options if option.startswith("--data.cache_dir")]
+    config = f"--config={CONFIGS / 'quickstart.yaml'}"
+    ProTrainCLI(["preview", config, *options, "--data.dataset=chats.jsonl", "--num=1", "--html=page.html"])
+    assert "chats.jsonl, conversation 1" in capsys.readouterr().out
+    assert _files() == {"chats.jsonl", "page.html"}
+
+
+def test_the_chat_config_can_be_previewed_where_its_files_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of its data sets has knobs of its own."""
+    rows = [conversation(f"Question {i}?", f"First {i}.", f"Last {i}.") for i in range(6)]
+    train_tokenizer(rows, 280).save_pretrained("models/my-model")
+    others = [
+        {
+            "conversations": [
+                {"from": {"user": "human"}.get(m["role"], "bot"), "value": m["content"]} for m in row["messages"]
+            ]
+        }
+        for row in rows
+    ]
+    Path("data").mkdir()
+    broken = '{"messages": null}\n'
+    Path("data/chats.jsonl").write_text(broken + "".join(json.dumps(row) + "\n" for row in rows))
+    Path("data/agent.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    with pytest.warns(UserWarning, match="Left out 1 malformed of 7 rows of 'data/chats.jsonl'"):
+        ProTrainCLI(["preview", f"--config={CONFIGS / 'chat.yaml'}", "--num=1", "--html=page.html"])
+    assert "data/agent.jsonl, conversation 1" in capsys.readouterr().out
+    chats, agent = Path("page.html").read_text(encoding="utf-8").split("<article>")[1:]
+    trained = [re.findall(r'<span class="trained">(\w+) \d\.</span>', part) for part in (chats, agent)]
+    assert trained == [["First", "Last"], ["Last"]]

@@ -138,7 +138,7 @@ def test_any_plan_keeps_its_promise(model: str, make: Callable[..., Any], monkey
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_smaller_budget_is_kept_too(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     most = _peak(_module(block, 4), "offload", monkeypatch)
-    least = _smallest_budget(functools.partial(_module, block, 4), None)
+    least = _smallest_budget(functools.partial(_module, block, 4), "offload", None)
     tracker = _peak(_module(block, 4), "offload", monkeypatch, device_memory=least)
     assert tracker.peak <= least
     assert tracker.peak < most.peak

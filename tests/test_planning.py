@@ -10,6 +10,7 @@ import torch
 
 from lightning_protrain import planning
 from lightning_protrain.device import CPUDevice
+from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.search import NoFeasiblePlan
@@ -94,6 +95,31 @@ def test_another_machine_gets_its_own_plan() -> None:
     assert plans["tiny"].num_offloaded_chunks > 0
     assert plans["tiny"].prediction.device_bytes <= 60_000 * SHARE_OF_ALL
     assert isinstance(plans["none"], NoFeasiblePlan)
+
+
+@pytest.mark.parametrize("choice", ["offload", "resident"])
+def test_what_a_plan_leaves_to_the_host(choice: str) -> None:
+    found = case(GIB, choice=choice, host_memory=GIB)
+    plan = found.plan()
+    taken = sum(host_terms(found.layout, plan, found.state_bytes).values())
+    assert found.spare_host_bytes(plan) == GIB - taken
+    assert (taken > 0) == (choice == "offload")
+    assert replace(found, wishes=replace(found.wishes, host_memory=taken)).spare_host_bytes(plan) == 0
+    assert replace(found, wishes=replace(found.wishes, host_memory=taken // 2)).spare_host_bytes(plan) == 0
+
+
+def test_swapped_activations_and_accumulated_gradients_are_not_spare() -> None:
+    offload = case(GIB, host_memory=GIB, choice="offload")
+    plan = offload.plan()
+    swapping = replace(plan, blocks=tuple(replace(block, swap_bytes=4096) for block in plan.blocks))
+    assert offload.spare_host_bytes(plan) - offload.spare_host_bytes(swapping) == 4096 * len(plan.blocks)
+    accumulating = replace(offload, training=Training(accumulate=2))
+    assert accumulating.spare_host_bytes(accumulating.plan()) < offload.spare_host_bytes(offload.plan())
+
+
+def test_without_a_limit_the_host_gives_what_it_has_free() -> None:
+    found = case(GIB, choice="offload")
+    assert 0 < found.spare_host_bytes(found.plan()) <= 1.5 * free_host_bytes()
 
 
 def test_pins_hold_in_the_search() -> None:

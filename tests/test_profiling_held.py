@@ -121,16 +121,25 @@ class Thawing(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.network.blocks, optimizer, lr=0.01)
 
 
-def test_blocks_that_are_unfrozen_need_another_plan() -> None:
+def test_blocks_that_are_unfrozen_need_another_plan(caplog: pytest.LogCaptureFixture) -> None:
     class Module(ParityModule):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
-    module = Module(LanguageModel([Mlp() for _ in range(3)]))
+    caplog.set_level("INFO")
     swapping = {"num_swap_blocks": 2, "num_checkpoint_blocks": 0}
-    with pytest.raises(RuntimeError, match=r"unfrozen them\): begin another fit once they are unfrozen, which plans"):
-        train(module, ProTrainStrategy(**swapping), callbacks=[Thawing(1)], max_epochs=2)
+    results = []
+    for strategy in ("auto", ProTrainStrategy(**swapping)):
+        torch.manual_seed(0)
+        module = Module(LanguageModel([Mlp() for _ in range(3)]))
+        results.append(train(module, strategy, callbacks=[Thawing(1)], max_epochs=2))
+    assert differences(*results) == []
+    said = [record.message for record in caplog.records if "saves more than planned" in record.message]
+    assert len(said) == 1
+    assert "unfrozen them): begin another fit once they are unfrozen, which plans again" in said[0]
+    caplog.clear()
     module.network.requires_grad_(True)
     strategy = ProTrainStrategy(**swapping)
     train(module, strategy, callbacks=[Thawing(0)], max_epochs=2)
     assert strategy.counters.swapped_out_bytes > 0
+    assert not any("saves more than planned" in record.message for record in caplog.records)

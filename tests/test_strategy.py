@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_protrain import planning
 from lightning_protrain.counters import TransferCounters
@@ -25,7 +26,7 @@ from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import HIDDEN, ParityModule, fit, token_batches, variants, zoo
-from tests.parity import differences, run
+from tests.parity import Result, differences, run, snapshot
 from tests.plans import half, kept, preset
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -222,6 +223,47 @@ def test_more_budget_means_more_buffers_and_fewer_uploads() -> None:
     assert buffers[0] < buffers[1] == most.num_chunk_buffers
     assert strategies[0].counters.uploads > strategies[1].counters.uploads > 0
     assert strategies[0].counters.peak_live_bytes < strategies[1].counters.peak_live_bytes
+
+
+# --- batches that grow ------------------------------------------------------------------------------------------------
+
+# Sequences of so many tokens, in batches of 64: what is planned for is the first.
+RISING = (4, 5, 12, 4, 14, 3, 16)
+SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
+open_knobs = pytest.mark.filterwarnings("ignore:Knobs that were not given")
+
+
+def _rising(module: ParityModule, strategy: Any = "auto", **options: Any) -> Result:
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randint(32, (64, length), generator=generator) for length in RISING]
+    module.train_dataloader = lambda: DataLoader([[batch] for batch in batches], batch_size=None)
+    fit(module, strategy=strategy, max_epochs=2, **options)
+    return Result(tuple(module.losses), snapshot(module))
+
+
+@open_knobs
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["tied", "dropout", "reused", "frozen"])
+def test_parity_where_batches_grow_under_a_plan_that_swaps(name: str, accumulate: int) -> None:
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    blocks = {"blocks": [f"network.model.layers.{i}" for i in (1, 2, 3)]} if name == "frozen" else {}
+    strategy = ProTrainStrategy(**SWAPPING, **blocks)
+    plain, found = _rising(zoo()[name](), **options), _rising(zoo()[name](), strategy, **options)
+    assert differences(plain, found) == []
+    assert strategy.plan is not None
+    planned = sum(block.swap_bytes for block in strategy.plan.blocks)
+    assert strategy.counters.swapped_out_bytes > 1.5 * planned * 2 * len(RISING)
+
+
+@open_knobs
+def test_the_host_gives_no_more_than_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(RuntimeError, match=r"saves more than planned: \d+ .* the host may give \d+ more"):
+        _rising(zoo()["reused"](), ProTrainStrategy(host_memory="700KiB", **SWAPPING))
+    caplog.clear()
+    strategy = ProTrainStrategy(host_memory="3MiB", **SWAPPING)
+    assert differences(_rising(zoo()["reused"]()), _rising(zoo()["reused"](), strategy)) == []
+    assert sum("this one took" in record.message for record in caplog.records) == 1
 
 
 # --- what it attaches and what it leaves ------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Plans without weights, without a GPU and without training, from the command line."""
+"""Plans without weights, without a GPU and without training, from the command line; and previews of the data."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from lightning_protrain import module as module_file
 from lightning_protrain import planning
 from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.strategy import ProTrainStrategy
@@ -183,3 +185,82 @@ def test_the_error_of_the_model_comes_first() -> None:
     )
     with pytest.raises(KeyError, match="no such column"):
         trainer.plan(Broken(), gpu=["RTX 3090"])
+
+
+@pytest.fixture
+def chats(monkeypatch: pytest.MonkeyPatch) -> ChatDataModule:
+    """Two files of conversations; the terminal is wide enough for the whole table."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, count in (("first", 12), ("second", 5)):
+        lines = [json.dumps(conversation(f"Why {i}, {name}?", f"Because of <b>{i}</b>.")) + "\n" for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return ChatDataModule(["first.jsonl", "second.jsonl"], vocab_size=300, max_length=64, cache_dir="cache")
+
+
+@pytest.fixture
+def trainer() -> PlanningTrainer:
+    return PlanningTrainer(strategy="auto", accelerator="cpu", devices=1, **{**QUIET, "logger": True})
+
+
+def test_a_preview_is_printed_and_written(
+    chats: ChatDataModule, trainer: PlanningTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.preview(datamodule=chats, num=2, html="page.html")
+    shown = capsys.readouterr().out
+    page = Path("page.html").read_text(encoding="utf-8")
+    for name, rows in (("first", 11), ("second", 4)):
+        for number in (1, 2):
+            assert f"{name}.jsonl, conversation {number}" in shown
+            assert f"<h2>{name}.jsonl, conversation {number} <small>" in page
+        assert f"{name}.jsonl, conversation 3" not in shown + page
+        assert [cell.strip() for cell in _row(shown, f"{name}.jsonl, train")][1:4] == ["phi4", str(rows), "0"]
+        assert f"<td>{name}.jsonl, train</td><td>phi4</td><td>{rows}</td>" in page
+    assert "<b>" in shown
+    trained = re.findall(r'<span class="trained">(.*?)</span>', page)
+    assert trained.pop(0) == "trained text", "the legend"
+    assert len(trained) == 4
+    assert all(re.fullmatch(r"Because of &lt;b&gt;\d+&lt;/b&gt;\.", text) for text in trained)
+    assert page.count('<span class="marker trained">&lt;|im_end|&gt;</span>') == 4
+
+
+def test_a_preview_trains_nothing_and_keeps_no_logs(chats: ChatDataModule, trainer: PlanningTrainer) -> None:
+    module = zoo()["reused"]()
+    trainer.preview(module, chats, num=1)
+    assert trainer.global_step == 0
+    assert not module.losses
+    assert {path.name for path in Path().iterdir()} == {"first.jsonl", "second.jsonl", "cache"}
+
+
+def test_more_conversations_than_there_are_is_all_of_them(
+    chats: ChatDataModule, trainer: PlanningTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.preview(datamodule=chats, num=100)
+    assert len(re.findall(r"\d+ of \d+ tokens trained \(\d+%\): ", capsys.readouterr().out)) == 11 + 4
+
+
+@pytest.mark.parametrize("num", [0, -1])
+def test_a_preview_of_no_conversation_is_refused(chats: ChatDataModule, trainer: PlanningTrainer, num: int) -> None:
+    with pytest.raises(ValueError, match=f"num={num}: give a positive number"):
+        trainer.preview(datamodule=chats, num=num, html="page.html")
+    assert not Path("page.html").exists()
+    assert not Path("cache").exists(), "it is refused before anything is made"
+
+
+@pytest.mark.parametrize(("data", "kind"), [(None, "NoneType"), (L.LightningDataModule(), "LightningDataModule")])
+def test_a_preview_of_other_data_is_refused(trainer: PlanningTrainer, data: Any, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"preview shows what ChatDataModule trains, the data is a {kind}"):
+        trainer.preview(datamodule=data)
+
+
+def test_a_preview_names_the_row_that_is_wrong(chats: ChatDataModule, trainer: PlanningTrainer) -> None:
+    with Path("second.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write('{"messages": null}\n')
+    with pytest.raises(ValueError, match=r"second\.jsonl, line 6: `messages` is null"):
+        trainer.preview(datamodule=chats, html="page.html")
+    assert not Path("page.html").exists()
+
+
+def _row(table: str, name: str) -> list[str]:
+    """The cells of a row in the terminal."""
+    (line,) = [line for line in table.splitlines() if name in line and "\u2502" in line]
+    return line.strip("\u2502").split("\u2502")

@@ -75,7 +75,8 @@ class PlanMonitor(Callback):
     (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`, parameters and
     gradients moved in both directions since the start; where blocks swap, `swapped_out_bytes` and `swapped_in_bytes`;
     `waited_seconds`, in which the host waited for copies since the start; `step_seconds`, from one optimizer step to
-    the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds` too, and where the
+    the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds` too, both for the
+    batch that the plan was made with: the largest one if the data knows it, so steps may well be faster. Where the
     device counts what it allocates, `measured_peak_bytes`, the worst rank's. With another strategy it says nothing.
     """
 
@@ -142,8 +143,9 @@ class PlanMonitor(Callback):
         self._warned = True
         warnings.warn(
             f"The device holds {format_bytes(measured)} at its peak, {format_bytes(prediction.device_bytes)} were "
-            f"predicted from the first batch: {measured / prediction.device_bytes - 1:.0%} more. Later batches may be "
-            "larger. Lower device_memory by that, or bound the batches.",
+            f"predicted from the batch that the plan was made with: {measured / prediction.device_bytes - 1:.0%} more. "
+            "Later batches may be larger. Lower device_memory by that, bound the batches, or give the data module a "
+            "method `largest_batch`, for which the plan is made then.",
             stacklevel=2,
         )
 

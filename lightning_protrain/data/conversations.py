@@ -1,104 +1,110 @@
-"""Conversations in the `messages` format: reading, checking, splitting, fingerprinting."""
+"""Conversations in one form, whatever format they had: types, splitting, fingerprinting."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Required, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-ROLES = ("system", "user", "assistant", "tool")
-
-
-class Message(TypedDict):
-    """One turn."""
-
-    role: str
-    content: str
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class Conversation(TypedDict):
-    """Turns in order, at least one of them the assistant's."""
-
-    messages: list[Message]
+class MalformedRow(ValueError):
+    """A row that is no conversation: the message names the row, what is wrong with it and what to do."""
 
 
-def read_jsonl(path: Path) -> list[Conversation]:
-    """Reads a file with one JSON object per line, each with a `messages` list; empty lines are skipped.
+class Message(TypedDict, total=False):
+    """One turn.
 
-    Raises:
-        ValueError: A line is not JSON or not a conversation; the line is named, counted from 1.
+    Attributes:
+        role: One of `ROLES`, or what the `roles` of the data set map to.
+        content: Text; where the turn has images, a list of parts: `{"type": "text", "text": ...}`, `{"type": "image"}`.
+        reasoning_content: What the assistant thinks before it answers; never empty.
+        tool_calls: `{"type": "function", "function": {"name": str, "arguments": dict}}`, maybe an `id`; never empty.
+        name: Who speaks, or which tool.
+        tool_call_id: The call that a tool answers.
+        train: Whether the turn is learnt, where the row says so.
+        weight: Factor of the turn's loss, finite and not negative, where the row says so.
     """
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not valid JSON ({error}). Write one JSON object per line.") from error
-            rows.append(check_conversation(row, where))
-    return rows
+
+    role: Required[str]
+    content: Required[str | list[dict[str, Any]]]
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    name: str
+    tool_call_id: str
+    train: bool
+    weight: float
 
 
-def check_conversation(row: Any, where: str) -> Conversation:
-    """Returns the conversation in `row`, without any other columns.
+class Conversation(TypedDict, total=False):
+    """Turns in order.
 
-    Args:
-        row: What the data set holds.
-        where: Names the row in messages.
-
-    Raises:
-        ValueError: No `messages`, an unknown role, a content that is no text, or no turn of the assistant.
+    Attributes:
+        messages: The turns.
+        tools: JSON schemas of the tools that may be called; never empty.
+        images: One path, bytes or PIL image for each image part, in order of the parts; never empty.
     """
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: no `messages` list with at least one message. Each row needs one.")
-    checked: list[Message] = []
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise ValueError(f"{where}, message {number}: the role is {role!r}. Use one of {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            kind = type(content).__name__
-            raise ValueError(f"{where}, message {number}: the content is a {kind}. Give text.")
-        checked.append({"role": role, "content": content})
-    if not any(message["role"] == "assistant" for message in checked):
-        raise ValueError(f"{where}: no message of the assistant, so nothing to learn. Remove the row.")
-    return {"messages": checked}
+
+    messages: Required[list[Message]]
+    tools: list[dict[str, Any]]
+    images: list[Any]
 
 
-def fingerprint(rows: Sequence[Conversation], **settings: Any) -> str:
-    """Hash of the conversations, their order included, and of JSON-able `settings`: 32 hexadecimal digits."""
+def text_of(message: Message) -> str:
+    """The text of a turn, without its images."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def fingerprint(rows: Iterable[Conversation], **settings: Any) -> str:
+    """Hash of the conversations, their order included, and of JSON-able `settings`: 32 hexadecimal digits.
+
+    Images count by their bytes; one that is given as a path counts by the path.
+    """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True).encode())
+        digest.update(json.dumps(row, sort_keys=True, default=_image_digest).encode())
         digest.update(b"\n")
     return digest.hexdigest()[:32]
 
 
-def split_rows(
-    rows: Sequence[Conversation], val_fraction: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Divides the rows by chance into training and validation; each keeps the given order.
+def _image_digest(image: Any) -> str:
+    if isinstance(image, Image.Image):
+        image = f"{image.mode} {image.size} ".encode() + image.tobytes()
+    return hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else str(image)
+
+
+def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divides `count` rows by chance into training and validation: the sorted indices of each.
 
     Args:
-        rows: At least two.
+        count: Number of rows, at least two.
         val_fraction: Share of the validation rows, rounded, at least one row on each side.
         seed: Seed of the choice.
 
     Raises:
         ValueError: Fewer than two rows.
     """
-    if len(rows) < 2:
-        raise ValueError(f"{len(rows)} conversations cannot be divided into training and validation. Give at least 2.")
-    count = min(max(round(len(rows) * val_fraction), 1), len(rows) - 1)
-    chosen = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    train = [row for index, row in enumerate(rows) if index not in chosen]
-    return train, [rows[index] for index in sorted(chosen)]
+    if count < 2:
+        raise ValueError(f"{count} conversations cannot be divided into training and validation. Give at least 2.")
+    size = min(max(round(count * val_fraction), 1), count - 1)
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
+
+
+def split_rows(
+    rows: Sequence[Conversation], val_fraction: float, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """The rows that `split_indices` chooses, as lists.
+
+    Raises:
+        ValueError: Fewer than two rows.
+    """
+    train, validation = split_indices(len(rows), val_fraction, seed)
+    return [rows[int(index)] for index in train], [rows[int(index)] for index in validation]

@@ -1,117 +1,325 @@
-"""From conversations to tensors: token ids, labels on the assistant's tokens only, padded batches."""
+"""Conversations become token ids, and every token is trained or not: what the assistant said, and nothing else.
+
+[Note: Turns and messages]
+The mask comes from the tokens (`scanner`), the messages from the data. Each must account for the other: a template may
+join neighbouring messages of the trained roles into one turn, and answers to tools may stand within it, but there are
+never more turns than messages, nor fewer than runs of them. A conversation that breaks this is not trained on silently:
+its markers stand in its own text, or its template drops messages. Where a message holds a marker that is plain text,
+what is trained is also held against the text of the messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Literal
 
-import torch
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
 from rich.progress import Progress
-from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.conversations import Conversation, Message, text_of
+from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.markers import Markers
+from lightning_protrain.data.masking import MaskOptions, token_weights, trainable_turns, trained_tokens
+from lightning_protrain.data.rendering import Rendered, Renderer
+from lightning_protrain.data.report import DatasetReport, count
+from lightning_protrain.data.scanner import Spans, scan
+from lightning_protrain.data.truncation import Dropped, truncate
 
-IGNORE_INDEX = -100
-# Token ids and labels of one sequence, both int64 of shape [length].
-Example = tuple[Tensor, Tensor]
-_ENCODE_AT_ONCE = 512
+OnUntrainable = Literal["error", "drop", "warn"]
+NOT_PROVEN = "turns and messages differ"
+TEMPLATE = "the chat template refuses it"
+UNTRAINED = "no token is trained"
+REFUSED = "weights of messages cannot be told apart"
+_ENCODE_AT_ONCE = 256
 # Fewer rows than this take less time than a progress bar takes to be read.
 _SHOW_PROGRESS_FROM = 20_000
 
 
-class EncodedConversations(Dataset[Example]):
-    """Sequences of different lengths, stored end to end.
-
-    Args:
-        input_ids: All token ids, int32 of shape [tokens].
-        trained: Whether the token is one to learn, bool of shape [tokens].
-        offsets: Where the sequences begin, and the end: int64 of shape [sequences + 1].
-        num_dropped: How many conversations had nothing left to learn.
-    """
-
-    def __init__(self, input_ids: Tensor, trained: Tensor, offsets: Tensor, num_dropped: int = 0) -> None:
-        self.input_ids = input_ids
-        self.trained = trained
-        self.offsets = offsets
-        self.num_dropped = num_dropped
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> Example:
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        input_ids = self.input_ids[span].long()
-        return input_ids, input_ids.masked_fill(~self.trained[span], IGNORE_INDEX)
+class WeightsError(ValueError):
+    """Messages have weights of their own and share turns."""
 
 
-def encode_conversations(
-    rows: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> EncodedConversations:
-    """Renders and tokenizes the conversations and marks the assistant's tokens, as the chat template says.
+class HasImages(Exception):
+    """A conversation with images, where text was expected."""
 
-    A longer conversation is cut at `max_length`; one that loses all the assistant's tokens by that is dropped.
 
-    Args:
-        rows: Conversations.
-        tokenizer: With a chat template that has `{% generation %}` blocks.
-        max_length: Tokens per sequence at most.
+class UntrainableError(ValueError):
+    """A conversation that cannot be trained on as the options say; `reason` is the same for all of a kind."""
 
-    Raises:
-        ValueError: Nothing is left to learn in any conversation.
-    """
-    ids: list[list[int]] = []
-    masks: list[list[int]] = []
-    with Progress(transient=True, disable=len(rows) < _SHOW_PROGRESS_FROM) as progress:
-        task = progress.add_task("Tokenizing", total=len(rows))
-        for start in range(0, len(rows), _ENCODE_AT_ONCE):
-            messages = [row["messages"] for row in rows[start : start + _ENCODE_AT_ONCE]]
-            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            for row_ids, row_mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-                if any(row_mask[:max_length]):
-                    ids.append(row_ids[:max_length])
-                    masks.append(row_mask[:max_length])
-            progress.advance(task, len(messages))
-    if not ids:
-        raise ValueError(
-            f"None of the {len(rows)} conversations has a token of the assistant within max_length={max_length}. Raise "
-            f"`max_length`, or check the {{% generation %}} block in the chat template of {tokenizer.name_or_path!r}."
-        )
-    lengths = torch.tensor([0, *map(len, ids)])
-    return EncodedConversations(
-        input_ids=torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int32),
-        trained=torch.tensor(list(chain.from_iterable(masks)), dtype=torch.bool),
-        offsets=lengths.cumsum(0),
-        num_dropped=len(rows) - len(ids),
-    )
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(f"{reason}{f': {details}' if details else ''}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
-class PadCollator:
-    """Makes a batch: pads on the right to the longest sequence, rounded up.
+class ChatEncoder:
+    """How the conversations of one data set become examples.
 
     Attributes:
-        pad_token_id: What stands at padded places; attention mask and labels exclude them.
-        max_length: The rounding stops here.
-        multiple: Lengths are rounded up to a multiple of it.
+        renderer: Applies the chat template.
+        markers: Where turns begin and end.
+        options: What is trained.
+        max_length: Tokens of an example at most.
+        on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
     """
 
-    pad_token_id: int
-    max_length: int
-    multiple: int = 8
+    renderer: Renderer
+    markers: Markers
+    options: MaskOptions = field(default_factory=MaskOptions)
+    max_length: int = 1 << 30
+    on_untrainable: OnUntrainable = "drop"
 
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """The batch `input_ids`, `attention_mask`, `labels`, all int64 of shape [batch, length]."""
-        longest = max(len(input_ids) for input_ids, _ in examples)
-        rounded = -(-longest // self.multiple) * self.multiple
-        shape = (len(examples), max(longest, min(rounded, self.max_length)))
-        input_ids = torch.full(shape, self.pad_token_id)
-        attention_mask = torch.zeros(shape, dtype=torch.long)
-        labels = torch.full(shape, IGNORE_INDEX)
-        for row, (ids, targets) in enumerate(examples):
-            input_ids[row, : len(ids)] = ids
-            attention_mask[row, : len(ids)] = 1
-            labels[row, : len(ids)] = targets
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
+        """Examples of conversations without images, or why there is none.
+
+        Raises:
+            ValueError: The chat template refuses a conversation; the weights of messages cannot be told apart.
+        """
+        rendered = [self.renderer.render(conversation) for conversation in conversations]
+        ids = [np.asarray(row, dtype=np.int32) for row in self.renderer.encode(rendered)]
+        results = self.mask(conversations, rendered, ids)
+        return [one if isinstance(one, UntrainableError) else self.cut(one) for one in results]
+
+    def mask(
+        self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
+    ) -> list[Encoded | UntrainableError]:
+        """What of tokenized conversations is trained, before they are cut; or why the mask is in doubt.
+
+        Args:
+            conversations: The messages.
+            rendered: The texts that were tokenized.
+            ids: Their tokens, each [length].
+
+        Raises:
+            ValueError: The weights of messages cannot be told apart.
+        """
+        sizes = [len(row) for row in ids]
+        borders = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        flat, segments = np.concatenate(ids), np.repeat(np.arange(len(ids)), sizes)
+        spans = scan(flat, self.markers, segments=segments)
+        turns = trainable_turns(spans, self.markers, self.options)
+        of_row = np.searchsorted(spans.start, borders)
+        said = [[m for m in row["messages"] if m["role"] in self.options.roles] for row in conversations]
+        counts = [int(turns[first:last].sum()) for first, last in itertools.pairwise(of_row)]
+        weights = [_weights(messages, count) for messages, count in zip(said, counts, strict=True)]
+        every = None
+        if any(weights_of_row is not None for weights_of_row in weights):
+            pairs = zip(weights, counts, strict=True)
+            every = [value for row, count in pairs for value in (row if row is not None else [1.0] * count)]
+        trained = trained_tokens(flat, spans, self.markers, self.options, segments=segments, turn_weights=every)
+        values = None
+        if every is not None and not set(every) <= {0.0, 1.0}:
+            values = token_weights(trained, spans, self.markers, self.options, every)
+        whole = self._borders(flat, spans)
+        first_border = np.searchsorted(whole[:, 0], borders)
+        unended = turns & ~spans.complete & trained[np.minimum(spans.content, len(flat) - 1)]
+        results: list[Encoded | UntrainableError] = []
+        for row, conversation in enumerate(conversations):
+            tokens, mine = slice(borders[row], borders[row + 1]), slice(of_row[row], of_row[row + 1])
+            doubt = ""
+            try:
+                if not self.options.train_on_inputs:
+                    place = np.flatnonzero(turns[mine]) + of_row[row]
+                    contents = [flat[spans.content[at] : spans.end[at]] for at in place]
+                    self._check_turns(conversation, said[row], contents, rendered[row].suspicious)
+            except UntrainableError as error:
+                doubt = str(error)
+                if self.on_untrainable != "warn":
+                    results.append(error)
+                    continue
+            ranges = whole[first_border[row] : first_border[row + 1]] - borders[row]
+            part = None if values is None else values[tokens]
+            count = int(unended[mine].sum())
+            results.append(
+                Encoded(ids[row], trained[tokens], part, ranges.astype(np.int32), num_unended=count, doubt=doubt)
+            )
+        return results
+
+    def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
+        """As much of an example as `max_length` allows; or that nothing trained is left, or an image would be lost."""
+        if not encoded.num_trained and self.on_untrainable != "warn":
+            return UntrainableError(UNTRAINED)
+        cut = truncate(encoded, self.max_length)
+        if cut is Dropped.NOTHING_TRAINED and self.on_untrainable == "warn":
+            cut = truncate(encoded.untrained(), self.max_length)
+        if isinstance(cut, Dropped):
+            return UntrainableError(cut.value)
+        if len(cut) < len(encoded) and encoded.trained[len(cut)] and cut.trained[-1]:
+            return replace(cut, num_unended=cut.num_unended + 1)
+        return cut
+
+    def _check_turns(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        contents: Sequence[NDArray[np.int32]],
+        suspicious: bool,
+    ) -> None:
+        """Holds the turns against the messages, see [Note: Turns and messages]."""
+        within = {*self.options.roles, "tool"}
+        runs = sum(
+            part and any(message["role"] in self.options.roles for message in run)
+            for part, run in groupby(conversation["messages"], key=lambda message: message["role"] in within)
+        )
+        if not (len(messages) if suspicious else runs) <= len(contents) <= len(messages):
+            details = f"{len(contents)} turns for {len(messages)} messages of {', '.join(self.options.roles)}"
+            raise UntrainableError(NOT_PROVEN, details)
+        if not suspicious and len(contents) == len(messages):
+            return
+        kept = [" ".join(str(self.renderer.tokenizer.decode(content.tolist())).split()) for content in contents]
+        if len(contents) < len(messages):
+            kept = [" ".join(kept)] * len(messages)
+        for message, found in zip(messages, kept, strict=True):
+            # Templates may leave out what was thought in earlier turns.
+            said = " ".join(text_of(message).rpartition("</think>")[2].split())
+            if said not in found:
+                raise UntrainableError(NOT_PROVEN, f"found {found!r} where the message is {said!r}")
+
+    def _borders(self, ids: NDArray[np.int32], spans: Spans) -> NDArray[np.int64]:
+        """What must not be cut in two: markers, and runs of media."""
+        ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
+        if self.markers.media:
+            media = np.isin(ids, list(self.markers.media))
+            edges = np.flatnonzero(np.diff(media, prepend=False, append=False))
+            ranges.append(edges.reshape(-1, 2))
+        borders = np.concatenate(ranges)
+        return borders[np.argsort(borders[:, 0], kind="stable")]
+
+
+def _weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
+    """One weight for each trained turn; None where no message has one."""
+    if not any("train" in message or "weight" in message for message in messages):
+        return None
+    weights = [float(message.get("weight", 1.0)) * bool(message.get("train", True)) for message in messages]
+    if len(weights) == num_turns:
+        return weights
+    if len(set(weights)) > 1:
+        raise WeightsError(
+            f"{len(weights)} messages with `train` or `weight` are {num_turns} turns after the chat template, so the "
+            "weights cannot be told apart. Leave them out, or give neighbouring messages the same."
+        )
+    return weights[:1] * num_turns
+
+
+class EncodedRows(Sequence[Encoded]):
+    """Examples of different lengths, stored end to end.
+
+    Args:
+        examples: Without images; their borders are not kept.
+    """
+
+    def __init__(self, examples: Sequence[Encoded]) -> None:
+        self.lengths = np.array([len(example) for example in examples], dtype=np.int64)
+        self._offsets = np.concatenate(([0], self.lengths.cumsum()))
+        self._ids = _joined([example.input_ids for example in examples], np.int32)
+        self._trained = _joined([example.trained for example in examples], np.bool_)
+        weighted = any(example.weights is not None for example in examples)
+        self._weights = None
+        self.is_weighted = weighted
+        if weighted:
+            values = [example.trained if example.weights is None else example.weights for example in examples]
+            self._weights = _joined(values, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        weights = None if self._weights is None else self._weights[part]
+        return Encoded(self._ids[part], self._trained[part], weights)
+
+
+def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
+    """Encodes all conversations of a data set.
+
+    Args:
+        rows: Without images.
+        encoder: How.
+        name: Of the data set, for messages.
+
+    Raises:
+        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+        HasImages: One has images.
+    """
+    kept: list[Encoded] = []
+    dropped: list[str] = []
+    for number, result in enumerate(_encoded(rows, encoder)):
+        if isinstance(result, UntrainableError):
+            if encoder.on_untrainable == "error":
+                raise ValueError(
+                    f"{_place(rows, number, name)}: {result}. Correct the row, raise `max_length`, or let "
+                    '`on_untrainable` be "drop".'
+                ) from result
+            dropped.append(result.reason)
+            continue
+        kept.append(result)
+    report = count(
+        name,
+        encoder.markers.family,
+        lengths=[len(one) for one in kept],
+        num_trained=sum(one.num_trained for one in kept),
+        num_unended=sum(one.num_unended for one in kept),
+        dropped=dropped,
+        num_doubtful=sum(bool(one.doubt) for one in kept),
+    )
+    if report.num_doubtful:
+        first = next(one.doubt for one in kept if one.doubt)
+        rank_zero_warn(f"{name}: {report.num_doubtful} conversations are kept though {first}, and others like it.")
+    if not kept or not report.num_trained:
+        _refuse_nothing(report, encoder)
+    return EncodedRows(kept), report
+
+
+def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder) -> Iterator[Encoded | UntrainableError]:
+    with Progress(transient=True, disable=len(rows) < _SHOW_PROGRESS_FROM) as progress:
+        task = progress.add_task("Tokenizing", total=len(rows))
+        for start in range(0, len(rows), _ENCODE_AT_ONCE):
+            part = rows[start : start + _ENCODE_AT_ONCE]
+            if any("images" in row for row in part):
+                raise HasImages
+            try:
+                yield from encoder.encode(part)
+            except ValueError:
+                yield from _one_by_one(rows, start, len(part), encoder)
+            progress.advance(task, len(part))
+
+
+def _one_by_one(
+    rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
+) -> Iterator[Encoded | UntrainableError]:
+    """The same, where one of them is refused: says which."""
+    for number in range(start, start + size):
+        try:
+            yield from encoder.encode([rows[number]])
+        except ValueError as error:
+            yield UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error))
+
+
+def _place(rows: Sequence[Conversation], number: int, name: str) -> str:
+    where = getattr(rows, "where", None)
+    return str(where(number)) if where is not None else f"{name}, row {number}"
+
+
+def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
+    if encoder.on_untrainable == "warn":
+        return
+    why = ", ".join(f"{number} {reason}" for reason, number in report.dropped)
+    raise ValueError(
+        f"{report.name}: nothing is left to train on ({why or 'no rows'}). max_length is {encoder.max_length}, "
+        f"roles_to_train is {list(encoder.options.roles)}. Raise `max_length`, name a role, look at the data with "
+        '`lightning-protrain preview`, or let `on_untrainable` be "warn" to go on without a loss.'
+    )
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

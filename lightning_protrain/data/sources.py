@@ -1,53 +1,211 @@
-"""Where conversations come from: the name of a data set becomes rows."""
+"""Where conversations come from: what a user names becomes the rows of its splits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
-from lightning_protrain.data.conversations import Conversation, check_conversation, read_jsonl
+from lightning_protrain.data.formats import RowFormat
+from lightning_protrain.data.rows import Rows, read_rows
+from lightning_protrain.data.specs import DatasetSpec
 from lightning_protrain.data.stdlib import stdlib_conversations
+from lightning_protrain.data.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
 
 SPLITS = ("train", "validation", "test")
-Rows = list[Conversation]
+_SPLIT_NAMES = {**{name: name for name in SPLITS}, **dict.fromkeys(("valid", "val", "dev"), "validation")}
+_GLOB = re.compile(r"[*?\[]")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_Tables = dict[str, list[Table]]
 
 
-def load_splits(dataset: str) -> dict[str, Rows]:
+def load_splits(dataset: str | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)) -> dict[str, Rows]:
     """Reads a data set: its rows under "train", and under "validation" and "test" if it brings such splits.
 
+    Every row is checked once; what stays in memory are places of rows, not their text.
+
     Args:
-        dataset: "stdlib", the path of a .jsonl file, or a folder written by `save_to_disk` of Hugging Face `datasets`.
+        dataset: The data set; a text is the `path` of one with the defaults of `DatasetSpec`.
+        trained_roles: A row without a turn of one of them is malformed; None: no row is for that. The data set's own
+            `train_on_inputs` and `roles_to_train` come first.
 
     Raises:
-        ValueError: Nothing of that name, or a row that is no conversation.
+        ValueError: Nothing of that name, a file that cannot be read, or malformed rows.
     """
-    if dataset == "stdlib":
-        return {"train": stdlib_conversations()}
-    path = Path(dataset).expanduser()
+    spec = DatasetSpec(path=dataset) if isinstance(dataset, str) else dataset
+    tables = _tables(spec)
+    if spec.images_dir is not None:
+        tables = {split: _below(parts, Path(spec.images_dir).expanduser()) for split, parts in tables.items()}
+    row_format = RowFormat(spec.format, spec.fields, spec.roles, _trained_roles(spec, trained_roles))
+    return {
+        split: read_rows(
+            tables[split],
+            row_format,
+            f"{spec.label!r}, split {split}",
+            on_malformed=spec.on_malformed,
+            max_rows=spec.max_rows,
+        )
+        for split in SPLITS
+        if split in tables
+    }
+
+
+def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:
+    if spec.train_on_inputs:
+        return None
+    roles = default if spec.roles_to_train is None else spec.roles_to_train
+    # Who trains no role at all says so elsewhere, and would find every row malformed here.
+    return tuple(roles) if roles else None
+
+
+def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
+    if not folder.is_dir():
+        raise ValueError(f"images_dir={str(folder)!r} is no folder. Correct the path.")
+    changed = list(tables)
+    for table in changed:
+        table.folder = folder
+    return changed
+
+
+def _tables(spec: DatasetSpec) -> _Tables:
+    """The tables of every split that is read."""
+    if isinstance(spec.path, str) and _is_on_hub(spec.path):
+        return _hub_splits(spec)
+    for key in ("name", "revision"):
+        value = getattr(spec, key)
+        if value is not None:
+            raise ValueError(f"{key}={value!r} is for data sets of the Hub, not {spec.paths[0]!r}. Remove it.")
+    if not isinstance(spec.path, str):
+        return _only_train(spec, [open_table(file) for path in spec.paths for file in _named_files(path)])
+    if spec.path == "stdlib":
+        return _only_train(spec, [RowList(list(stdlib_conversations()), "stdlib", Path())])
+    path = Path(spec.path).expanduser()
     if path.is_dir():
-        return _read_folder(path)
-    if path.is_file() and path.suffix == ".jsonl":
-        return {"train": read_jsonl(path)}
-    raise ValueError(
-        f'No data set {dataset!r}. Give "stdlib", the path of a .jsonl file with one `messages` list a line, or a '
-        "folder written by `datasets.Dataset.save_to_disk`."
+        return _choose(_folder_splits(path), spec.split, spec.path)
+    if path.is_file() and path.suffix in SUFFIXES:
+        return _only_train(spec, [open_table(path)])
+    if _GLOB.search(spec.path):
+        return _choose(_file_splits(_named_files(spec.path), _root(path), spec.path), spec.split, spec.path)
+    raise _nothing_there(spec.path)
+
+
+def _is_on_hub(path: str) -> bool:
+    local = path == "stdlib" or Path(path).expanduser().exists() or Path(path).suffix in SUFFIXES
+    return not local and _HUB_NAME.fullmatch(path) is not None
+
+
+def _nothing_there(name: str, reason: object = "") -> ValueError:
+    return ValueError(
+        f'No data set {name!r}. Give "stdlib", the path of a .jsonl, .json or .parquet file, a glob or a list of such '
+        "files, a folder of them or one written by `datasets.Dataset.save_to_disk`, or a name on the Hugging Face Hub."
+        + (f" The Hub says: {reason}" if reason else "")
     )
 
 
-def _read_folder(path: Path) -> dict[str, Rows]:
-    """The splits of a saved data set that this module knows; a data set without splits counts as "train"."""
+def _only_train(spec: DatasetSpec, tables: list[Table]) -> _Tables:
+    if spec.split is not None:
+        raise ValueError(f"split={spec.split!r}, but {spec.label!r} has no splits: all of it is trained on. Remove it.")
+    return {"train": tables}
+
+
+def _named_files(path: str) -> list[Path]:
+    """The file of this path, or those that match the glob, sorted."""
+    plain = Path(path).expanduser()
+    if plain.is_file() and plain.suffix in SUFFIXES:
+        return [plain]
+    files = [Path(name) for name in sorted(glob(str(plain), recursive=True)) if Path(name).suffix in SUFFIXES]
+    if not files:
+        raise _nothing_there(path)
+    return files
+
+
+def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
+    """A folder written by `save_to_disk`, or one of files of one kind."""
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _saved_splits(folder)
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
+    files = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    # Beside data of another kind, .json files describe them.
+    kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{folder} has both {' and '.join(sorted(kinds))} files. Give a glob of those to read.")
+    if not kinds:
+        raise ValueError(
+            f"{folder} was not written by `datasets.Dataset.save_to_disk` and has no {', '.join(SUFFIXES)} file. "
+            "Give another folder."
+        )
+    return _file_splits([path for path in files if path.suffix in kinds], folder, str(folder))
+
+
+def _saved_splits(folder: Path) -> Mapping[str, list[Table]]:
     try:
-        loaded = load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} was not written by `datasets.Dataset.save_to_disk`: {error}") from error
-    splits = {"train": loaded} if isinstance(loaded, Dataset) else dict(loaded)
-    if "train" not in splits:
-        raise ValueError(f'{path} has the splits {sorted(splits)}, none of them is called "train". Rename one.')
-    return {name: _check_rows(splits[name], f"{path}, split {name}") for name in SPLITS if name in splits}
+        loaded = load_from_disk(str(folder))
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ValueError(f"{folder} was written by `datasets.Dataset.save_to_disk` but is broken: {error}") from error
+    return _loaded_splits(loaded, str(folder), folder)
 
 
-def _check_rows(rows: Iterable[Any], where: str) -> Rows:
-    return [check_conversation(row, f"{where}, row {number}") for number, row in enumerate(rows)]
+def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> Mapping[str, list[Table]]:
+    splits = {"train": loaded} if isinstance(loaded, Dataset) else loaded
+    return {split: [ArrowTable(rows, f"{name}, split {split}", folder)] for split, rows in splits.items()}
+
+
+def _root(path: Path) -> Path:
+    """The folder that a glob begins in."""
+    return next(parent for parent in path.parents if not _GLOB.search(str(parent)))
+
+
+def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, list[Table]]:
+    """Files by the split that the names of file and folders below `root` say; those that say none are for training."""
+    splits: dict[str | None, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
+    if "train" in splits and None in splits:
+        raise ValueError(f"{name}: {splits[None][0]} says no split, others do. Rename it, or give a list of files.")
+    named = {split or "train": paths for split, paths in splits.items()}
+    return {split: [open_table(path) for path in paths] for split, paths in named.items()}
+
+
+def _split_of(path: Path) -> str | None:
+    for name in (path.stem, *reversed(path.parts[:-1])):
+        for word in re.split(r"[^a-z]+", name.lower()):
+            if word in _SPLIT_NAMES:
+                return _SPLIT_NAMES[word]
+    return None
+
+
+def _hub_splits(spec: DatasetSpec) -> _Tables:
+    assert isinstance(spec.path, str)
+    options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+    try:
+        # A text may be a part of a split, such as "train[:1%]", which only `datasets` can read.
+        split = spec.split if isinstance(spec.split, str) else None
+        loaded = load_dataset(spec.path, split=split, **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise _nothing_there(spec.path, error) from error
+    if split is not None:
+        return {"train": [ArrowTable(loaded, f"{spec.label}, split {split}", Path())]}
+    return _choose(_loaded_splits(loaded, spec.label, Path()), spec.split, spec.path)
+
+
+def _choose(splits: Mapping[str, list[Table]], wanted: str | dict[str, str] | None, name: str) -> _Tables:
+    """The splits that are used, under our names; without `wanted` those of these names."""
+    if wanted is None:
+        chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
+        chosen |= {split: split for split in SPLITS if split in splits}
+        if "train" not in chosen:
+            raise ValueError(
+                f'{name} has the splits {sorted(splits)}, none of them is called "train". Rename one, or name the one '
+                "to train on with `split`."
+            )
+    else:
+        chosen = {"train": wanted} if isinstance(wanted, str) else wanted
+    for split in chosen.values():
+        if split not in splits:
+            raise ValueError(f"{name} has no split {split!r}, but {sorted(splits)}. Correct `split`.")
+    return {ours: splits[theirs] for ours, theirs in chosen.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_protrain.data.conversations import Conversation, fingerprint
+from lightning_protrain.data.conversations import Conversation, fingerprint, text_of
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
@@ -20,31 +19,24 @@ SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
-# The generation block holds the stop token, so that the model learns to stop.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '<|im_sep|>' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-{%- else %}
 {{- message['content'] + '<|im_end|>' }}
-{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant<|im_sep|>' }}
 {%- endif %}"""
 
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer whose chat template marks what the assistant says.
+    """Loads a tokenizer.
 
     Args:
         name: A local folder, or a name on the Hugging Face Hub.
 
     Raises:
-        ValueError: No such tokenizer, a slow one, none or no suitable chat template.
+        ValueError: No such tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
@@ -53,27 +45,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             f"No tokenizer could be loaded from {str(name)!r}: {error}. Give a folder or a name on the Hugging Face "
             "Hub, or leave `tokenizer` out and one is trained on the data."
         ) from error
-    check_chat_template(tokenizer)
     return tokenizer
-
-
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer that cannot tell which tokens are the assistant's.
-
-    Raises:
-        ValueError: A slow tokenizer, no chat template, or one without `{% generation %}`.
-    """
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    if not tokenizer.is_fast:
-        raise ValueError(f"The tokenizer {name!r} has no fast version, which the loss mask needs. Use another one.")
-    if not tokenizer.chat_template:
-        raise ValueError(f"The tokenizer {name!r} has no chat template. Set its `chat_template` and save it again.")
-    if not _GENERATION_TAG.search(tokenizer.get_chat_template()):
-        raise ValueError(
-            f"The chat template of the tokenizer {name!r} has no {{% generation %}} block, so nothing says which "
-            "tokens to learn. Put {% generation %} and {% endgeneration %} around the assistant's text and its stop "
-            "token in `tokenizer.chat_template`, save the tokenizer to a folder and give that folder."
-        )
 
 
 def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -136,4 +108,4 @@ def _texts(rows: Sequence[Conversation]) -> Iterator[str]:
     for row in rows:
         for message in row["messages"]:
             yield message["role"]
-            yield message["content"]
+            yield text_of(message)

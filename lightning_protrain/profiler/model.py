@@ -85,7 +85,8 @@ def _recording(forward: Callable[..., Any], unit: UnitInfo, recorder: _Recorder)
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if _in_backward():  # recomputation of a checkpoint
-            return forward(*args, **kwargs)
+            with recorder.lifted():  # `Tensor.backward` takes function modes off while it runs
+                return forward(*args, **kwargs)
         with recorder.call(unit, (args, kwargs)) as call:
             outputs = forward(*args, **kwargs)
             recorder.give_out(call, outputs)
@@ -132,6 +133,10 @@ class _Recorder:
         self._outside: dict[StorageWeakRef, int] = {}
         self._calls: list[_Call] = []
         self._running: list[_Call] = []
+
+    def lifted(self) -> AbstractContextManager[Any]:
+        """Within it, stand-ins take the place of tensors from outside, where that has been taken off."""
+        return self._mode.lifted()
 
     @contextmanager
     def call(self, unit: UnitInfo, inputs: object) -> Iterator[_Call]:

@@ -166,6 +166,10 @@ class MetaMode(TorchDispatchMode):
         for known in (self._journal, self._storages, self._stand_ins, self._own):
             known.clear()
 
+    def lifted(self) -> TorchFunctionMode:
+        """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
+        return _StandIns(self)
+
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The storage that stands for the memory of `tensor`, as `observe` sees it."""
         with torch._C.DisableTorchFunction():

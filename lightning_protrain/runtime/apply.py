@@ -39,6 +39,7 @@ def apply_plan(
     device: Device,
     say: Callable[[str], None],
     manual: bool = False,
+    spare_host_bytes: int = 0,
 ) -> Runtime:
     """Places the model as the plan says; no name, module or parameter object changes.
 
@@ -49,6 +50,7 @@ def apply_plan(
         device: Where it trains.
         say: Takes sentences that the user should read once.
         manual: Whether backward runs inside of steps, see [Note: Root].
+        spare_host_bytes: What swapped blocks may take of the host beyond the plan, see [Note: Growth].
 
     Returns:
         The handle that runs steps and takes everything off again.
@@ -67,7 +69,7 @@ def apply_plan(
     updates = Updates(chunks, device)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
     with below_guard():  # Twins in low precision say the dtype of their weights.
-        swap = _make_swap(model, units, device)
+        swap = _make_swap(model, units, device, say, spare_host_bytes)
         executor = Executor(chunks, units, capacity, device, updates, say, swap)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
@@ -75,7 +77,7 @@ def apply_plan(
     caching = stop_caching(model) if recomputes else []
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
-    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching)
+    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)
 
 
 class Runtime:
@@ -97,6 +99,7 @@ class Runtime:
         watch: ViewWatch,
         manual: bool,
         caching: list[Any],
+        swap: ActivationSwap | None,
     ) -> None:
         self.plan = plan
         self.updates = updates
@@ -107,6 +110,7 @@ class Runtime:
         self._interceptions = interceptions
         self._watch = watch
         self._caching = caching
+        self._swap = swap
 
     @property
     def counters(self) -> TransferCounters:
@@ -170,6 +174,8 @@ class Runtime:
         for chunk in self._chunks:
             chunk.detach()
         self._device.close()
+        if self._swap is not None:
+            self._swap.close()
         self._chunks.clear()
 
     def _with_root(self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -251,11 +257,13 @@ def _make_units(
     return units
 
 
-def _make_swap(model: nn.Module, units: list[Unit], device: Device) -> ActivationSwap | None:
+def _make_swap(
+    model: nn.Module, units: list[Unit], device: Device, say: Callable[[str], None], spare_bytes: int
+) -> ActivationSwap | None:
     if not any(unit.swap_bytes for unit in units):
         return None
     twins = [slot.twin for unit in units for _, slot in unit.sites]
-    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *twins])
+    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *twins], say, spare_bytes)
 
 
 def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:

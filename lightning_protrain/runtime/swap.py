@@ -3,17 +3,19 @@
 [Note: Swap]
 While a swapped block runs its forward, autograd asks here what to keep for each tensor that it saves (paper, section
 3.1.2). Each storage is copied once for each version of its contents, whole, to the block's *slab*: one piece of host
-memory of exactly the planned bytes, which is given back when the graph dies. What the block is given and what it
-returns are copied as well, whoever else may hold them: if they stayed, every swapped block would leave its input on the
-device and the bytes there would grow with the depth of the model. What stays are weights and buffers, with all their
-views, whatever cannot be made again from a storage, and what is smaller than a page.
+memory of exactly the planned bytes, which is given back when the graph dies. If that is full, the call takes further
+slabs, see [Note: Growth] in `slabs.py`. What the block is given and what it returns are copied as well, whoever else
+may hold them: if they stayed, every swapped block would leave its input on the device and the bytes there would grow
+with the depth of the model. What stays are weights and buffers, with all their views, whatever cannot be made again
+from a storage, and what is smaller than a page.
 
 [Note: Windows]
 A storage that has been copied stays on the device until the next call has ended: so long the copy may take, then the
 compute stream waits for it. When the backward of a call begins, what the call before it has saved is on its way back,
 and what later calls still have on the device goes. So no more than two neighbours are there at one time, however far
-the host runs ahead, and nothing of what lies between the two passes. Where the source has not gone yet, it is used. A
-graph that is retained fetches again.
+the host runs ahead, and nothing of what lies between the two passes. Their bytes are those that they save, more than
+planned if the batch is larger: nothing bounds them. Where the source has not gone yet, it is used. A graph that is
+retained fetches again.
 
 [Note: Changes]
 PyTorch does not look for in-place changes of tensors that hooks have packed. Every packed tensor leaves an empty one
@@ -24,8 +26,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,18 +37,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import PAGE
+from lightning_protrain.runtime.slabs import CallSlabs, Slab, SlabPool
 
 # A smaller tensor takes more host memory, which is given in pages, than it frees on the device.
 MIN_BYTES = PAGE
-
-
-@dataclass(eq=False)
-class _Slab:
-    """The host memory of one call; `fence` is that of the latest copy from or to it."""
-
-    memory: Tensor
-    used: int = 0
-    fence: Any = None
 
 
 @dataclass(eq=False)
@@ -60,9 +53,8 @@ class _Call:
     swap: ActivationSwap
     name: str
     number: int
-    planned_bytes: int
+    slabs: CallSlabs
     weights: frozenset[int]
-    slab: _Slab | None = None
     # By storage and version, in the order of saving.
     stored: dict[tuple[int, int], weakref.ref[_Stored]] = field(default_factory=dict)
     holds: list[_Stored] = field(default_factory=list)
@@ -70,9 +62,10 @@ class _Call:
 
 @dataclass(eq=False)
 class _Stored:
-    """One storage of a call: in its slab, and for a while on the device too, see [Note: Windows]."""
+    """One storage of a call: in a slab, and for a while on the device too, see [Note: Windows]."""
 
     call: _Call
+    slab: Slab
     host: Tensor
     device: Tensor | None
     arrival: _Copy | None = None
@@ -110,10 +103,15 @@ class ActivationSwap:
     Args:
         device: Where activations come from and go back to.
         weights: Tensors that stay wherever they are saved: all parameters, twins and buffers.
+        say: Takes a sentence for the user.
+        spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
     """
 
-    def __init__(self, device: Device, weights: Iterable[Tensor]) -> None:
+    def __init__(
+        self, device: Device, weights: Iterable[Tensor], say: Callable[[str], None], spare_bytes: int = 0
+    ) -> None:
         self._device = device
+        self._slabs = SlabPool(device, say, spare_bytes)
         # Weak references keep the address of a storage from being given to another one.
         self._weights = {key: StorageWeakRef(storage) for key, storage in _storages(weights)}
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
@@ -121,7 +119,6 @@ class ActivationSwap:
         self._issued = 0
         self._leaving: list[_Copy] = []
         self._arriving: dict[int, _Copy] = {}
-        self._cooling: deque[_Slab] = deque()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         # PyTorch never lets go of the functions it is given: they hold on to nothing.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
@@ -134,19 +131,20 @@ class ActivationSwap:
             name: The unit's name.
             module: The unit.
             number: The call's number, see [Note: Calls].
-            swap_bytes: Host bytes that the call may take.
+            swap_bytes: Host bytes that are planned for the call.
 
         Raises:
-            RuntimeError: The call saves more than that.
+            RuntimeError: The call saves more than that, and more than the host has to spare.
         """
         begin = self._issued
         if swap_bytes:
-            self._cool()
+            self._slabs.cool()
             own = frozenset(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
-            self._running.append(_Call(self, name, number, swap_bytes, own))
+            self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), own))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
                     yield
+                self._running[-1].slabs.tell_growth()
             finally:
                 self._running.pop().holds.clear()
         else:
@@ -171,7 +169,11 @@ class ActivationSwap:
             self._forget(call)
         for copy in list(self._arriving.values()):
             self._give_up(copy)
-        self._cool()
+        self._slabs.cool()
+
+    def close(self) -> None:
+        """After the device has ended all copies: gives back what was taken beyond the plan."""
+        self._slabs.close()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class ActivationSwap:
         """What autograd keeps in place of `tensor`.
 
         Raises:
-            RuntimeError: It does not fit what is planned for the block.
+            RuntimeError: It does not fit what is planned for the block, nor what the host has to spare.
         """
         call = self._running[-1]
         # With its history, a tensor saved by the node that makes it would keep that node, and itself, for ever.
@@ -213,29 +215,14 @@ class ActivationSwap:
         return known is None or known.expired()
 
     def _store(self, call: _Call, storage: torch.UntypedStorage) -> _Stored:
-        """Issues the copy of `storage` to the slab of `call`."""
+        """Issues the copy of `storage` to a slab of `call`."""
         nbytes = storage.nbytes()
-        used = call.slab.used if call.slab is not None else 0
-        needed = used + -(-nbytes // PAGE) * PAGE
-        if needed > call.planned_bytes:
-            raise RuntimeError(
-                f"{call.name!r} is swapped and saves more than planned: {call.planned_bytes} bytes of host memory are "
-                f"planned for one call, at least {needed} are needed. Either this batch is larger than the one the "
-                "plan was made with: give batches of one size, or the largest first. Or parameters train that did not "
-                "when the plan was made (a callback has unfrozen them): begin another fit once they are unfrozen, "
-                "which plans again, or checkpoint the blocks (`num_checkpoint_blocks`) instead of swapping them."
-            )
-        if call.slab is None:
-            memory = torch.frombuffer(self._device.host.empty(call.planned_bytes), dtype=torch.uint8)
-            call.slab = _Slab(memory)
-            weakref.finalize(call, self._cooling.append, call.slab).atexit = False
-            self._calls[call.number] = call
-        host = call.slab.memory[used : used + nbytes]
-        call.slab.used = needed
+        slab, host = call.slabs.reserve(nbytes)
+        self._calls[call.number] = call
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-        stored = _Stored(call, host, source)
-        call.slab.fence = self._device.swap_out(source, host)
-        self._leaving.append(_Copy(call.number, self._issued, call.slab.fence, source, host, weakref.ref(stored)))
+        stored = _Stored(call, slab, host, source)
+        slab.fence = self._device.swap_out(source, host)
+        self._leaving.append(_Copy(call.number, self._issued, slab.fence, source, host, weakref.ref(stored)))
         self._issued += 1
         return stored
 
@@ -253,15 +240,14 @@ class ActivationSwap:
 
     def _fetch(self, stored: _Stored) -> None:
         """Issues the copy back to the device, if nothing of it is there."""
-        slab = stored.call.slab
-        if stored.device is not None or slab is None:
+        if stored.device is not None:
             return
         storage = torch.UntypedStorage(0, device=self._device.torch_device)
         nbytes = stored.host.nbytes
         self._device.resize(storage, nbytes)
         target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-        slab.fence = self._device.swap_in(stored.host, target)
-        copy = _Copy(stored.call.number, self._issued, slab.fence, target, stored.host, weakref.ref(stored))
+        fence = stored.slab.fence = self._device.swap_in(stored.host, target)
+        copy = _Copy(stored.call.number, self._issued, fence, target, stored.host, weakref.ref(stored))
         stored.device, stored.arrival = target, copy
         self._arriving[copy.order] = copy
         self._issued += 1
@@ -296,12 +282,6 @@ class ActivationSwap:
         stored = copy.stored()
         if stored is not None:
             stored.device = stored.arrival = None
-
-    def _cool(self) -> None:
-        """Gives the host memory of dead graphs back; the host waits for the last copy, which has long begun."""
-        while self._cooling:
-            self._device.land(self._cooling[0].fence)
-            self._cooling.popleft()
 
 
 def _pack(swap: weakref.ref[ActivationSwap], tensor: Tensor) -> _Packed:

@@ -259,6 +259,14 @@ def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> No
     assert [bool(row["protrain/step_seconds"]) for row in rows] == [False, True, True]
 
 
+def test_a_step_that_is_faster_than_predicted_is_no_news(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = _fit_predicted(tmp_path, 1 * MIB)
+    assert max(float(row["protrain/step_seconds"]) for row in rows[1:]) < PREDICTION.step_seconds
+    assert [one for one in caught if "predicted" in str(one.message)] == []
+
+
 def test_nothing_is_measured_where_nobody_counts(tmp_path: Path) -> None:
     rows = _fit_predicted(tmp_path, None)
     assert "protrain/measured_peak_bytes" not in rows[0]
@@ -271,6 +279,6 @@ def test_more_than_was_predicted_is_said_once(factor: float, warned: int, tmp_pa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fit_predicted(tmp_path, int(factor * 8 * MIB))
-    said = [str(warning.message) for warning in caught if "were predicted from the first batch" in str(warning.message)]
+    said = [str(one.message) for one in caught if "were predicted from the batch" in str(one.message)]
     assert len(said) == warned
     assert all("Lower device_memory" in sentence and "(8388608 bytes)" in sentence for sentence in said)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_protrain.data import datamodule as module
 from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.specs import DatasetSpec
 from tests.data.conftest import conversation
 
 
@@ -30,7 +31,7 @@ def _data(chats: str, **options: Any) -> ChatDataModule:
     return ChatDataModule(chats, cache_dir="cache", **options)
 
 
-def _batches(loader: DataLoader) -> list[dict[str, Tensor]]:
+def _batches(loader: Any) -> list[dict[str, Tensor]]:
     return list(loader)
 
 
@@ -56,6 +57,8 @@ class Recorder(LightningModule):
         self.seen.append([])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if not self.seen:  # an epoch that is gone on with does not start
+            self.seen.append([])
         self.seen[-1].append(batch)
         return self.layer(torch.ones(1))
 
@@ -77,7 +80,7 @@ def _trainer(**options: Any) -> Trainer:
         accelerator="cpu",
         devices=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(options.get("callbacks")),
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
@@ -88,10 +91,9 @@ def test_all_rows_are_in_training_or_validation(chats: str, rows: list[Conversat
     data = _data(chats)
     data.prepare_data()
     data.setup("fit")
-    assert {name: len(part) for name, part in data.encoded.items()} == {"train": 32, "validation": 8}
-    decoded = [
-        data.tokenizer.decode(ids, skip_special_tokens=False) for part in data.encoded.values() for ids, _ in part
-    ]
+    parts = {name: part for name, (part,) in data.examples.items()}
+    assert {name: len(part) for name, part in parts.items()} == {"train": 32, "validation": 8}
+    decoded = [data.tokenizer.decode(one.input_ids.tolist()) for part in parts.values() for one in part]
     assert sorted(decoded) == sorted(data.tokenizer.apply_chat_template(r["messages"], tokenize=False) for r in rows)
 
 
@@ -101,7 +103,7 @@ def test_all_rows_are_in_training_or_validation(chats: str, rows: list[Conversat
 def test_a_stage_tokenizes_what_it_reads(chats: str, stage: str, encoded: set[str]) -> None:
     data = _data(chats)
     data.setup(stage)
-    assert set(data.encoded) == encoded
+    assert set(data.examples) == encoded
 
 
 def test_equal_arguments_give_bitwise_equal_batches_in_every_epoch(chats: str) -> None:
@@ -123,6 +125,46 @@ def test_another_seed_gives_another_order(chats: str) -> None:
         data.setup("fit")
         orders.append(_batches(data.train_dataloader()))
     assert not _equal(*orders)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 64), (2, 64), (4, 64), (7, 40), (100, 64)])
+def test_no_batch_of_any_epoch_is_larger_than_the_largest(
+    chats: str, batch_size: int, max_length: int, packing: bool
+) -> None:
+    data = _data(chats, batch_size=batch_size, max_length=max_length, packing=packing)
+    data.setup("fit")
+    largest = data.largest_batch()
+    shapes = []
+    for epoch in range(5):
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        shapes += [tuple(batch["input_ids"].shape) for batch in loader]
+    assert largest["input_ids"].shape[1] == max(length for _, length in shapes) or batch_size == 1
+    assert largest["input_ids"].shape[0] == max(rows for rows, _ in shapes)
+    if not packing:
+        assert batch_size == 1 or not largest["attention_mask"].all(), "the mask must be of use"
+
+
+def test_the_largest_batch_of_a_rank(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _data(chats, batch_size=20)
+    data.setup("fit")
+    data.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(Trainer, "world_size", 3)
+    assert len(data.largest_batch()["input_ids"]) == 11
+
+
+def test_the_largest_batch_changes_no_epoch(chats: str) -> None:
+    epochs = []
+    for ask in (False, True):
+        data = _data(chats)
+        data.setup("fit")
+        before = torch.get_rng_state()
+        if ask:
+            assert _equal([data.largest_batch()], [data.largest_batch()])
+        assert torch.equal(torch.get_rng_state(), before)
+        epochs.append(_batches(data.train_dataloader()))
+    assert _equal(*epochs)
 
 
 def test_loading_draws_nothing_from_the_global_generator(chats: str) -> None:
@@ -156,7 +198,7 @@ def test_ranks_see_disjoint_rows(chats: str, monkeypatch: pytest.MonkeyPatch) ->
     indices = []
     for rank in range(2):
         monkeypatch.setattr(Trainer, "global_rank", rank)
-        indices.append(list(data.train_dataloader().sampler))
+        indices.append([row for batch in data.train_dataloader().sampler for row in batch])
     assert sorted(indices[0] + indices[1]) == list(range(32))
 
 
@@ -179,7 +221,7 @@ def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -
     assert not Path("cache").exists()
 
 
-def test_dropped_conversations_are_counted_once(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_became_of_the_data_is_told_once(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     long = conversation("".join(map(chr, range(33, 127))), "y")
     Path(chats).write_text(Path(chats).read_text() + json.dumps(long) + "\n")
     told: list[str] = []
@@ -187,9 +229,57 @@ def test_dropped_conversations_are_counted_once(chats: str, monkeypatch: pytest.
     data = _data(chats, val_fraction=0.03)
     data.setup("fit")
     data.setup("fit")
-    assert told == [
-        "Dropped 1 of 40 conversations of 'train': no token of the assistant lies within the first 64 tokens."
+    assert [text.partition(" conv")[0].rpartition("/")[2] for text in told] == [
+        "chats.jsonl, train: 39",
+        "chats.jsonl, validation: 1",
     ]
+    assert "1 dropped (1 no trained token lies within max_length)" in told[0]
+    assert [report.num_dropped for report in data.reports] == [1, 0]
+
+
+def test_several_data_sets_with_their_own_knobs(chats: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(conversation(f"Q{i}", f"A{i}", f"B{i}")) + "\n" for i in range(6)))
+    specs = [
+        DatasetSpec(chats, max_rows=10),
+        DatasetSpec(str(other), train_on_eos="none", train_on="last_turn", repeat=3),
+    ]
+    data = ChatDataModule(specs, vocab_size=300, max_length=64, batch_size=4, val_fraction=0.2, cache_dir="cache")
+    data.prepare_data()
+    data.setup("fit")
+    first, second = data.examples["train"]
+    kept = [data.tokenizer.decode(one.input_ids[one.trained].tolist()) for one in second]
+    assert all(text[0] == "B" and "<" not in text for text in kept)
+    assert all("<|im_end|>" in data.tokenizer.decode(one.input_ids[one.trained].tolist()) for one in first)
+    seen = sum(len(batch["input_ids"]) for batch in data.train_dataloader())
+    assert seen == len(first) + 3 * len(second)
+    assert [report.name.rpartition("/")[2] for report in data.reports] == [
+        *("chats.jsonl, train", "other.jsonl, train"),
+        *("chats.jsonl, validation", "other.jsonl, validation"),
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_fit_goes_on_in_mid_epoch(chats: str, tmp_path: Path, packing: bool, workers: int) -> None:
+    options: dict[str, Any] = {"packing": packing, "max_length": 128 if packing else 64, "batch_size": 2}
+    whole = Recorder()
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer = _trainer(max_epochs=2, callbacks=[keep])
+    trainer.fit(whole, datamodule=_data(chats, **options))
+    resumed = Recorder()
+    data = _data(chats, **options, num_workers=workers)
+    _trainer(max_epochs=2).fit(resumed, datamodule=data, ckpt_path=tmp_path / "step=2.ckpt")
+    assert len(whole.seen[0]) > 2
+    assert _equal(resumed.seen[0], whole.seen[0][2:])
+    assert _equal(resumed.seen[1], whole.seen[1])
+
+
+def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    _trainer(max_steps=2, callbacks=[keep]).fit(Recorder(), datamodule=_data(chats))
+    with pytest.raises(ValueError, match="seed was 0 and is 5"):
+        _trainer(max_epochs=1).fit(Recorder(), datamodule=_data(chats, seed=5), ckpt_path=tmp_path / "step=2.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +289,14 @@ def test_dropped_conversations_are_counted_once(chats: str, monkeypatch: pytest.
         ({"batch_size": 0}, "batch_size=0: give at least 1"),
         ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
+        ({"dataset": []}, "dataset is empty"),
+        ({"train_on_eos": "every"}, "train_on_eos must be one of turn, all, last, none, got 'every'"),
+        ({"train_on": "first"}, "train_on must be one of all, last_turn, got 'first'"),
+        ({"on_untrainable": "skip"}, "on_untrainable must be one of error, drop, warn, got 'skip'"),
+        ({"roles_to_train": []}, "roles_to_train is an empty list, so nothing would be trained"),
+        ({"role_boundaries": []}, "role_boundaries is an empty list, so nothing would be trained"),
+        ({"role_boundaries": [{"role": "user"}]}, "role_boundaries"),
+        ({"family": "chatlm"}, "no chat family 'chatlm'.*Did you mean 'chatml'"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,69 +1,338 @@
-"""Every kind of data set that a name can mean."""
+"""Everything that a data set may be named by."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import tqdm
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetNotFoundError
+from PIL import Image
 
 from lightning_protrain.data import sources
+from lightning_protrain.data.conversations import Conversation, MalformedRow
+from lightning_protrain.data.rows import Rows
 from lightning_protrain.data.sources import load_splits
+from lightning_protrain.data.specs import DatasetSpec
 from tests.data.conftest import conversation
 
 ROWS = [conversation(str(i), "x") for i in range(3)]
 
 
 @pytest.fixture(autouse=True)
-def _no_monitor_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bars of `datasets` would leave the monitor thread of tqdm behind."""
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of `datasets` in the test's folder; its bars would leave the monitor thread of tqdm behind."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def _listed(splits: Mapping[str, Rows]) -> dict[str, list[Conversation]]:
+    return {name: list(rows) for name, rows in splits.items()}
+
+
+def _load(path: Any, **options: Any) -> dict[str, list[Conversation]]:
+    return _listed(load_splits(DatasetSpec(path=path, **options)))
+
+
+def _write(name: str, rows: list[Any]) -> str:
+    """A file of the kind that its suffix says, in the test's folder."""
+    path = Path(name).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _saved(**splits: list[Any]) -> str:
+    DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk("saved")
+    return str(Path("saved").absolute())
 
 
 def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "stdlib_conversations", lambda: ROWS)
-    assert load_splits("stdlib") == {"train": ROWS}
+    assert _listed(load_splits("stdlib")) == {"train": ROWS}
 
 
-def test_a_jsonl_file(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert load_splits(str(path)) == {"train": ROWS}
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_a_file(suffix: str) -> None:
+    path = _write(f"chats.{suffix}", ROWS)
+    assert _listed(load_splits(path)) == _load(path) == {"train": ROWS}
+    assert _load([path]) == {"train": ROWS}
+    assert _listed(load_splits(f"chats.{suffix}")) == {"train": ROWS}
 
 
-def test_a_saved_dataset(tmp_path: Path) -> None:
-    Dataset.from_list(ROWS).add_column("id", [1, 2, 3]).save_to_disk(tmp_path / "saved")
-    assert load_splits(str(tmp_path / "saved")) == {"train": ROWS}
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_a_folder_of_files(suffix: str) -> None:
+    for number, row in enumerate(ROWS):
+        _write(f"test-data/part-{number}.{suffix}", [row])
+    _write("test-data/.cache/old.jsonl", [{}])
+    if suffix != "json":
+        Path("test-data/dataset_info.json").write_text("{}")
+    assert _load("test-data") == {"train": ROWS}
+    assert _load(f"test-data/*.{suffix}" if suffix != "json" else "test-data/part*.json") == {"train": ROWS}
 
 
-def test_a_saved_dataset_with_splits_keeps_those_it_knows(tmp_path: Path) -> None:
-    parts = {"train": ROWS[:1], "validation": ROWS[1:2], "test": ROWS[2:], "extra": ROWS}
-    DatasetDict({name: Dataset.from_list(rows) for name, rows in parts.items()}).save_to_disk(tmp_path / "saved")
-    assert load_splits(str(tmp_path / "saved")) == {name: parts[name] for name in ("train", "validation", "test")}
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train-00000-of-00001.jsonl", "val-00000.jsonl", "test_00000.jsonl"),
+        ("chats.jsonl", "chats_dev.jsonl", "chats.test.jsonl"),
+        ("train/a.jsonl", "valid/a.jsonl", "test/a.jsonl"),
+        ("train/sub/a.jsonl", "validation/sub/b.jsonl", "test/sub/c.jsonl"),
+        ("latest.jsonl", "VALIDATION.jsonl", "Test.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("path", ["test_train", "test_train/**"])
+def test_files_of_a_folder_name_their_splits(path: str, names: tuple[str, ...]) -> None:
+    for name, row in zip(names, ROWS, strict=True):
+        _write(f"test_train/{name}", [row])
+    expected = {"train": ROWS[:1], "validation": ROWS[1:2], "test": ROWS[2:]}
+    assert _load(path) == expected
+    assert _load(path, split="test") == {"train": ROWS[2:]}
+    assert _load(path, split={"train": "validation", "test": "train"}) == {"train": ROWS[1:2], "test": ROWS[:1]}
 
 
-def test_splits_without_train_are_refused(tmp_path: Path) -> None:
-    DatasetDict({"sft": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"splits \['sft'\], none of them is called \"train\""):
-        load_splits(str(tmp_path / "saved"))
+def test_a_file_without_a_split_beside_others_is_refused() -> None:
+    for name, row in zip(("train", "test", "more"), ROWS, strict=True):
+        _write(f"chats/{name}.jsonl", [row])
+    with pytest.raises(ValueError, match=r"chats: chats/more\.jsonl says no split, others do"):
+        _load("chats")
+    assert _load([f"chats/{name}.jsonl" for name in ("train", "test", "more")]) == {"train": ROWS}
+    assert _load(["chats/t*.jsonl", "chats/more.jsonl"]) == {"train": [ROWS[1], ROWS[0], ROWS[2]]}
 
 
-def test_a_bad_row_is_named_with_its_split(tmp_path: Path) -> None:
-    bad = {"messages": [{"role": "bot", "content": "x"}]}
-    DatasetDict({"train": Dataset.from_list([*ROWS, bad])}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match="split train, row 3, message 0: the role is 'bot'"):
-        load_splits(str(tmp_path / "saved"))
+def test_files_of_different_kinds_in_a_list() -> None:
+    paths = [_write(f"a.{suffix}", [row]) for suffix, row in zip(("jsonl", "json", "parquet"), ROWS, strict=True)]
+    assert _load(paths) == {"train": ROWS}
 
 
-@pytest.mark.parametrize("name", ["no/such/file.jsonl", "wikitext", "data.csv"])
+def test_files_of_two_kinds_in_a_folder_are_refused() -> None:
+    _write("chats/a.jsonl", ROWS)
+    _write("chats/b.parquet", ROWS)
+    with pytest.raises(ValueError, match=r"chats has both \.jsonl and \.parquet files"):
+        _load("chats")
+
+
+def test_a_saved_dataset() -> None:
+    Dataset.from_list(ROWS).add_column("id", [1, 2, 3]).save_to_disk("saved")
+    splits = load_splits("saved")
+    assert _listed(splits) == {"train": ROWS}
+    assert splits["train"].tables[0].dataset.cache_files, "the rows must lie in a file"
+
+
+def test_a_saved_dataset_with_splits_keeps_those_it_knows() -> None:
+    parts = {"train": ROWS[:1], "validation": ROWS[1:2], "test": ROWS[2:]}
+    assert _load(_saved(**parts, extra=ROWS)) == parts
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "dev"])
+def test_other_names_of_validation(name: str) -> None:
+    assert _load(_saved(train=ROWS, **{name: ROWS[:1]})) == {"train": ROWS, "validation": ROWS[:1]}
+    assert _load(_saved(train=ROWS, validation=ROWS[1:], **{name: ROWS[:1]}))["validation"] == ROWS[1:]
+
+
+def test_splits_of_other_names_are_named_by_the_user() -> None:
+    path = _saved(train_sft=ROWS[:2], test_sft=ROWS[2:])
+    with pytest.raises(ValueError, match=r"splits \['test_sft', 'train_sft'\], none of them is called \"train\""):
+        _load(path)
+    assert _load(path, split="train_sft") == {"train": ROWS[:2]}
+    both = {"train": "train_sft", "validation": "test_sft"}
+    assert _load(path, split=both) == {"train": ROWS[:2], "validation": ROWS[2:]}
+    with pytest.raises(ValueError, match=r"has no split 'sft', but \['test_sft', 'train_sft'\]. Correct `split`"):
+        _load(path, split="sft")
+
+
+@pytest.mark.parametrize("split", ["train", {"train": "train"}])
+@pytest.mark.parametrize("path", ["chats.jsonl", ["chats.jsonl"], "stdlib"])
+def test_a_file_has_no_splits(path: Any, split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "stdlib_conversations", lambda: ROWS)
+    _write("chats.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"has no splits: all of it is trained on"):
+        _load(path, split=split)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("a.jsonl", r"a\.jsonl, line 3, message 0: the role is 'bot'"),
+        ("a.json", r"a\.json, row 2, message 0: the role is 'bot'"),
+        ("a.parquet", r"a\.parquet, row 2, message 0: the role is 'bot'"),
+        ("saved", "saved, split train, row 2, message 0: the role is 'bot'"),
+    ],
+)
+def test_a_bad_row_is_named(name: str, where: str) -> None:
+    rows = [*ROWS[:2], {"messages": [{"role": "bot", "content": "x"}, ROWS[0]["messages"][1]]}]
+    path = _saved(train=rows) if name == "saved" else _write(name, rows)
+    with pytest.raises(MalformedRow, match=where):
+        load_splits(path)
+    with pytest.warns(UserWarning, match=r"Left out 1 malformed of 3 rows of .*, split train"):
+        assert _load(path, on_malformed="skip") == {"train": ROWS[:2]}
+    assert _load(path, roles={"bot": "user"})["train"][2]["messages"][0] == {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such/file.jsonl", "wikitext", "data.csv", "a/b/c", "no*.jsonl", "~/nothing.parquet", "a b", "x.json"]
+)
 def test_an_unknown_name_is_refused(name: str) -> None:
     Path("data.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=f'No data set {name!r}. Give "stdlib"'):
-        load_splits(name)
+    for path in (name, [name]):
+        with pytest.raises(ValueError) as raised:
+            _load(path)
+        assert str(raised.value).startswith(f'No data set {name!r}. Give "stdlib"')
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"was not written by `datasets.Dataset.save_to_disk`"):
+    with pytest.raises(ValueError, match=r"was not written by `datasets.Dataset.save_to_disk` and has no .jsonl"):
         load_splits(str(tmp_path))
+
+
+def test_a_broken_saved_dataset_is_refused() -> None:
+    path = _saved(train=ROWS)
+    (Path(path) / "train" / "dataset_info.json").unlink()
+    with pytest.raises(ValueError, match=r"saved was written by `datasets.Dataset.save_to_disk` but is broken"):
+        load_splits(path)
+
+
+def test_the_first_rows_of_each_split() -> None:
+    assert _load(_saved(train=ROWS, test=ROWS[1:]), max_rows=1) == {"train": ROWS[:1], "test": ROWS[1:2]}
+
+
+def test_columns_are_renamed() -> None:
+    path = _write("a.jsonl", [{"q": "0", "a": "x"}])
+    assert _load(path, fields={"prompt": "q", "response": "a"}) == {"train": ROWS[:1]}
+    with pytest.raises(MalformedRow, match="several conversations"):
+        _load(_write("b.jsonl", [{"q": "0", "a": "x", "prompt": "1", "response": "y", **ROWS[0]}]))
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "allowed"),
+    [
+        ({}, ("assistant",), False),
+        ({}, ("assistant", "user"), True),
+        ({}, None, True),
+        ({}, (), True),
+        ({"train_on_inputs": True}, ("assistant",), True),
+        ({"train_on_inputs": False}, ("assistant",), False),
+        ({"roles_to_train": ["user"]}, ("assistant",), True),
+        ({"roles_to_train": ["tool"]}, None, False),
+        ({"roles_to_train": []}, ("assistant",), True),
+    ],
+)
+def test_a_row_needs_a_turn_to_learn(options: dict[str, Any], default: Any, allowed: bool) -> None:
+    row = {"messages": ROWS[0]["messages"][:1]}
+    spec = DatasetSpec(path=_write("a.jsonl", [row]), **options)
+    if allowed:
+        assert _listed(load_splits(spec, default)) == {"train": [row]}
+    else:
+        with pytest.raises(MalformedRow, match="so nothing to learn"):
+            load_splits(spec, default)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved"])
+def test_paths_of_images_begin_in_the_folder_of_the_data(kind: str, tmp_path: Path) -> None:
+    row = {"question": "Why?", "answer": "So.", "image": "a.png"}
+    path = _saved(train=[row]) if kind == "saved" else _write(f"chats/a.{kind}", [row])
+    folder = Path(path) if kind == "saved" else Path(path).parent
+    with pytest.raises(MalformedRow, match=r"row 0, image 0 \(|line 1, image 0 \("):
+        load_splits(path)
+    Image.new("RGB", (2, 2)).save(folder / "a.png")
+    assert _load(path)["train"][0]["images"] == [str(folder / "a.png")]
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "a.png").rename(tmp_path / "elsewhere" / "a.png")
+    assert _load(path, images_dir="elsewhere")["train"][0]["images"] == ["elsewhere/a.png"]
+    with pytest.raises(ValueError, match="images_dir='nowhere' is no folder"):
+        _load(path, images_dir="nowhere")
+
+
+def test_images_within_parquet() -> None:
+    images = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    answer = ROWS[0]["messages"][1]
+    rows = [
+        {"images": images[:count], "messages": [{"role": "user", "content": "<image>" * count}, answer]}
+        for count in (1, 2)
+    ]
+    path = _write("a.parquet", rows)
+    read = _load(path)["train"]
+    assert [len(row["images"]) for row in read] == [1, 2]
+    assert all(isinstance(image, bytes) and image.startswith(b"\x89PNG") for row in read for image in row["images"])
+
+
+def _hub(monkeypatch: pytest.MonkeyPatch, **splits: list[Any]) -> list[Any]:
+    """A hub that has one data set, "someone/chats"; returns what it is asked for."""
+    asked: list[Any] = []
+
+    def load_dataset(path: str, **options: Any) -> Any:
+        asked.append((path, options))
+        if path != "someone/chats":
+            raise DatasetNotFoundError(f"Dataset '{path}' doesn't exist")
+        loaded = {name: Dataset.from_list(rows) for name, rows in splits.items()}
+        if options["split"] is None:
+            return DatasetDict(loaded)
+        name = options["split"].partition("[")[0]
+        if name not in loaded:
+            raise ValueError(f"Unknown split {name!r}. Should be one of {list(loaded)}.")
+        return loaded[name].select(range(1)) if "[" in options["split"] else loaded[name]
+
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
+    return asked
+
+
+def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _hub(monkeypatch, train=ROWS, test=ROWS[:1])
+    assert _load("someone/chats", name="small", revision="v1") == {"train": ROWS, "test": ROWS[:1]}
+    assert asked == [("someone/chats", {"name": "small", "revision": "v1", "split": None})]
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train_sft", {"train": ROWS}),
+        ("train_sft[:10%]", {"train": ROWS[:1]}),
+        ({"train": "train_sft", "validation": "test_sft"}, {"train": ROWS, "validation": ROWS[1:]}),
+    ],
+)
+def test_splits_of_the_hub(monkeypatch: pytest.MonkeyPatch, split: Any, expected: Any) -> None:
+    _hub(monkeypatch, train_sft=ROWS, test_sft=ROWS[1:])
+    assert _load("someone/chats", split=split) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "message"),
+    [
+        (
+            "someone/other",
+            None,
+            r"No data set 'someone/other'\. .* The Hub says: Dataset 'someone/other' doesn't exist",
+        ),
+        ("someone/chats", "sft", r"The Hub says: Unknown split 'sft'"),
+        ("someone/chats", None, r"none of them is called \"train\""),
+        ("someone/chats", {"train": "sft"}, r"someone/chats has no split 'sft', but \['train_sft'\]"),
+    ],
+)
+def test_what_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch, path: str, split: Any, message: str) -> None:
+    _hub(monkeypatch, train_sft=ROWS)
+    with pytest.raises(ValueError, match=message):
+        _load(path, split=split)
+
+
+def test_a_bad_row_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hub(monkeypatch, train=[ROWS[0], {"messages": []}])
+    with pytest.raises(MalformedRow, match=r"^someone/chats, small, split train, row 1: no `messages` list"):
+        _load("someone/chats", name="small")
+
+
+def test_name_and_revision_are_for_the_hub_alone() -> None:
+    path = _write("a.jsonl", ROWS)
+    for option in ("name", "revision"):
+        with pytest.raises(ValueError, match=f"{option}='x' is for data sets of the Hub"):
+            _load(path, **{option: "x"})

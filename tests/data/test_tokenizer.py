@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_protrain.data import tokenizer as module
@@ -16,7 +15,6 @@ from lightning_protrain.data.tokenizer import (
     MIN_VOCAB_SIZE,
     SPECIAL_TOKENS,
     cached_tokenizer_folder,
-    check_chat_template,
     load_tokenizer,
     train_tokenizer,
 )
@@ -117,24 +115,6 @@ def test_too_small_a_vocabulary_is_refused(rows: list[Conversation], tmp_path: P
     with pytest.raises(ValueError, match=f"vocab_size=259 leaves no room .* at least {MIN_VOCAB_SIZE}"):
         cached_tokenizer_folder(rows, 259, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_template_without_generation_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
-    plain.save_pretrained(tmp_path / "none")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'none'}' has no chat template"):
-        load_tokenizer(tmp_path / "none")
-    plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{# generation #}"
-    plain.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'plain'}' has no {{% generation %}} block.*endgeneration"):
-        load_tokenizer(tmp_path / "plain")
-
-
-@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%+generation%}"])
-def test_all_spellings_of_the_tag_count(tag: str) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
-    tokenizer.chat_template = f"{tag}a{{% endgeneration %}}"
-    assert check_chat_template(tokenizer) is None
 
 
 def test_a_tokenizer_that_is_nowhere_is_refused(tmp_path: Path) -> None:

@@ -168,8 +168,7 @@ def used_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def observed(self: ActivationSwap, name: str, *args: Any) -> Iterator[None]:
         with call(self, name, *args):
             yield
-            slab = self._running[-1].slab
-            used[name] = max(used.get(name, 0), slab.used if slab else 0)
+            used[name] = max(used.get(name, 0), self._running[-1].slabs.used_bytes)
 
     monkeypatch.setattr(ActivationSwap, "call", observed)
     return used

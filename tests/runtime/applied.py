@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,13 +94,17 @@ class Applied:
 
 @contextmanager
 def applied(
-    model: nn.Module, make: Callable[[nn.Module], Plan] = kept, device: Device | None = None
+    model: nn.Module,
+    make: Callable[[nn.Module], Plan] = kept,
+    device: Device | None = None,
+    spare_host_bytes: int = 0,
 ) -> Iterator[Applied]:
     """Applies the plan that `make` makes, on the CPU unless told, and takes it off at the end."""
     device = device or CPUDevice(torch.device("cpu"))
     sentences: list[str] = []
     plan = make(model)
-    runtime = apply_plan(model, plan, describe_model(model), device, sentences.append)
+    layout = describe_model(model)
+    runtime = apply_plan(model, plan, layout, device, sentences.append, spare_host_bytes=spare_host_bytes)
     try:
         yield Applied(model, plan, runtime, device, sentences)
     finally:
@@ -126,12 +130,13 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     accumulate: int = 1,
     num_steps: int = 4,
+    inputs: Sequence[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Trains and returns everything that must be equal: losses, last gradients and state dict, cloned."""
     torch.manual_seed(3)
     stepper = optimizer(model)
     seen: dict[str, Tensor] = {}
-    for index, batch in enumerate(batches(num_steps)):
+    for index, batch in enumerate(batches(num_steps) if inputs is None else inputs):
         if state is None:
             loss = step(model, batch, index)
         else:

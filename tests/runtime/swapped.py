@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.host import PAGE
+from lightning_protrain.device import CPUDevice, Device
+from lightning_protrain.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.simulation.device import SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import Applied
 
@@ -19,20 +20,27 @@ from tests.runtime.applied import Applied
 SLAB = 64 * PAGE
 
 
-def every(num: int) -> Callable[[int], int]:
-    """The slab of every block whose index is a multiple of `num`."""
-    return lambda index: SLAB * (index % num == 0)
+def plans(slab: int) -> dict[str, Callable[[nn.Module], Plan]]:
+    """Plans by name, which take a module; a call of a swapped block has `slab` bytes of host memory."""
+
+    def every(num: int) -> Callable[[int], int]:
+        return lambda index: slab * (index % num == 0)
+
+    return {
+        "swapped": lambda module: place(module, swap_bytes=every(1)),
+        "resident": lambda module: place(module, resident=lambda index: True, swap_bytes=every(1)),
+        "beside kept": lambda module: place(module, resident=lambda index: index % 2 == 0, swap_bytes=every(2)),
+        "beside checkpointed": lambda module: place(
+            module,
+            resident=lambda index: index % 2 == 1,
+            checkpointed=lambda index: index % 2 == 1,
+            swap_bytes=every(2),
+        ),
+        "inputs alone": lambda module: place(module, checkpointed=lambda index: index % 3 > 0, swap_bytes=every(1)),
+    }
 
 
-PLANS: dict[str, Callable[[nn.Module], Plan]] = {
-    "swapped": lambda module: place(module, swap_bytes=every(1)),
-    "resident": lambda module: place(module, resident=lambda index: True, swap_bytes=every(1)),
-    "beside kept": lambda module: place(module, resident=lambda index: index % 2 == 0, swap_bytes=every(2)),
-    "beside checkpointed": lambda module: place(
-        module, resident=lambda index: index % 2 == 1, checkpointed=lambda index: index % 2 == 1, swap_bytes=every(2)
-    ),
-    "inputs alone": lambda module: place(module, checkpointed=lambda index: index % 3 > 0, swap_bytes=every(1)),
-}
+PLANS = plans(SLAB)
 
 
 def engine_of(state: Applied) -> ActivationSwap:
@@ -75,6 +83,17 @@ class Counting(CPUDevice):
         super().swap_in(source, target)
 
 
-def free_bytes(device: CPUDevice) -> int:
+class Simulated(SimulatedDevice):
+    """Knows all host memory as such, also what is had for a while."""
+
+    def new_host_memory(self) -> HostMemory:
+        return HostMemory(self._lock, self._forget)
+
+    def _forget(self, address: int) -> None:
+        del self._host_ranges[address]
+        self._histories.pop(address, None)
+
+
+def free_bytes(device: Device) -> int:
     """Bytes of host memory that nobody uses."""
     return sum(size * len(blocks) for size, blocks in device.host._free.items())

@@ -173,7 +173,7 @@ class Small(nn.Module):
 
 def test_what_stays_dies_with_its_graph() -> None:
     """A tensor that the node saves which made it: packed with its history it would keep itself alive."""
-    engine, packed = ActivationSwap(CPUDevice(torch.device("cpu")), ()), []
+    engine, packed = ActivationSwap(CPUDevice(torch.device("cpu")), (), print), []
     pack = engine.pack
     engine.pack = lambda tensor: packed.append(weakref.ref(result := pack(tensor))) or result
     with engine.call("block", nn.Module(), 0, 1 << 20):
@@ -206,7 +206,7 @@ class Saving(torch.autograd.Function):
 def swap_through(*tensors: Tensor, weights: tuple[Tensor, ...] = ()) -> tuple[CPUDevice, list[Tensor]]:
     """Saves `tensors` in a swapped call, and what comes back from it."""
     device = CPUDevice(torch.device("cpu"))
-    engine = ActivationSwap(device, weights)
+    engine = ActivationSwap(device, weights, print)
     with engine.call("block", nn.Module(), 0, 1 << 20):
         out = Saving.apply(torch.ones((), requires_grad=True), *tensors)
     engine.settle()
@@ -270,7 +270,7 @@ def test_what_stays() -> None:
 
 def test_what_is_saved_again_after_its_graph_has_died_is_copied_once() -> None:
     device = CPUDevice(torch.device("cpu"))
-    engine, tensor = ActivationSwap(device, ()), torch.ones(64, 64)
+    engine, tensor = ActivationSwap(device, (), print), torch.ones(64, 64)
     with engine.call("block", nn.Module(), 0, tensor.nbytes):
         Saving.apply(torch.ones((), requires_grad=True), tensor)
         out = Saving.apply(torch.ones((), requires_grad=True), tensor)
@@ -283,7 +283,7 @@ def test_what_is_saved_again_after_its_graph_has_died_is_copied_once() -> None:
 
 def test_a_change_between_two_saves_is_copied_again() -> None:
     device = CPUDevice(torch.device("cpu"))
-    engine, tensor = ActivationSwap(device, ()), torch.ones(64, 64)
+    engine, tensor = ActivationSwap(device, (), print), torch.ones(64, 64)
     with engine.call("block", nn.Module(), 0, 1 << 20):
         Saving.apply(torch.ones((), requires_grad=True), tensor)
         tensor.add_(1)

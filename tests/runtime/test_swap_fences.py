@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.device import StreamDevice
+from lightning_protrain.host import PAGE
 from lightning_protrain.runtime import swap
+from lightning_protrain.runtime.slabs import CallSlabs, Slab, SlabPool
 from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, mean_square
-from tests.runtime.swapped import PLANS, SLAB, engine_of
+from tests.runtime.swapped import PLANS, SLAB, Simulated, engine_of, plans
 
 
 @pytest.fixture
@@ -66,37 +68,66 @@ FENCES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "9: a swap-in that does not wait for compute": (StreamDevice, "swap_in", in_without_waiting),
     "10: a use that does not wait for the swap-in": (ActivationSwap, "bring", unfenced("bring")),
     "10: memory freed while it is filled": (ActivationSwap, "_give_up", unfenced("_give_up")),
-    "11: host memory given away while it is copied": (ActivationSwap, "_cool", lambda self: self._cooling.clear()),
+    "11: host memory given away while it is copied": (SlabPool, "cool", lambda self: self._cooling.clear()),
 }
 
 
-def use_every_fence() -> None:
-    """Two steps, the second of which asks for less than has been fetched; then the host takes the slabs."""
+def use_every_fence(slab: int = SLAB) -> None:
+    """Three steps, the second fetches more than it needs, the third nothing at all; then the host takes the slabs."""
     torch.manual_seed(0)
-    model, device = Net(), SimulatedDevice()
-    with device, applied(model, PLANS["swapped"], device) as state:
+    model, device = Net(), Simulated()
+    with device, applied(model, plans(slab)["swapped"], device, SLAB) as state:
         state.step(mean_square, model, batches()[0], 0).backward()
         seen: list[Tensor] = []
         model.blocks[2].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
         loss = state.step(mean_square, model, batches()[1], 0)
         torch.autograd.grad(loss, seen)
-        del loss, seen[:]
+        del loss
+        state.step(mean_square, model, batches()[2], 0)
+        del seen[:]
         engine_of(state).settle()
-        held = [torch.frombuffer(device.host.empty(SLAB), dtype=torch.uint8).fill_(0) for _ in model.blocks]
-        assert len(held) == 4
+        count = len(device.host._free[slab])
+        memories = [device.host] * count + [piece.memory for piece in engine_of(state)._slabs._pieces]
+        held = [torch.frombuffer(memory.empty(slab), dtype=torch.uint8).fill_(0) for memory in memories]
+        assert len(held) == (NUM_PLANNED if slab == SLAB else NUM_GROWN)
+
+
+# Slabs that there were at one time, planned ones and such of one page.
+NUM_PLANNED, NUM_GROWN = 6, 30
+# A slab for all that a call saves, or many that the call grows by.
+each_slab = pytest.mark.parametrize("slab", [SLAB, PAGE], ids=["planned", "grown"])
 
 
 @small
-def test_the_planted_bugs_find_none_without_them() -> None:
-    use_every_fence()
+@each_slab
+def test_the_planted_bugs_find_none_without_them(slab: int) -> None:
+    use_every_fence(slab)
 
 
 @small
+@each_slab
 @pytest.mark.parametrize("bug", FENCES)
-def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_fence_is_caught(bug: str, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FENCES[bug])
     with pytest.raises(RaceError):
-        use_every_fence()
+        use_every_fence(slab)
+
+
+def first_slab_alone(self: SlabPool, slab: Slab, owner: CallSlabs) -> None:
+    """What a call has grown by is given away at once."""
+    if slab is owner._slabs[0]:
+        TAKE_BACK(self, slab, owner)
+
+
+TAKE_BACK = SlabPool.take_back
+
+
+@small
+def test_what_a_call_has_grown_by_is_fenced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlabPool, "take_back", first_slab_alone)
+    use_every_fence()
+    with pytest.raises(RaceError):
+        use_every_fence(PAGE)
 
 
 def test_copies_are_hidden_by_the_blocks_between() -> None:

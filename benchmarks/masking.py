@@ -1,0 +1,223 @@
+"""How long it takes to find the turns of conversations and to mask them.
+
+    python -m benchmarks.masking
+    python -m benchmarks.masking --rounds 30 --results masking
+
+On one core, in this process. For every shape of conversation: our scan and mask, a scan in plain Python, and numpy with
+a Python loop over turns. All are taken in turns, round by round, and must give the same mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.report import table, write_result
+from lightning_protrain.data.markers import Marker, Markers, RoleMarkers
+from lightning_protrain.data.masking import MaskOptions, trained_tokens
+from lightning_protrain.data.scanner import scan
+
+HEADER = (
+    "conversations",
+    "turns",
+    "ours [ms]",
+    "plain Python [ms]",
+    "turn by turn [ms]",
+    "x Python",
+    "x turn by turn",
+    "met",
+)
+NEWLINE = 198
+OPTIONS = MaskOptions()
+MILLION = 1_000_000
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of conversation: `rows` rows of `length` tokens, turns of about `turn` tokens."""
+
+    name: str
+    family: str
+    turn: int
+    rows: int
+    length: int
+
+    @property
+    def wanted_ms(self) -> float:
+        """What it may take."""
+        return 30.0 if self.rows * self.length > MILLION // 2 else 0.5
+
+
+def _million(family: str, turn: int, length: int) -> Shape:
+    return Shape(f"{family}, turns of {turn}, 1M tokens", family, turn, MILLION // length, length)
+
+
+SHAPES = (
+    _million("chatml", 100, 4096),
+    _million("chatml", 20, 4096),
+    _million("chatml", 1000, 8192),
+    _million("llama3", 100, 4096),
+    _million("llama3", 20, 4096),
+    _million("llama3", 1000, 8192),
+    Shape("chatml, turns of 100, 8 x 4096", "chatml", 100, 8, 4096),
+    Shape("llama3, turns of 100, 8 x 4096", "llama3", 100, 8, 4096),
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one shape: the best and the median of the rounds."""
+
+    shape: str
+    turns: int
+    ours: tuple[float, float]
+    plain: tuple[float, float]
+    loop: tuple[float, float]
+    wanted: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is fast enough: in itself, and with a million tokens beside plain Python."""
+        return self.ours[0] < self.wanted and (self.wanted < 1 or self.plain[0] >= 20 * self.ours[0])
+
+
+def markers_of(family: str) -> Markers:
+    """ChatML with three roles or Llama 3 with five, without tails: the other scans know none."""
+    if family == "chatml":
+        starts = {"system": (8948,), "user": (872,), "assistant": (77091,)}
+        prefix, suffix, ends = (151644,), (NEWLINE,), (151645,)
+    else:
+        starts = {"system": (9125,), "user": (882,), "assistant": (78191,), "ipython": (23799,), "tool": (14506,)}
+        prefix, suffix, ends = (128006,), (128007, 271), (128009,)
+    end = (Marker("end", ends),)
+    roles = [
+        RoleMarkers(name, (Marker(name, (*prefix, *token, *suffix)),), end, False, False, True)
+        for name, token in starts.items()
+    ]
+    return Markers(family, tuple(roles), (), frozenset())
+
+
+def conversations(shape: Shape, seed: int = 0) -> Ids:
+    """Rows of turns of user and assistant after one of the system, cut where a row ends: [rows, length]."""
+    rng = np.random.default_rng(seed)
+    roles = markers_of(shape.family).roles
+    rows = []
+    for _ in range(shape.rows):
+        row: list[int] = []
+        order = itertools.chain([roles[0]], itertools.cycle(roles[1:3]))
+        while len(row) < shape.length:
+            role = next(order)
+            size = max(1, int(rng.normal(shape.turn, shape.turn / 4)))
+            row += [*role.starts[0].ids, *rng.integers(1000, 70_000, size).tolist(), *role.ends[0].ids, NEWLINE]
+        rows.append(row[: shape.length])
+    return np.array(rows, dtype=np.int64)
+
+
+def ours(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
+    """What the package does."""
+    return trained_tokens(ids, scan(ids, markers), markers, OPTIONS)
+
+
+def plain(rows: Sequence[Sequence[int]], markers: Markers) -> list[list[bool]]:
+    """Token by token over lists."""
+    starts = [(list(role.starts[0].ids), role.role == "assistant") for role in markers.roles]
+    end = markers.roles[0].ends[0].ids[0]
+    masks = []
+    for ids in rows:
+        trained = [False] * len(ids)
+        at, size, inside = 0, len(ids), False
+        while at < size:
+            token = ids[at]
+            for start, wanted in starts:
+                if token == start[0] and ids[at : at + len(start)] == start:
+                    inside, at = wanted, at + len(start)
+                    break
+            else:
+                trained[at] = inside
+                inside = inside and token != end
+                at += 1
+        masks.append(trained)
+    return masks
+
+
+def loop_over_turns(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
+    """Starts and ends by numpy, turns one after the other."""
+    starts = [(np.array(role.starts[0].ids), role.role == "assistant") for role in markers.roles]
+    end = markers.roles[0].ends[0].ids[0]
+    trained = np.zeros(ids.shape, dtype=bool)
+    for row, mask in zip(ids, trained, strict=True):
+        begins = np.flatnonzero(row == starts[0][0][0]).tolist()
+        ends = np.flatnonzero(row == end)
+        for begin, following in zip(begins, [*begins[1:], row.size], strict=True):
+            for start, wanted in starts:
+                content = begin + start.size
+                if wanted and np.array_equal(row[begin:content], start):
+                    at = np.searchsorted(ends, content)
+                    stop = int(ends[at]) + 1 if at < ends.size else row.size
+                    mask[content : min(stop, following)] = True
+    return trained
+
+
+def measure(shape: Shape, rounds: int, slow_rounds: int) -> Timing:
+    """Times the three in turns; the slow ones take part in fewer rounds."""
+    markers = markers_of(shape.family)
+    ids = conversations(shape)
+    rows = ids.tolist()
+    masks = (ours(ids, markers), np.array(plain(rows, markers)), loop_over_turns(ids, markers))
+    if not all((mask == masks[0]).all() for mask in masks):
+        raise ValueError(f"{shape.name}: the scans do not agree, so their times say nothing.")
+    runs = (partial(ours, ids, markers), partial(plain, rows, markers), partial(loop_over_turns, ids, markers))
+    times: list[list[float]] = [[], [], []]
+    for number in range(rounds):
+        for taken, run in zip(times, runs if number < slow_rounds else runs[:1], strict=False):
+            taken.append(_milliseconds(run))
+    best = [(min(taken), statistics.median(taken)) for taken in times]
+    return Timing(shape.name, scan(ids, markers).start.size, best[0], best[1], best[2], shape.wanted_ms)
+
+
+def render(timings: Sequence[Timing]) -> str:
+    """The table: best and, in brackets, median."""
+    lines = []
+    for entry in timings:
+        cells = [f"{best:.3g} ({median:.3g})" for best, median in (entry.ours, entry.plain, entry.loop)]
+        ratios = [f"{other[0] / entry.ours[0]:.1f}" for other in (entry.plain, entry.loop)]
+        lines.append((entry.shape, f"{entry.turns:,}", *cells, *ratios, "yes" if entry.met else "no"))
+    return table(HEADER, lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures all shapes."""
+    parser = argparse.ArgumentParser(description="How long it takes to mask conversations.")
+    parser.add_argument("--rounds", type=int, default=30, help="of ours; a batch takes ten times as many")
+    parser.add_argument("--slow-rounds", type=int, default=10, help="in which the other two take part")
+    parser.add_argument("--results", help="name of the folder in which the result is kept")
+    options = parser.parse_args(arguments)
+    timings = [
+        measure(shape, options.rounds * (1 if shape.wanted_ms > 1 else 10), options.slow_rounds) for shape in SHAPES
+    ]
+    text = render(timings)
+    print(text)
+    if options.results:
+        rows: list[dict[str, Any]] = [{**asdict(entry), "met": entry.met} for entry in timings]
+        write_result(options.results, "benchmarks.masking", arguments, {"rows": rows}, text)
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""How long profiling a model without weights takes, and how much memory.
+
+    python -m benchmarks.planner_profile "Llama 2 7B"
+
+prints one measurement as JSON; each one is made in a process of its own, so that its peak of memory is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.families import FAMILIES, LLAMA, Size
+from benchmarks.largest import SEQUENCE, build, step_of
+from benchmarks.report import ROOT, quiet, table
+from lightning_protrain.module import CausalLMModule
+from lightning_protrain.precision import ProTrainPrecision
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.model import profile_model
+
+SMALL = "a real step"
+# Without weights but the last, which is run with them.
+SIZES = {size.name: size for size in LLAMA} | {
+    "tiny": Size("tiny", 0.0, 64, 128, 2, 4, 4, 512),
+    SMALL: Size(SMALL, 0.1, 768, 2048, 12, 12, 12, 8192),
+}
+MODELS = ("Llama 2 7B", "Llama 3.1 70B")
+MIB = 1 << 20
+REPEATS = 3
+HEADER = (
+    "model", "parameters", "blocks", "built: CPU s", "CPU s", "elapsed s", "peak MiB", "of it before", "of a real step",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """One model.
+
+    Attributes:
+        model: Its name.
+        params: Its parameters.
+        blocks: Its blocks.
+        build_seconds: Processor time of making it.
+        seconds: Processor time of profiling a step of it, or of the real step; the first, and repeats.
+        wall_seconds: Elapsed time of the same.
+        before_bytes: The most resident memory of the process up to then.
+        peak_bytes: The most at its end.
+    """
+
+    model: str
+    params: int
+    blocks: int
+    build_seconds: float
+    seconds: tuple[float, ...]
+    wall_seconds: tuple[float, ...]
+    before_bytes: int
+    peak_bytes: int
+
+
+def measure(name: str, sequence: int = SEQUENCE) -> Profiling:
+    """Profiles a model on the meta device, or runs a small one; in mixed precision, one sequence."""
+    torch.set_num_threads(1)
+    size = SIZES[name]
+    precision = ProTrainPrecision("bf16-mixed")
+    precision.open("cpu")
+    begin = time.process_time()
+    config = FAMILIES["Llama"].config(size, sequence)
+    if name == SMALL:
+        module = CausalLMModule(config=config)
+        module.configure_model()
+    else:
+        module = build(config, "full", precision)
+    build_seconds = time.process_time() - begin
+    step = step_of(module, 1, sequence)
+    work: Callable[[], object] = partial(_run, step, precision)
+    if name != SMALL:
+        layout = describe_model(module)
+        work = partial(profile_model, module, layout, step, precision.train_step_context)
+    before = peak_bytes()
+    spent = [_timed(work) for _ in range(REPEATS)]
+    return Profiling(
+        name,
+        sum(weight.numel() for weight in module.parameters()),
+        size.layers,
+        build_seconds,
+        tuple(cpu for cpu, _ in spent),
+        tuple(wall for _, wall in spent),
+        before,
+        peak_bytes(),
+    )
+
+
+def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most resident memory that this process has had; `getrusage` says that of its parent, if that had more."""
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+
+def measure_elsewhere(name: str) -> Profiling:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.planner_profile", name]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found = Profiling(**json.loads(done.stdout.splitlines()[-1]))
+    return replace(found, seconds=tuple(found.seconds), wall_seconds=tuple(found.wall_seconds))
+
+
+def run(models: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The table and what is in it."""
+    rows = [measure_elsewhere(name) for name in (*models, SMALL)]
+    return render(rows), {"rows": [asdict(row) for row in rows]}
+
+
+def render(rows: Sequence[Profiling]) -> str:
+    """The table; the last row is the real step."""
+    real = _settled(rows[-1].seconds)
+    lines = [
+        (
+            row.model,
+            f"{row.params / 1e9:.2f} billion",
+            row.blocks,
+            f"{row.build_seconds:.1f}",
+            f"{row.seconds[0]:.2f} (again: {_settled(row.seconds):.2f})",
+            f"{row.wall_seconds[0]:.2f} (again: {_settled(row.wall_seconds):.2f})",
+            f"{row.peak_bytes / MIB:,.0f}",
+            f"{row.before_bytes / MIB:,.0f}",
+            f"{row.seconds[0] / real:.2f}",
+        )
+        for row in rows
+    ]
+    return table(HEADER, lines)
+
+
+def _settled(seconds: Sequence[float]) -> float:
+    """The median of all but the first."""
+    return statistics.median(seconds[1:])
+
+
+def _run(step: Callable[[], torch.Tensor], precision: ProTrainPrecision) -> None:
+    with precision.train_step_context():
+        loss = step()
+    loss.backward()
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    begin = time.process_time(), time.perf_counter()
+    work()
+    return time.process_time() - begin[0], time.perf_counter() - begin[1]
+
+
+@quiet()
+def main(arguments: Sequence[str]) -> None:
+    """Measures one model in this process."""
+    (name,) = arguments
+    print(json.dumps(asdict(measure(name))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

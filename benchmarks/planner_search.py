@@ -1,0 +1,234 @@
+"""How long a search for a plan takes, and whether it finds what trying all plans finds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from benchmarks.families import LLAMA, Family, Size
+from benchmarks.largest import FAMILIES, GIB, SEQUENCE, learn, problem_of
+from benchmarks.report import table
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import find, packings
+from lightning_protrain.profiler.catalogue import gpu
+from tests.planner.brute import all_candidates, times
+
+T = TypeVar("T")
+# What the paper (arXiv 2406.08334) gives for a search, on its machine and with its models.
+PAPER_SECONDS = 0.06
+REPEATS = 3
+MACHINE = "A100 80GB SXM"
+SMALLER_BYTES = 36 * GIB
+# The host's memory is no limit to searches: it would rule most of these models out.
+HOST_BYTES, CORES = 64 << 40, 32
+SIZES = {size.name: size for size in LLAMA}
+# By name: the model, and sequences in a batch. The loss of several is computed in slices, each of which calls the head,
+# so that the head's chunk is used more than once.
+MODELS = {
+    "32 blocks": (SIZES["Llama 2 7B"], 1),
+    "80 blocks": (SIZES["Llama 3.1 70B"], 1),
+    "200 blocks": (replace(SIZES["Llama 3.1 70B"], layers=200), 1),
+    "32 blocks, head used 8 times": (SIZES["Llama 2 7B"], 8),
+}
+# Those for which all plans can be tried.
+TRIED = {
+    f"{layers} blocks{', head used 8 times' if batch > 1 else ''}": (
+        Size("", 0.0, 1024, 2816, layers, 16, 16, 32000),
+        batch,
+    )
+    for layers, batch in ((4, 1), (8, 1), (12, 1), (8, 8))
+}
+HEADER = ("model", "device GiB", "sizes of chunks", "chunks", "candidates", "evaluated", "CPU s", "of the paper's")
+PEER_HEADER = (
+    "model", "chunks", "candidates", "plans", "tried all: CPU s", "search: CPU s", "time found / best", "same plan",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search.
+
+    Attributes:
+        model: Which model.
+        device_bytes: The budget.
+        sizes: So many sizes of chunks are tried.
+        chunks: The fewest and the most chunks of these.
+        candidates: What enumeration would go through, buffers apart.
+        evaluations: Candidates and sets of them that were evaluated.
+        seconds: Of processor time, of each repeat.
+    """
+
+    model: str
+    device_bytes: int
+    sizes: int
+    chunks: tuple[int, int]
+    candidates: int
+    evaluations: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A search and the trial of all plans of the same problem.
+
+    Attributes:
+        model: Which model.
+        chunks: Its chunks.
+        plans: All that were tried, buffers included.
+        all_seconds: Processor time of the trial.
+        seconds: Processor time of the search, the median.
+        candidates: What a search chooses from, buffers apart.
+        ratio: Predicted step of what the search found, over the least of all plans that fit.
+        same: Whether it is the best plan of those with as many buffers as fit.
+    """
+
+    model: str
+    chunks: int
+    plans: int
+    all_seconds: float
+    seconds: float
+    candidates: int
+    ratio: float
+    same: bool
+
+
+def problem_for(size: Size, batch: int, sequence: int = SEQUENCE) -> Problem:
+    """The search for a Llama in mixed precision, of which everything is trained."""
+    family: Family = FAMILIES["Llama"]
+    known = learn(family.config(size, sequence), "full", "bf16-mixed", batch, sequence)
+    return replace(problem_of(known, gpu(MACHINE, HOST_BYTES, CORES)), host_bytes=None)
+
+
+def measure(name: str, problem: Problem) -> Search:
+    """Searches several times."""
+    found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
+    packed = packings(problem, Knobs())
+    counts = [len(packing.chunks) for packing in packed]
+    assert problem.device_bytes is not None
+    return Search(
+        name,
+        problem.device_bytes,
+        len(packed),
+        (min(counts), max(counts)),
+        num_candidates(problem),
+        found.evaluations,
+        seconds,
+    )
+
+
+def try_all(name: str, problem: Problem) -> Trial:
+    """Searches, and tries all plans."""
+    found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
+    (count, fitting, spent), (all_seconds,) = timed(lambda: _fitting(problem), 1)
+    # Of each candidate the plan with the most buffers that fit, as the search takes it: the last one listed.
+    most = {candidate.order[:4]: index for index, candidate in enumerate(fitting)}
+    best = min(most.values(), key=lambda index: (_digits(spent[index]), fitting[index].order))
+    return Trial(
+        name,
+        len(packings(problem, Knobs())[0].chunks),
+        count,
+        all_seconds,
+        statistics.median(seconds),
+        num_candidates(problem),
+        found.seconds / min(spent),
+        found.plan == fitting[best].plan,
+    )
+
+
+def tight(problem: Problem) -> Problem:
+    """The same with a budget of the device halfway between the least that any plan takes and the most."""
+    taken = [candidate.device for candidate in all_candidates(replace(problem, device_bytes=None), Knobs())]
+    return replace(problem, device_bytes=(min(taken) + max(taken)) // 2)
+
+
+def num_candidates(problem: Problem) -> int:
+    """Swapped blocks, checkpointed blocks and resident chunks of every size of chunks: as many as can be chosen."""
+    blocks = len(problem.layout.blocks)
+    return sum(
+        (len(packing.chunks) + 1) * sum(blocks - swapped + 1 for swapped in range(len(packing.places) + 1))
+        for packing in packings(problem, Knobs())
+    )
+
+
+def timed(work: Callable[[], T], repeats: int) -> tuple[T, tuple[float, ...]]:
+    """What it gives, and the processor time of each repeat."""
+    seconds = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        result = work()
+        seconds.append(time.process_time() - begin)
+    return result, tuple(seconds)
+
+
+def render(searches: Sequence[Search], trials: Sequence[Trial]) -> str:
+    """Both tables."""
+    lines = [
+        (
+            row.model,
+            f"{row.device_bytes / GIB:.0f}",
+            row.sizes,
+            f"{row.chunks[0]} to {row.chunks[1]}" if row.sizes > 1 else row.chunks[0],
+            f"{row.candidates:,}",
+            f"{row.evaluations:,}",
+            f"{statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to {max(row.seconds):.3f})",
+            f"{statistics.median(row.seconds) / PAPER_SECONDS:.1f}",
+        )
+        for row in searches
+    ]
+    peers = [
+        (
+            row.model,
+            row.chunks,
+            f"{row.candidates:,}",
+            f"{row.plans:,}",
+            f"{row.all_seconds:.2f}",
+            f"{row.seconds:.3f}",
+            f"{row.ratio:.7f}",
+            "yes" if row.same else "no",
+        )
+        for row in trials
+    ]
+    return f"{table(HEADER, lines)}\n\n{table(PEER_HEADER, peers)}"
+
+
+def run(
+    models: Sequence[str] = tuple(MODELS), tried: Sequence[str] = tuple(TRIED), sequence: int = SEQUENCE
+) -> tuple[str, dict[str, Any]]:
+    """The tables and what is in them.
+
+    Args:
+        models: Keys of `MODELS`.
+        tried: Keys of `TRIED`.
+        sequence: Tokens in a sequence.
+    """
+    searches = []
+    for name in models:
+        problem = problem_for(*MODELS[name], sequence)
+        for sizes in ((None,), problem.chunk_bytes):
+            for device_bytes in (problem.device_bytes, SMALLER_BYTES):
+                searches.append(measure(name, replace(problem, device_bytes=device_bytes, chunk_bytes=sizes)))
+    trials = []
+    for name in tried:
+        problem = tight(replace(problem_for(*TRIED[name], sequence), chunk_bytes=(None,)))
+        trials.append(try_all(name, problem))
+    rows = {"searches": [vars(row) for row in searches], "trials": [vars(row) for row in trials]}
+    return render(searches, trials), rows
+
+
+def _fitting(problem: Problem) -> tuple[int, list[Any], list[float]]:
+    """How many plans there are, those that fit, and the time of each of these."""
+    plans = list(all_candidates(problem, Knobs()))
+    device, host = problem.device_bytes, problem.host_bytes
+    fitting = [
+        plan for plan in plans if (device is None or plan.device <= device) and (host is None or plan.host <= host)
+    ]
+    return len(plans), fitting, times(problem, fitting)
+
+
+def _digits(seconds: float) -> float:
+    """Times that differ by less are the same to the search."""
+    return float(f"{seconds:.9g}")

@@ -1,0 +1,50 @@
+"""Which models of transformers can be trained, and by which class they are built."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+_KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that builds the model of a config: one that reads images, where there is one."""
+    reads_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def vocab_size_of(config: PretrainedConfig) -> int:
+    """Rows of the embedding of the language model."""
+    return int(config.get_text_config().vocab_size)
+
+
+def names_vocab_size(config: dict[str, Any]) -> bool:
+    """Whether the keys of a config, or of the config of its language model, say how large the vocabulary is."""
+    return "vocab_size" in config or "vocab_size" in config.get("text_config", {})
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Refuses a config that transformers would not know, or whose misspelt keys it would silently keep.
+
+    Args:
+        config: Keys of a config, `model_type` among them.
+
+    Raises:
+        ValueError: An unknown `model_type` or key; near ones are named.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _KNOWN:
+        near = ", ".join(get_close_matches(str(model_type), _KNOWN, n=5, cutoff=0.4))
+        raise ValueError(f"model_type {model_type!r} is no causal model of transformers. Near: {near or 'none'}.")
+    defaults = AutoConfig.for_model(model_type)
+    for key in config:
+        if not hasattr(defaults, key):
+            near = ", ".join(get_close_matches(key, vars(defaults), n=5))
+            raise ValueError(f"{key!r} is no key of the config of {model_type!r}. Near: {near or 'none'}.")

@@ -1,0 +1,188 @@
+"""Where the turns of a chat begin and end, as text: what a chat format is, without any tokenizer.
+
+[Note: Boundaries]
+A chat format is data. Each role has start markers and end markers; what stands between them is the turn's content. The
+markers are the literal text of the chat template; `markers.resolve` turns them into token ids of one tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+EOS = "eos_token"
+"""Stands among the end markers for the tokenizer's own end-of-sequence token."""
+
+ExclusionKind = Literal["tool_output", "thinking", "scaffold"]
+
+_KEYS = ("role", "start", "end", "include_start", "include_end")
+
+
+@dataclass(frozen=True)
+class RoleBoundary:
+    """How the turns of one role begin and end.
+
+    Attributes:
+        role: "system", "user", "assistant", "tool", "developer", or any other name that a chat format uses.
+        start: Variants of the start marker; the longest that matches wins.
+        end: Variants of the end marker. `EOS` is the tokenizer's own; None: up to the next start marker of any role, or
+            the end of the segment.
+        include_start: Whether the start marker of a trained turn is trained too.
+        include_end: Whether the end marker of a trained turn is trained too.
+
+    Raises:
+        ValueError: No role, no start marker, an empty marker, or a marker given twice.
+    """
+
+    role: str
+    start: tuple[str, ...]
+    end: tuple[str | None, ...] = (None,)
+    include_start: bool = False
+    include_end: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.role.strip():
+            raise ValueError("A role boundary has an empty role. Name the role, such as 'assistant'.")
+        for name, markers in (("start", self.start), ("end", self.end)):
+            if not markers:
+                raise ValueError(f"The role {self.role!r} has no {name} marker. Give at least one.")
+            if any(marker is not None and not marker.strip(" ") for marker in markers):
+                raise ValueError(f"The role {self.role!r} has an empty {name} marker: {markers!r}. Give its text.")
+            if len(set(markers)) < len(markers):
+                raise ValueError(f"The role {self.role!r} has a {name} marker twice: {markers!r}. Name each once.")
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A part of a trained turn that is not trained.
+
+    Attributes:
+        kind: "scaffold": text that the template puts at the begin of a turn's content by itself, excluded there alone.
+            "thinking": excluded where thinking is not trained. "tool_output": excluded always, with its markers; up to
+            the end of the turn where its end is missing.
+        start: The text that begins it.
+        end: The text that ends it; empty: `start` is the whole of it.
+
+    Raises:
+        ValueError: An unknown kind or an empty start.
+    """
+
+    kind: ExclusionKind
+    start: str
+    end: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ExclusionKind):
+            kinds = ", ".join(get_args(ExclusionKind))
+            raise ValueError(f"The exclusion {self.start!r} is of the kind {self.kind!r}. Use one of {kinds}.")
+        if not self.start.strip(" "):
+            raise ValueError(
+                f"An exclusion of the kind {self.kind!r} has an empty start. Give the text it begins with."
+            )
+
+
+@dataclass(frozen=True)
+class Family:
+    """A chat format: the boundaries of its roles, and what is never trained.
+
+    Attributes:
+        name: What it is called.
+        boundaries: One or more for each role. None at all: nothing is trained.
+        exclusions: Parts of turns that are not trained.
+        media: Tokens that are never trained, where the vocabulary has them.
+
+    Raises:
+        ValueError: Two boundaries with the same start marker.
+    """
+
+    name: str
+    boundaries: tuple[RoleBoundary, ...]
+    exclusions: tuple[Exclusion, ...] = ()
+    media: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        owners: dict[str, str] = {}
+        for boundary in self.boundaries:
+            for start in boundary.start:
+                if start in owners:
+                    raise ValueError(
+                        f"{self.name}: the start marker {start!r} belongs to both {owners[start]!r} and "
+                        f"{boundary.role!r}. A start marker tells the role, so give it to one."
+                    )
+                owners[start] = boundary.role
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The names of the roles, each once, in order."""
+        return tuple(dict.fromkeys(boundary.role for boundary in self.boundaries))
+
+
+def parse_boundaries(specs: Sequence[dict[str, Any]], name: str = "role_boundaries") -> Family:
+    """Reads boundaries as a user writes them: a list of mappings.
+
+    Args:
+        specs: Mappings with `role`, `start` (text, or a list of variants) and maybe `end` (text, `"eos_token"`, None,
+            or a list of them; None where it is left out), `include_start` and `include_end`. An empty list is an answer
+            too: there are no boundaries, so nothing is trained.
+        name: What the family is called, and the option in messages.
+
+    Raises:
+        ValueError: A key or a value is not one of these; both are named.
+    """
+    if isinstance(specs, str | dict) or not isinstance(specs, Sequence):
+        raise ValueError(f"{name} is a {type(specs).__name__}. Give a list of mappings with the keys {_join(_KEYS)}.")
+    boundaries = []
+    for number, spec in enumerate(specs):
+        where = f"{name}[{number}]"
+        if not isinstance(spec, dict):
+            raise ValueError(f"{where} is {spec!r}. Give a mapping with the keys {_join(_KEYS)}.")
+        try:
+            boundaries.append(_parse_boundary(spec, where))
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+    return Family(name, tuple(boundaries))
+
+
+def _parse_boundary(spec: dict[str, Any], where: str) -> RoleBoundary:
+    for key in spec:
+        if key not in _KEYS:
+            near = get_close_matches(str(key), _KEYS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}: unknown key {key!r}.{hint} The keys are {_join(_KEYS)}.")
+    for key in ("role", "start"):
+        if key not in spec:
+            raise ValueError(f"{where}: the key {key!r} is missing. `role` and `start` are needed.")
+    if not isinstance(spec["role"], str):
+        raise ValueError(f"{where}: role={spec['role']!r} is no text. Name the role, such as 'assistant'.")
+    flags = {}
+    for key, default in (("include_start", False), ("include_end", True)):
+        flags[key] = spec.get(key, default)
+        if not isinstance(flags[key], bool):
+            raise ValueError(f"{where}: {key}={flags[key]!r} is neither true nor false.")
+    starts = _parse_variants(spec["start"], f"{where}: start")
+    if None in starts:
+        raise ValueError(f"{where}: start=null. Only `end` may be null; give the text that begins the turn.")
+    if EOS in starts:
+        raise ValueError(
+            f"{where}: start={EOS!r} stands for a token only in `end`. Give the text that begins the turn."
+        )
+    return RoleBoundary(
+        role=spec["role"],
+        start=tuple(start for start in starts if start is not None),
+        end=_parse_variants(spec.get("end"), f"{where}: end"),
+        **flags,
+    )
+
+
+def _parse_variants(value: Any, where: str) -> tuple[str | None, ...]:
+    variants = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for variant in variants:
+        if variant is not None and not isinstance(variant, str):
+            raise ValueError(f"{where}={value!r} holds a {type(variant).__name__}. Give text, or a list of texts.")
+    return variants
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,156 @@
+"""Derives a chat family from what a template writes around known messages.
+
+[Note: Derivation]
+The start of an assistant's turn is what the generation prompt adds to a user's turn; its end is what stands between the
+message and the start of the user's next turn. What comes of it is a family to be proven like any other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary
+from lightning_protrain.data.probes import Messages, Render
+from lightning_protrain.data.vocabulary import Vocabulary
+
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_FIRST, _ANSWER, _SECOND, _FINAL = "walnut", "maple", "poplar", "hazel"
+_CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistant", _FINAL))
+
+
+def derive(render: Render, vocabulary: Vocabulary) -> Family:
+    """A family "generic" from the template's own rendering, see [Note: Derivation].
+
+    Args:
+        render: Renders messages.
+        vocabulary: Spells the tokens.
+
+    Raises:
+        ValueError: The template has nothing that tells where an answer begins.
+    """
+    for as_parts in (False, True):
+        sample = _sample(render, vocabulary, as_parts)
+        if sample is not None:
+            return _family(sample, vocabulary)
+    raise ValueError("the template does not write two turns of user and assistant in order")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What stands around the words of `_CHAT`.
+
+    Attributes:
+        head: Before the first user's word.
+        answer: Between it and the first answer.
+        between: Between that and the second user's word.
+        final: Between that and the final answer.
+        tail: After the final answer.
+        user_only: After the user's word where it is the only message.
+        prompt: The same with a generation prompt.
+    """
+
+    head: str
+    answer: str
+    between: str
+    final: str
+    tail: str
+    user_only: str
+    prompt: str
+
+
+def _sample(render: Render, vocabulary: Vocabulary, as_parts: bool) -> _Sample | None:
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": [{"type": "text", "text": word}] if as_parts else word} for role, word in _CHAT
+    ]
+
+    def text(some: Messages, prompt: bool = False) -> str:
+        return vocabulary.text(render(some, add_generation_prompt=prompt))
+
+    try:
+        whole = text(messages)
+        parts = re.split("|".join(word for _, word in _CHAT), whole)
+        if len(parts) != len(_CHAT) + 1:
+            return None
+        alone = text(messages[:1]).rpartition(_FIRST)[2]
+        prompted = text(messages[:1], True).rpartition(_FIRST)[2]
+    except ValueError:
+        return None
+    head, answer, between, final, tail = parts
+    return _Sample(head, answer, between, final, tail, alone, prompted)
+
+
+def _family(sample: _Sample, vocabulary: Vocabulary) -> Family:
+    start, leads = _assistant_start(sample, vocabulary)
+    ends, user_start = _assistant_end(sample, vocabulary, start)
+    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if _THOUGHT.search(lead)]
+    if any(_THOUGHT.search(lead) for lead in leads) or "<think>" in vocabulary.added:
+        exclusions.append(Exclusion("thinking", "<think>", "</think>"))
+    boundaries = [RoleBoundary("assistant", (start,), ends)]
+    if user_start and user_start != start:
+        boundaries.append(RoleBoundary("user", (user_start,)))
+    return Family("generic", tuple(boundaries), tuple(exclusions))
+
+
+def _assistant_start(sample: _Sample, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+    """The start marker, and what the template writes between it and the two answers."""
+    common = _common(sample.answer, sample.final)
+    if len(sample.prompt) > len(sample.user_only):
+        common = _common(common, sample.prompt)
+    # Half a token is no part of the marker.
+    common = _whole_tokens(common, sample.answer, vocabulary)
+    common = _whole_tokens(common, sample.final, vocabulary)
+    start = common.removeprefix(_whole_tokens(_common(common, sample.user_only), common, vocabulary)).lstrip()
+    if not start.strip():
+        # The end of the user's turn is all there is before the answer.
+        start = common.lstrip()
+    if not any(token in start for token in vocabulary.added) and sum(map(str.isalnum, start)) < 3:
+        raise ValueError(f"the answer begins after {start!r}, which any text may hold")
+    return start, [part[len(common) :] for part in (sample.answer, sample.final) if part[len(common) :].strip()]
+
+
+def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple[tuple[str | None, ...], str]:
+    """The end markers of an answer, and the start marker of the user's turn."""
+    shared = _common(sample.between, sample.tail)
+    shared = _whole_tokens(_whole_tokens(shared, sample.between, vocabulary), sample.tail, vocabulary)
+    firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
+    if firsts[0]:
+        ends: tuple[str | None, ...] = (firsts[0],)
+        rest = sample.between.lstrip()[len(firsts[0]) :]
+    elif shared.strip():
+        ends, rest = (shared.strip(),), sample.between[len(shared) :]
+    elif firsts[1] and firsts[2]:
+        # The last answer ends otherwise than the others.
+        ends, rest = (firsts[1], firsts[2]), sample.between.lstrip()[len(firsts[1]) :]
+    elif firsts[1] and firsts[1] not in sample.head:
+        # An end between turns alone.
+        ends, rest = (firsts[1],), sample.between.lstrip()[len(firsts[1]) :]
+    else:
+        ends, rest = (None,), sample.between
+    rest = rest.lstrip()
+    if None in ends and not rest.strip():
+        raise ValueError("nothing stands between an answer and the user's next message")
+    return ends, rest if sample.head.endswith(rest) and rest.strip() else ""
+
+
+def _first_token(text: str, vocabulary: Vocabulary) -> str:
+    """The control token at the begin of a text, if there is one."""
+    found = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
+    return max(found, key=len, default="")
+
+
+def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
+    """A prefix of a text, shortened so that it cuts no control token nor word of the text."""
+    for token in vocabulary.added:
+        at = text.find(token, max(0, len(prefix) - len(token) + 1))
+        if not token.isspace() and 0 <= at < len(prefix) < at + len(token):
+            prefix = prefix[:at]
+    opened = re.search(r"<[^<>\s]*$", prefix)
+    return prefix[: opened.start()] if opened and len(prefix) < len(text) else prefix
+
+
+def _common(first: str, second: str) -> str:
+    """What both texts begin with."""
+    length = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
+    return first[: min(len(first), len(second)) if length is None else length]

@@ -1,0 +1,165 @@
+"""Packs short texts into rows of one length, and says which models keep the texts of a row apart.
+
+[Note: Segments]
+A packed row holds several examples one after the other. Each is a *segment*: its `position_ids` begin at 0, and there
+is no attention mask. Where transformers gets both, it builds masks that are block diagonal. That is so for the
+architectures in PACKING_MODEL_TYPES, which the tests compare with rows of their own; others look across segments and
+say nothing, so they are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+
+from lightning_protrain.data.examples import Encoded
+
+# Not among them, as they mix segments: those with recurrent or convolutional layers (mamba, qwen3_next, lfm2), with
+# ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
+PACKING_MODEL_TYPES = frozenset({
+    "arcee", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
+    "llama", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+})  # fmt: skip
+# Examples that are packed together at a time; more fill the rows better, fewer keep neighbours less alike.
+DEFAULT_WINDOW = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Groups of examples, each of which becomes one row of a batch.
+
+    Attributes:
+        examples: Example indices of all blocks, end to end, int64 of shape [examples].
+        offsets: Where the blocks begin, and the end: int64 of shape [blocks + 1].
+        lengths: Tokens of each block, int64 of shape [blocks].
+        packed: Whether the rows of a block are packed; False for a row with images. Bool of shape [blocks].
+    """
+
+    examples: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    packed: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, block: int) -> NDArray[np.int64]:
+        if not 0 <= block < len(self):
+            raise IndexError(f"block {block} of {len(self)}")
+        return self.examples[self.offsets[block] : self.offsets[block + 1]]
+
+    @property
+    def fill(self) -> float:
+        """Share of the places in packed rows that hold tokens, as if all rows were as long as the longest."""
+        lengths = self.lengths[self.packed]
+        return float(lengths.sum() / (len(lengths) * lengths.max())) if len(lengths) else 1.0
+
+
+def single_blocks(lengths: NDArray[np.int64]) -> Blocks:
+    """One block per example, none of them packed."""
+    count = len(lengths)
+    return Blocks(np.arange(count), np.arange(count + 1), np.asarray(lengths, np.int64), np.zeros(count, np.bool_))
+
+
+def pack(
+    lengths: NDArray[np.int64],
+    max_length: int,
+    *,
+    alone: NDArray[np.bool_] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    window: int = DEFAULT_WINDOW,
+) -> Blocks:
+    """Packs examples into blocks of at most `max_length` tokens: best-fit decreasing in windows of the shuffled order.
+
+    Every example is in exactly one block. The result depends on the arguments alone.
+
+    Args:
+        lengths: Tokens of each example, [examples].
+        max_length: Tokens of a block at most.
+        alone: Examples that stay a row of their own, outside of packed rows: those with images. [examples]
+        seed: Seed of the order.
+        epoch: Another one gives other blocks, and perhaps another number of them.
+        window: Examples packed together.
+
+    Raises:
+        ValueError: An example is longer than `max_length` or empty, or `window` is below 1.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    alone = np.zeros(len(lengths), np.bool_) if alone is None else alone
+    if window < 1:
+        raise ValueError(f"window={window}: give at least 1.")
+    wrong = np.flatnonzero((lengths < 1) | ((lengths > max_length) & ~alone))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"Example {first} has {lengths[first]} tokens and cannot be packed into rows of max_length={max_length}. "
+            "Truncate examples before they are packed, and leave out empty ones."
+        )
+    order = np.random.default_rng([seed, epoch]).permutation(np.flatnonzero(~alone))
+    parts: list[NDArray[np.int64]] = []
+    counts: list[int] = []
+    for start in range(0, len(order), window):
+        members = order[start : start + window]
+        members = members[np.argsort(-lengths[members], kind="stable")]
+        blocks = np.asarray(_best_fit(lengths[members].tolist(), max_length))
+        parts.append(members[np.argsort(blocks, kind="stable")])
+        counts += np.bincount(blocks).tolist()
+    num_packed = len(counts)
+    rest = np.flatnonzero(alone)
+    examples = np.concatenate([*parts, rest]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum([*counts, *[1] * len(rest)])]).astype(np.int64)
+    totals = np.concatenate([[0], np.cumsum(lengths[examples])])
+    return Blocks(examples, offsets, np.diff(totals[offsets]), np.arange(len(offsets) - 1) < num_packed)
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """The block of each item, where each goes into the fullest block that has room for it.
+
+    Bit `n` of `rooms` says that a block has room for exactly `n` more tokens: the lowest bit at or above a length is
+    found without a search, so this is linear in the items.
+    """
+    placed: list[int] = []
+    blocks_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0
+    num_blocks = 0
+    for length in lengths:
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            block = blocks_by_room[room].pop()
+            if not blocks_by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, block = capacity, num_blocks
+            num_blocks += 1
+        room -= length
+        if room:
+            blocks_by_room[room].append(block)
+            rooms |= 1 << room
+        placed.append(block)
+    return placed
+
+
+def check_packing(config: PretrainedConfig) -> None:
+    """Refuses a model that would look across the segments of a packed row, see [Note: Segments].
+
+    Raises:
+        ValueError: The architecture is not known to keep segments apart.
+    """
+    if config.model_type not in PACKING_MODEL_TYPES:
+        raise ValueError(
+            f"Packed rows need a model that keeps their segments apart, and {config.model_type!r} is not known to: its "
+            "tokens would see those of other conversations. Set packing to false; length grouping saves most of the "
+            "padding too."
+        )
+
+
+def packable(encoded: Encoded) -> bool:
+    """Whether an example may share a row with others: text alone."""
+    return encoded.images == 0 and not encoded.extras

@@ -1,0 +1,226 @@
+"""Proves on a tokenizer and its chat template that a family's markers find what the assistant says.
+
+[Note: Proof]
+Conversations whose words are known are rendered and scanned, as rows will be. Each turn that is trained must be exactly
+one message of the assistant and one end marker; of others nothing may be trained. Between the start marker and the
+message may stand what the model itself writes there, such as the channel of a harmony message: what the template adds
+to its own generation prompt. Probes that a template refuses (a system message, tools, reasoning) prove nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lightning_protrain.data.markers import Markers
+from lightning_protrain.data.masking import ASSISTANT, MaskOptions, trained_tokens
+from lightning_protrain.data.probes import GROUPS, MAIN, REASONING, THOUGHTS, Probe, Render, as_parts, spoof_probe
+from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.vocabulary import Vocabulary
+
+_SHOWN = 1500
+
+
+class NotProven(ValueError):
+    """The markers of a family do not find what the assistant says."""
+
+
+def prove(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> None:
+    """Proves a family on a tokenizer and its template, see [Note: Proof].
+
+    A family without a role "assistant" that has boundaries is not proven: what is trained is then the user's choice.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+
+    Raises:
+        NotProven: Something else than the assistant's messages would be trained; expected and found text are shown.
+        ValueError: The template refuses two turns of user and assistant.
+    """
+    if not any(role.role == ASSISTANT for role in markers.roles):
+        return
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    proof = _Proof(render, vocabulary, markers)
+    for group in GROUPS:
+        proof.group(group)
+    proof.thinking()
+    proof.spoofing()
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A rendered probe: the text it gives, and what each trained turn holds."""
+
+    text: str
+    turns: tuple[str, ...]
+
+
+class _Proof:
+    def __init__(self, render: Render, vocabulary: Vocabulary, markers: Markers) -> None:
+        self.render = render
+        self.vocabulary = vocabulary
+        self.markers = markers
+        ends = {marker.text.strip() for role in markers.roles if role.role == ASSISTANT for marker in role.ends}
+        self.ends = tuple(sorted(ends, key=len, reverse=True))
+        starts = {
+            marker.text.encode().translate(None, b" ").lstrip() for role in markers.roles for marker in role.starts
+        }
+        self.starts = tuple(sorted(starts, key=len, reverse=True))
+        assistant = [role for role in markers.roles if role.role == ASSISTANT]
+        self.unended = any(role.open_ended or not role.include_end for role in assistant)
+        self.leads: set[str] = {""}
+
+    def group(self, forms: Sequence[Probe]) -> None:
+        """Checks the first form that the template takes."""
+        refusal: ValueError | None = None
+        for form in (*forms, *map(as_parts, forms)):
+            try:
+                ids = self.render(form.messages, form.tools)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            shown = self._shown(form, ids)
+            if shown is not None:
+                if self._tells_roles(form, ids):
+                    self._check(form, shown)
+                return
+            refusal = refusal or ValueError("the chat template leaves out what the assistant says")
+        if forms[0].required:
+            raise ValueError(
+                f"The tokenizer {self.vocabulary.name!r} cannot be checked: {refusal}. Give it a chat template for "
+                "user and assistant in turn."
+            ) from refusal
+
+    def thinking(self) -> None:
+        """Checks that thinking is left out where it is not trained, if the family knows how."""
+        if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
+            return
+        for form in (REASONING, as_parts(REASONING)):
+            try:
+                ids = self.render(form.messages)
+            except ValueError:
+                continue
+            rendering = self._read(ids, MaskOptions(train_thinking=False))
+            if self._says_all(form, rendering.text):
+                hidden = [word for word in THOUGHTS if any(word in turn for turn in rendering.turns)]
+                lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendering.turns)]
+                if hidden or lost:
+                    self._fail(form, rendering, f"train_thinking=False keeps {hidden} and loses {lost}")
+                return
+
+    def spoofing(self) -> None:
+        """Checks that a user cannot write a turn of the assistant, where markers are control tokens."""
+        starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
+        controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
+        if not controls:
+            return
+        end = next(iter(self.ends), "")
+        self.group((spoof_probe([*controls, *(end + text for text in controls)]),))
+
+    def _shown(self, probe: Probe, ids: Sequence[int]) -> Rendering | None:
+        """The rendered probe; None where the template leaves out what is said."""
+        rendering = self._read(ids, MaskOptions())
+        if probe.exact and not self._says_all(probe, rendering.text):
+            return None
+        if not probe.exact and any(word not in rendering.text for word in probe.kept[:2]):
+            return None
+        return rendering
+
+    def _tells_roles(self, probe: Probe, ids: Sequence[int]) -> bool:
+        """Whether the template renders no message of another role as it renders the assistant's.
+
+        If it does, it does not know that role; rows that have it give more turns than messages of the assistant.
+        """
+        for at, message in enumerate(probe.messages):
+            if message["role"] not in (ASSISTANT, "user"):
+                said = {"role": ASSISTANT, "content": message["content"]}
+                try:
+                    same = self.render([*probe.messages[:at], said, *probe.messages[at + 1 :]], probe.tools)
+                except ValueError:
+                    continue
+                if same == list(ids):
+                    return False
+        return True
+
+    def _says_all(self, probe: Probe, text: str) -> bool:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        return all(one in text for one in said)
+
+    def _read(self, ids: Sequence[int], options: MaskOptions) -> Rendering:
+        row = np.asarray(ids, dtype=np.int64)
+        spelled = self.vocabulary.spell(list(ids))
+        spans = scan(row, self.markers)
+        trained = trained_tokens(row, spans, self.markers, options)
+        turns = []
+        for start, content, stop in zip(spans.start.tolist(), spans.content.tolist(), spans.stop.tolist(), strict=True):
+            kept = b"".join(spelled[at] for at in range(content, stop) if trained[at])
+            if kept.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
+                turns.append((self._overhang(spelled[start:content]) + kept).decode(errors="replace"))
+        return Rendering(b"".join(spelled).decode(errors="replace"), tuple(turns))
+
+    def _overhang(self, spelled: Sequence[bytes]) -> bytes:
+        """What of the content is in the last token of a start marker: [Note: Tails] of `markers`."""
+        text = b"".join(spelled)
+        for start in self.starts:
+            for length in range(len(spelled[-1])):
+                # A tokenizer may put spaces between the tokens of a marker.
+                if text[: len(text) - length].translate(None, b" ").lstrip() == start:
+                    return text[len(text) - length :]
+        return b""
+
+    def _check(self, probe: Probe, rendering: Rendering) -> None:
+        if probe.exact:
+            self._check_turns(probe, rendering)
+        for word in probe.hidden:
+            if any(word in turn for turn in rendering.turns):
+                self._fail(probe, rendering, f"{word!r}, which the assistant does not say, is trained")
+        for word in probe.kept:
+            if word in rendering.text and not any(word in turn for turn in rendering.turns):
+                self._fail(probe, rendering, f"{word!r}, which the assistant says, is not trained")
+
+    def _check_turns(self, probe: Probe, rendering: Rendering) -> None:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        if probe.name == MAIN.name:
+            self._learn_leads(probe, rendering, said)
+        if len(said) != len(rendering.turns):
+            self._fail(probe, rendering, f"{len(rendering.turns)} turns are trained instead of {len(said)}")
+        ends = "|".join(map(re.escape, self.ends))
+        leads = "|".join(map(re.escape, sorted(self.leads, key=len, reverse=True)))
+        for number, (one, turn) in enumerate(zip(said, rendering.turns, strict=True)):
+            unended = self.unended or (number + 1 == len(said) and rendering.text.rstrip().endswith(one))
+            end = f"(?:{ends})" if ends else ""
+            if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
+                self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
+
+    def _learn_leads(self, probe: Probe, rendering: Rendering, said: Sequence[str]) -> None:
+        """What the model writes between the generation prompt and the message: [Note: Proof]."""
+        positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
+        for at, one in zip(positions, said, strict=True):
+            try:
+                prompt = self.render(probe.messages[:at], add_generation_prompt=True)
+            except ValueError:
+                continue
+            text = b"".join(self.vocabulary.spell(prompt)).decode(errors="replace")
+            if rendering.text.startswith(text) and one in rendering.text[len(text) :]:
+                self.leads.add(rendering.text[len(text) :].split(one, 1)[0].strip())
+
+    def _fail(self, probe: Probe, rendering: Rendering, what: str) -> None:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        raise NotProven(
+            f"The chat family {self.markers.family!r} does not fit the tokenizer {self.vocabulary.name!r} and its chat "
+            f"template. On {probe.name}, {what}.\nExpected: {said}, each with one of {list(self.ends)}\n"
+            f"Found: {list(rendering.turns)}\nRendered: {rendering.text[:_SHOWN]!r}\n"
+            "Name the right `family`, or give `role_boundaries`."
+        )
+
+
+def _said(content: object) -> str:
+    if isinstance(content, list):
+        return " ".join(str(part.get("text", "")).strip() for part in content)
+    return str(content or "").strip()

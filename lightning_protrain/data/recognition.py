@@ -1,0 +1,136 @@
+"""Finds the chat family of a tokenizer: by name, or by rendering its chat template and proving. Never by guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_protrain.data.boundaries import EOS, Family
+from lightning_protrain.data.derivation import derive
+from lightning_protrain.data.families import FAMILIES
+from lightning_protrain.data.markers import Markers, resolve
+from lightning_protrain.data.masking import ASSISTANT
+from lightning_protrain.data.probes import MAIN, Render, TemplateRender, as_parts
+from lightning_protrain.data.proof import NotProven, prove
+from lightning_protrain.data.vocabulary import Vocabulary
+
+_SHOWN = 1500
+
+
+def find_family(
+    tokenizer: PreTrainedTokenizerBase, name: str | None = None, render: Render | None = None
+) -> tuple[Family, Markers]:
+    """The chat family of a tokenizer, proven on its template, and its markers on this tokenizer.
+
+    Args:
+        tokenizer: A fast one with a chat template, or one of mistral-common.
+        name: A family, or a model whose format it has. None: all families whose markers the template writes are tried,
+            the most specific first; if none is proven, a "generic" one is derived from what the template writes.
+        render: Renders messages as rows will be rendered; by default the tokenizer's template as it is.
+
+    Raises:
+        ValueError: No such family; the tokenizer is slow, lacks its vocabulary or a chat template; the named family
+            does not fit, with expected and found text; or none fits and none can be derived.
+    """
+    family = None if name is None else family_named(name)
+    vocabulary = Vocabulary(tokenizer)
+    if render is None:
+        if not vocabulary.controls_apart and not tokenizer.chat_template:
+            raise ValueError(
+                f"The tokenizer {vocabulary.name!r} has no chat template, so nothing says how a chat is written. Give "
+                "`chat_template`, or use the tokenizer of a model that was trained on chats."
+            )
+        render = TemplateRender(tokenizer)
+    if family is not None:
+        markers = resolve(family, vocabulary)
+        prove(render, vocabulary, markers)
+        return family, markers
+    return _recognise(vocabulary, render)
+
+
+def family_named(name: str) -> Family:
+    """The family of this name, or of a model of this name.
+
+    Raises:
+        ValueError: There is none; near names are told.
+    """
+    key = name.strip().lower().replace("_", "-")
+    if key in FAMILIES:
+        return FAMILIES[key]
+    near = get_close_matches(key, FAMILIES, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    names = ", ".join(sorted({family.name for family in FAMILIES.values()}))
+    raise ValueError(
+        f"There is no chat family {name!r}.{hint} There are {names}. Leave it out and it is recognised from the chat "
+        "template, or give `role_boundaries`."
+    )
+
+
+def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]:
+    text = _rendered(vocabulary, render)
+    reasons: list[str] = []
+    for family in _candidates(text, vocabulary):
+        try:
+            markers = resolve(family, vocabulary)
+            prove(render, vocabulary, markers)
+        except NotProven as error:
+            reasons.append(str(error).split("\n")[0])
+        except ValueError as error:
+            reasons.append(f"{family.name}: {error}")
+        else:
+            return family, markers
+    try:
+        family = derive(render, vocabulary)
+        markers = resolve(family, vocabulary)
+        prove(render, vocabulary, markers)
+    except ValueError as error:
+        reasons.append(f"derived from the template: {error}")
+    else:
+        return family, markers
+    listed = "\n".join(f"- {reason}" for reason in reasons)
+    raise ValueError(
+        f"The chat format of the tokenizer {vocabulary.name!r} is not recognised, and it is not guessed.\nIts template "
+        f"renders two turns as {text[:_SHOWN]!r}\nTried:\n{listed}\nGive `role_boundaries`: for each role the text "
+        "that begins and that ends its turns. Or name the `family`."
+    )
+
+
+def _rendered(vocabulary: Vocabulary, render: Render) -> str:
+    refusal: ValueError | None = None
+    for probe in (MAIN, as_parts(MAIN)):
+        try:
+            text = vocabulary.text(render(probe.messages))
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        if "maple" in text:
+            return text
+    reason = refusal or "it leaves out what the assistant says"
+    raise ValueError(
+        f"The chat template of the tokenizer {vocabulary.name!r} renders no chat of user and assistant: {reason}. "
+        "Give another `chat_template`."
+    ) from refusal
+
+
+def _candidates(text: str, vocabulary: Vocabulary) -> Sequence[Family]:
+    """The families whose markers the text has, the one with most of what this vocabulary knows first."""
+    scored: dict[str, tuple[tuple[int, int, int], Family]] = {}
+    for family in FAMILIES.values():
+        assistant = [boundary for boundary in family.boundaries if boundary.role == ASSISTANT]
+        starts = [start.strip(" ") for boundary in assistant for start in boundary.start]
+        ends = [vocabulary.eos if end == EOS else end for boundary in assistant for end in boundary.end]
+        written = [start for start in starts if start in text]
+        if written and any(end is None or end in text for end in ends):
+            in_pieces = sum(not vocabulary.has(start) for start in starts)
+            score = (-_known(family, vocabulary), -max(map(len, written)), in_pieces)
+            scored.setdefault(family.name, (score, family))
+    return [family for _, family in sorted(scored.values(), key=lambda entry: entry[0])]
+
+
+def _known(family: Family, vocabulary: Vocabulary) -> int:
+    """How many control tokens of the family the vocabulary has."""
+    texts = [start for boundary in family.boundaries for start in boundary.start] + list(family.media)
+    texts += [text for exclusion in family.exclusions for text in (exclusion.start, exclusion.end)]
+    return sum(any(token in text for text in texts) for token in vocabulary.added if not token.isspace())

@@ -1,0 +1,227 @@
+"""What a user wants of a chat format, and what becomes of it on one tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+from lightning_protrain.data.boundaries import EOS, Family, parse_boundaries
+from lightning_protrain.data.encoding import ChatEncoder, OnUntrainable
+from lightning_protrain.data.markers import Marker, Markers, resolve
+from lightning_protrain.data.masking import MaskOptions, trainable_turns
+from lightning_protrain.data.proof import prove
+from lightning_protrain.data.recognition import family_named, find_family
+from lightning_protrain.data.rendering import Renderer
+from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.vision import ImageEncoder, usable_keys, with_media
+
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How the conversations of one data set are rendered and what of them is trained; see `ChatDataModule`.
+
+    Raises:
+        ValueError: An unknown choice, boundaries that are none, or nothing would be trained and nobody allowed it.
+    """
+
+    family: str | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    train_on_inputs: bool = False
+    roles_to_train: list[str] | None = None
+    train_on_eos: Any = "turn"
+    train_on: Any = "all"
+    train_thinking: bool = True
+    role_boundaries: list[dict[str, Any]] | None = None
+    on_untrainable: OnUntrainable = "drop"
+    max_length: int = 512
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.on_untrainable not in get_args(OnUntrainable):
+            choices = ", ".join(get_args(OnUntrainable))
+            raise ValueError(f"on_untrainable must be one of {choices}, got {self.on_untrainable!r}.")
+        if self.family is not None:
+            family_named(self.family)
+        assert self.template is None or self.template  # read now, so that a missing file is told now
+        nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
+        empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
+        if empty and self.on_untrainable != "warn" and not self.train_on_inputs:
+            raise ValueError(
+                f"{nothing} is an empty list, so nothing would be trained. Leave it out, or let `on_untrainable` be "
+                '"warn" if that is what you want.'
+            )
+
+    @property
+    def format(self) -> str:
+        """What recognition and proof depend on; equal for equal chat formats."""
+        return repr((self.family, self.template, sorted(self.template_kwargs.items()), self.boundaries))
+
+    @cached_property
+    def options(self) -> MaskOptions:
+        """What is trained."""
+        roles: Any = self.roles_to_train
+        if isinstance(roles, list | tuple):
+            roles = tuple(roles)
+        if self.boundaries is not None and not self.boundaries.boundaries:
+            roles = ()
+        return MaskOptions(self.train_on_inputs, roles, self.train_on_eos, self.train_on, self.train_thinking)
+
+    @cached_property
+    def boundaries(self) -> Family | None:
+        """The user's own boundaries."""
+        return None if self.role_boundaries is None else parse_boundaries(self.role_boundaries)
+
+    @cached_property
+    def template(self) -> str | None:
+        """The text of the chat template that is to be used in place of the tokenizer's.
+
+        Raises:
+            ValueError: It is the path of a file that is not there.
+        """
+        if self.chat_template is None or not self.chat_template.endswith(_TEMPLATE_SUFFIXES):
+            return self.chat_template
+        path = Path(self.chat_template).expanduser()
+        if not path.is_file():
+            raise ValueError(f"chat_template={self.chat_template!r} is no file. Correct the path, or give its text.")
+        return path.read_text(encoding="utf-8")
+
+
+class Chats:
+    """What the settings become on one tokenizer; each once.
+
+    Args:
+        tokenizer: Encodes.
+        name: Folder or name that the tokenizer comes from, and the processor; None: it has none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self._known: dict[str, tuple[Renderer, Markers]] = {}
+
+    def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
+        """How conversations are encoded.
+
+        Args:
+            settings: What the user wants.
+            processor: Whose media are never trained, and whose template is used unless the user gives one.
+
+        Raises:
+            ValueError: No family is known or proven to fit, or the one that is given does not fit.
+        """
+        key = f"{settings.format} {processor is not None}"
+        if key not in self._known:
+            self._known[key] = self._prove(settings, processor)
+        renderer, markers = self._known[key]
+        _check_options(settings.options, markers)
+        return ChatEncoder(renderer, markers, settings.options, settings.max_length, settings.on_untrainable)
+
+    def _prove(self, settings: ChatSettings, processor: Any) -> tuple[Renderer, Markers]:
+        template = settings.template or getattr(processor, "chat_template", None)
+        family, source = settings.boundaries, "role_boundaries"
+        if family is None and settings.family is not None:
+            family, source = family_named(settings.family), "given by name"
+        if family is None:
+            everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
+            (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"
+        else:
+            markers = resolve(family, self._tokenizer, strict=settings.boundaries is not None)
+        renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
+        if source != "recognised":
+            prove(renderer.ids, self._tokenizer, markers)
+        if processor is not None:
+            markers = with_media(markers, processor)
+        _say(settings, markers, source)
+        return renderer, markers
+
+    def _texts(self, family: Family) -> list[str]:
+        """What begins and ends turns, and media."""
+        ends = [end for boundary in family.boundaries for end in boundary.end if end is not None]
+        eos = str(self._tokenizer.eos_token or "")
+        starts = [start for boundary in family.boundaries for start in boundary.start]
+        return [*starts, *(eos if end == EOS else end for end in ends), *family.media]
+
+    def image_encoder(self, settings: ChatSettings) -> ImageEncoder:
+        """How conversations with images are encoded.
+
+        Raises:
+            ValueError: There is no processor of images where the tokenizer comes from.
+        """
+        return ImageEncoder(
+            self.encoder(settings, self._processor), self._processor, usable_keys(settings.processor_kwargs)
+        )
+
+    @cached_property
+    def _processor(self) -> Any:
+        if self._name is None:
+            raise ValueError("The data has images: give the `tokenizer` of a model for images and text.")
+        try:
+            processor = AutoProcessor.from_pretrained(self._name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The data has images, and {self._name!r} has no processor for them: {error}") from error
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"The data has images, and {self._name!r} reads text only. Give the `tokenizer` of a model for both."
+            )
+        return processor
+
+    def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
+        """A function that says of tokens what they are: 0 text, 1 of a marker, 2 media.
+
+        Args:
+            settings: Of the data set.
+            images: Whether it has images.
+        """
+        markers = (self.image_encoder(settings).chat if images else self.encoder(settings)).markers
+
+        def kinds(ids: NDArray[Any]) -> NDArray[np.int8]:
+            found = np.zeros(len(ids), dtype=np.int8)
+            spans = scan(ids, markers)
+            for begin, stop in zip((*spans.start, *spans.end), (*spans.content, *spans.stop), strict=True):
+                found[begin:stop] = 1
+            found[np.isin(ids, list(markers.media))] = 2
+            return found
+
+        return kinds
+
+
+def _check_options(options: MaskOptions, markers: Markers) -> None:
+    """Refuses what these markers cannot tell.
+
+    Raises:
+        ValueError: A role without boundaries, or thinking without markers of thinking.
+    """
+    trainable_turns(scan(np.empty(0, dtype=np.int32), markers), markers, options)
+    if not options.train_thinking and not any(part.kind == "thinking" for part in markers.exclusions):
+        raise ValueError(
+            f"train_thinking=False, but it is not known how the chat format {markers.family!r} marks thinking on this "
+            "tokenizer. Leave train_thinking out; or, with `role_boundaries`, name a `family` instead."
+        )
+
+
+def _say(settings: ChatSettings, markers: Markers, source: str) -> None:
+    """One line: family, knobs, where the boundaries come from, and the ids."""
+    roles = "; ".join(
+        f"{role.role} {_ids(role.starts)} to {_ids(role.ends) or 'the next turn'}" for role in markers.roles
+    )
+    options = settings.options
+    rank_zero_info(
+        f"Chat format {markers.family!r} ({source}). roles_to_train={list(options.roles)}, "
+        f"train_on_inputs={options.train_on_inputs}, train_on_eos={options.train_on_eos}, train_on={options.train_on}, "
+        f"train_thinking={options.train_thinking}, on_untrainable={settings.on_untrainable}. Markers: {roles}."
+    )
+
+
+def _ids(markers: tuple[Marker, ...]) -> str:
+    return " | ".join(dict.fromkeys(f"{marker.text!r} {list(marker.ids)}" for marker in markers[:3]))

@@ -1,0 +1,141 @@
+"""What a user says about one data set: where it lies, how it is read, which of its turns are learnt."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+# Columns of a row, and keys of a message, that `fields` may rename.
+ROW_FIELDS = ("messages", "conversations", "prompt", "response", "input", "system", "history", "tools", "images")
+MESSAGE_FIELDS = (
+    *("role", "content", "from", "value", "reasoning_content", "tool_calls", "name", "tool_call_id"),
+    *("train", "weight"),
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "format": ("auto", "messages", "sharegpt", "prompt_response"),
+    "on_malformed": ("error", "skip"),
+    "train_on_eos": (None, "turn", "all", "last", "none"),
+    "train_on": (None, "all", "last_turn"),
+    "on_untrainable": (None, "error", "drop", "warn"),
+}
+_BOUNDARY_KEYS = ("role", "start", "end", "include_start", "include_end")
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One data set of conversations.
+
+    Attributes:
+        path: "stdlib" for the docstrings of Python's standard library; a .jsonl, .json or .parquet file, a glob of such
+            files or a list of them; a folder of such files, or one written by `save_to_disk` of Hugging Face
+            `datasets`; or a name on the Hugging Face Hub.
+        name: Configuration of a data set on the Hub.
+        split: Which split is trained on: a name, or a mapping of "train", "validation" and "test" to names. None takes
+            the splits of these three names.
+        revision: Branch, tag or commit of a data set on the Hub.
+        format: How rows are read; "auto" looks at the columns of each row and refuses those that are not clear.
+        fields: Our names to those in the data, of columns (`ROW_FIELDS`) and of keys of messages (`MESSAGE_FIELDS`).
+        roles: Names of roles in the data to ours, beside the customary ones.
+        images_dir: Where relative paths of images begin; None takes the folder of the file that names them.
+        on_malformed: Whether a row that is no conversation is an error, or left out and counted.
+        max_rows: At most this many rows of each split, the first ones; None takes all.
+        repeat: How often the training rows occur in an epoch.
+        train_on_inputs: This and the following: see `ChatDataModule`, whose value None takes.
+        roles_to_train: Roles whose turns are learnt.
+        train_on_eos: Which terminators of turns are learnt.
+        train_on: All turns, or the last one only.
+        train_thinking: Whether reasoning is learnt.
+        role_boundaries: Markers of the turns, in place of those of the family.
+        on_untrainable: What happens with a row without a token to learn.
+        processor_kwargs: Passed to the processor of images.
+
+    Raises:
+        ValueError: A value out of range, an unknown choice, or an unknown name in `fields`.
+    """
+
+    path: str | list[str] = "stdlib"
+    name: str | None = None
+    split: str | dict[str, str] | None = None
+    revision: str | None = None
+    format: Literal["auto", "messages", "sharegpt", "prompt_response"] = "auto"
+    fields: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    images_dir: str | None = None
+    on_malformed: Literal["error", "skip"] = "error"
+    max_rows: int | None = None
+    repeat: int = 1
+    train_on_inputs: bool | None = None
+    roles_to_train: list[str] | None = None
+    train_on_eos: Literal["turn", "all", "last", "none"] | None = None
+    train_on: Literal["all", "last_turn"] | None = None
+    train_thinking: bool | None = None
+    role_boundaries: list[dict[str, Any]] | None = None
+    on_untrainable: Literal["error", "drop", "warn"] | None = None
+    processor_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path or not all(self.paths):
+            raise ValueError(f"path={self.path!r} names no data set. Give a file, a folder or a name on the Hub.")
+        for key, choices in _CHOICES.items():
+            _check_choice(key, getattr(self, key), choices)
+        for key in ("max_rows", "repeat"):
+            value = getattr(self, key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{key}={value!r}: give a whole number, at least 1.")
+        for key in self.fields:
+            _check_choice("fields", key, (*ROW_FIELDS, *MESSAGE_FIELDS))
+        names: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]
+        for key, value in names:
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{key!r} is mapped to {value!r}: give a name.")
+        if isinstance(self.split, dict):
+            for key in self.split:
+                _check_choice("split", key, ("train", "validation", "test"))
+            if "train" not in self.split:
+                raise ValueError(f'split={self.split} does not say which split is trained on. Add "train".')
+        elif self.split == "":
+            raise ValueError("split is empty: give the name of a split, or leave it out.")
+        if self.roles_to_train is not None and not _are_names(self.roles_to_train):
+            raise ValueError(f"roles_to_train={self.roles_to_train!r}: give a list of names of roles.")
+        self._check_boundaries()
+
+    def _check_boundaries(self) -> None:
+        for number, boundary in enumerate(self.role_boundaries or []):
+            for key in boundary:
+                _check_choice(f"role_boundaries, number {number}", key, _BOUNDARY_KEYS)
+            missing = [key for key in ("role", "start") if not boundary.get(key)]
+            if missing:
+                raise ValueError(f"role_boundaries, number {number}: no {' and no '.join(missing)}. Give text.")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """`path` as a tuple."""
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+    @property
+    def label(self) -> str:
+        """How messages and tables name the data set."""
+        shown = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
+        return shown if self.name is None else f"{shown}, {self.name}"
+
+    @property
+    def masking(self) -> dict[str, Any]:
+        """The knobs of masking that this data set sets itself, by name."""
+        names = [spec.name for spec in fields(self)]
+        knobs = names[names.index("train_on_inputs") :]
+        return {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
+
+
+def _check_choice(name: str, value: Any, choices: Collection[str | None]) -> None:
+    if value in choices:
+        return
+    names = [choice for choice in choices if choice is not None]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}: {value!r} is unknown.{hint} There are {', '.join(names)}.")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)

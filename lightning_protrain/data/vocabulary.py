@@ -1,0 +1,179 @@
+"""The vocabulary of a tokenizer as bytes: what each token spells, and which tokens begin with some text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase
+
+# Text that a tokenizer is meant to hold as one token: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], and with full-width bars.
+_CONTROL = re.compile(
+    r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<\uff5c[^<>\s]+\uff5c>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z][A-Z_]+\]"
+)
+SPACE_MARK = "\u2581"  # how SentencePiece writes a space
+_SAMPLE = "The quick brown fox jumps over 13 lazy dogs, twice."
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_of_letter() -> dict[str, int]:
+    # GPT-2's table: printable bytes stand for themselves, the others follow from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    assert set(letters) == set(ByteLevel.alphabet())
+    return letters
+
+
+_BYTE_OF_LETTER = _byte_of_letter()
+_LETTER_OF_BYTE = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
+
+
+class Vocabulary:
+    """What the tokens of a tokenizer spell.
+
+    Args:
+        tokenizer: A fast tokenizer, or one of mistral-common.
+
+    Raises:
+        ValueError: A slow tokenizer, or one that cannot spell a plain sentence: its folder lacks its vocabulary.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer: Any = tokenizer
+        self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        # mistral-common: text never becomes a control token, so these are looked up and never encoded.
+        self.controls_apart = self._backend is None and hasattr(tokenizer, "mode")
+        if self._backend is None and not self.controls_apart:
+            raise ValueError(
+                f"The tokenizer {self.name!r} is a slow one ({type(tokenizer).__name__}), which the loss mask cannot "
+                "read. Use its fast version."
+            )
+        decoder = getattr(self._backend, "decoder", None)
+        described = str(json.loads(decoder.__getstate__())) if decoder is not None else ""
+        self._byte_level = "'ByteLevel'" in described
+        self._space_mark = "'Metaspace'" in described or SPACE_MARK in described
+        self._check()
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """Ids of the tokens that are found in text as a whole, by their text."""
+        if self.controls_apart:
+            tokens = self.tokenizer.all_special_tokens
+            return {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in tokens}
+        return {token: int(index) for token, index in self.tokenizer.get_added_vocab().items()}
+
+    @cached_property
+    def _added_text(self) -> dict[int, bytes]:
+        return {index: text.encode() for text, index in self.added.items()}
+
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        return re.compile("(" + "|".join(re.escape(text) for text in sorted(self.added, key=len, reverse=True)) + ")")
+
+    def controls_in(self, text: str) -> bool:
+        """Whether a text has a control token, and every one that it has is a token of this tokenizer."""
+        return bool(text) and any(token in text for token in self.added if not token.isspace()) and self.has(text)
+
+    def has(self, text: str) -> bool:
+        """Whether all that looks like a control token in a text is one token of this tokenizer."""
+        return all(token in self.added for token in _CONTROL.findall(text))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, in which added tokens are whole tokens; nothing is put before or after."""
+        if self.controls_apart:
+            return [self._encode_apart(text) for text in texts]
+        if not texts:
+            return []
+        return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    def _encode_apart(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self._added_pattern.split(text):
+            if part in self.added:
+                ids.append(self.added[part])
+            elif part:
+                ids.extend(self.tokenizer.encode(part, add_special_tokens=False))
+        return ids
+
+    def spell(self, ids: Sequence[int]) -> list[bytes]:
+        """What each token spells, in UTF-8; a token may hold a part of a character."""
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return [
+            self._added_text.get(index, b"") or self._spell_piece(name) for index, name in zip(ids, names, strict=True)
+        ]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text that the tokens spell together, control tokens included.
+
+        A space that the tokenizer itself puts at the begin of a text, or after an added token, is left out.
+        """
+        spelled = self.spell(ids)
+        if self._inserts_space:
+            after_added = [True, *(index in self._added_text for index in ids[:-1])]
+            spelled = [
+                piece.removeprefix(b" ") if inserted and index not in self._added_text else piece
+                for piece, index, inserted in zip(spelled, ids, after_added, strict=True)
+            ]
+        return b"".join(spelled).decode(errors="replace")
+
+    @cached_property
+    def _inserts_space(self) -> bool:
+        token = self.eos or self.bos
+        return token is not None and b"".join(self.spell(self.encode([f"{token}a"])[0])).endswith(b" a")
+
+    def _spell_piece(self, piece: str | None) -> bytes:
+        if piece is None:
+            return b""
+        if self._byte_level and all(letter in _BYTE_OF_LETTER for letter in piece):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return (piece.replace(SPACE_MARK, " ") if self._space_mark else piece).encode()
+
+    def beginning_with(self, text: bytes) -> frozenset[int]:
+        """Ids of the tokens whose spelling begins with `text`."""
+        if self._byte_level:
+            piece = "".join(_LETTER_OF_BYTE[byte] for byte in text)
+        else:
+            piece = text.decode(errors="ignore").replace(" ", SPACE_MARK if self._space_mark else " ")
+        found = {index for name, index in self._pieces.items() if name.startswith(piece)}
+        found |= {index for index, spelled in self._added_text.items() if spelled.startswith(text)}
+        if not self._byte_level and len(text) == 1 and f"<0x{text[0]:02X}>" in self._pieces:
+            found.add(self._pieces[f"<0x{text[0]:02X}>"])
+        return frozenset(int(index) for index in found)
+
+    @property
+    def bos(self) -> str | None:
+        """Text of the token that begins a sequence."""
+        return getattr(self.tokenizer, "bos_token", None)
+
+    @property
+    def eos(self) -> str | None:
+        """Text of the token that ends a sequence."""
+        return getattr(self.tokenizer, "eos_token", None)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """Id of the token for what the vocabulary cannot spell."""
+        return getattr(self.tokenizer, "unk_token_id", None)
+
+    def _check(self) -> None:
+        ids = self.encode([_SAMPLE])[0]
+        spelled = b"".join(self.spell(ids)).decode(errors="replace").strip()
+        if spelled != _SAMPLE:
+            raise ValueError(
+                f"The tokenizer {self.name!r} cannot spell a plain sentence: {_SAMPLE!r} comes back as {spelled!r}. It "
+                f"has {len(self.tokenizer)} tokens; its folder probably lacks `tokenizer.json` or another file of the "
+                "vocabulary. Get the whole folder."
+            )

@@ -1,0 +1,60 @@
+"""The benchmark compares scans that agree, on the shapes that it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import masking
+from benchmarks.masking import SHAPES, Shape, Timing, conversations, main, markers_of, measure, render
+
+SMALL = (Shape("small", "chatml", 5, 2, 64), Shape("small", "llama3", 20, 3, 80))
+TIMING = Timing("some", 1234, ours=(2.0, 3.0), plain=(50.0, 60.0), loop=(10.0, 11.0), wanted=30.0)
+
+
+def test_all_shapes_of_both_families_are_measured() -> None:
+    kinds = {(shape.family, shape.turn, shape.wanted_ms) for shape in SHAPES}
+    millions = {(family, turn, 30.0) for family in ("chatml", "llama3") for turn in (100, 20, 1000)}
+    assert kinds == millions | {("chatml", 100, 0.5), ("llama3", 100, 0.5)}
+    assert all(abs(shape.rows * shape.length - 1_000_000) < 8192 for shape in SHAPES if shape.wanted_ms == 30.0)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.family)
+def test_conversations_have_turns_of_about_that_length(shape: Shape) -> None:
+    ids = conversations(shape)
+    assert ids.shape == (shape.rows, shape.length)
+    assert (ids == conversations(shape)).all()
+    first = markers_of(shape.family).roles[0].starts[0].ids
+    assert (ids[:, : len(first)] == first).all()
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.family)
+def test_a_measurement(shape: Shape) -> None:
+    timing = measure(shape, rounds=2, slow_rounds=1)
+    assert timing.turns > shape.rows
+    assert all(0 < best <= median for best, median in (timing.ours, timing.plain, timing.loop))
+
+
+def test_scans_that_do_not_agree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "loop_over_turns", lambda ids, markers: np.ones(ids.shape, dtype=bool))
+    with pytest.raises(ValueError, match="small: the scans do not agree"):
+        measure(SMALL[0], 1, 1)
+
+
+def test_the_table() -> None:
+    assert "| some | 1,234 | 2 (3) | 50 (60) | 10 (11) | 25.0 | 5.0 | yes |" in render([TIMING])
+    assert render([replace(TIMING, ours=(2.6, 3.0))]).endswith("| no |")
+    assert render([replace(TIMING, wanted=1.0)]).endswith("| no |")
+    assert render([replace(TIMING, ours=(0.4, 0.5), plain=(6.0, 6.0), wanted=0.5)]).endswith("| yes |")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    monkeypatch.setattr(masking, "SHAPES", SMALL)
+    monkeypatch.setattr(masking, "write_result", lambda *arguments: kept.append(arguments))
+    main(["--rounds", "1", "--slow-rounds", "1", "--results", "masking"])
+    assert capsys.readouterr().out.count("| small |") == 2
+    assert kept[0][0] == "masking"
+    assert [row["shape"] for row in kept[0][3]["rows"]] == ["small", "small"]

@@ -1,0 +1,171 @@
+"""Images from everything that holds one."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_protrain.data.conversations import MalformedRow
+from lightning_protrain.data.images import check_image, image_source, open_image, open_images
+
+COLOUR = (200, 100, 50)
+
+
+def _image(mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> Image.Image:
+    return Image.new("RGB", size, COLOUR).convert(mode)
+
+
+def _bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+PNG = _bytes(_image())
+
+
+def test_a_relative_path_begins_in_the_folder(tmp_path: Path) -> None:
+    assert image_source("a/b.png", tmp_path, "x") == str(tmp_path / "a/b.png")
+    assert image_source(Path("b.png"), tmp_path, "x") == str(tmp_path / "b.png")
+    assert image_source("/a/b.png", tmp_path, "x") == "/a/b.png"
+    assert image_source("file:///a/b.png", tmp_path, "x") == "/a/b.png"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        PNG,
+        bytearray(PNG),
+        memoryview(PNG),
+        {"bytes": PNG, "path": None},
+        {"bytes": PNG, "path": "elsewhere.png"},
+        "data:image/png;base64," + base64.b64encode(PNG).decode(),
+        {"url": "data:image/png;base64," + base64.b64encode(PNG).decode()},
+    ],
+)
+def test_bytes_wherever_they_are(value: Any, tmp_path: Path) -> None:
+    assert image_source(value, tmp_path, "x") == PNG
+
+
+def test_a_struct_without_bytes_is_a_path(tmp_path: Path) -> None:
+    assert image_source({"bytes": None, "path": "b.png"}, tmp_path, "x") == str(tmp_path / "b.png")
+
+
+def test_a_pil_image_stays(tmp_path: Path) -> None:
+    image = _image()
+    assert image_source(image, tmp_path, "x") is image
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "row 3, image 0 is null"),
+        ({}, "row 3, image 0 is null"),
+        ({"bytes": None, "path": None}, "row 3, image 0 is null"),
+        ("", "row 3, image 0 is a str"),
+        (7, "row 3, image 0 is a int"),
+        ([PNG], "row 3, image 0 is a list"),
+        (bytearray(), "row 3, image 0 has 0 bytes"),
+        (b"", "row 3, image 0 has 0 bytes"),
+        *[(f"{scheme}://x.org/a.png", "is the address .* Download it") for scheme in ("http", "https", "s3", "gs")],
+        ("data:image/png,abc", "data URL without base64"),
+        ("data:image/png;base64", "data URL without base64"),
+        ("data:image/png;base64,@@", "broken base64"),
+    ],
+)
+def test_what_holds_no_image_is_refused(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedRow, match=message):
+        image_source(value, tmp_path, "row 3, image 0")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "F", "I", "I;16"])
+def test_every_mode_becomes_rgb(mode: str) -> None:
+    image = Image.new(mode, (6, 4)) if mode in ("LAB", "I;16") else _image(mode)
+    opened = open_image(image, "x")
+    assert (opened.mode, opened.size) == ("RGB", (6, 4))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP", "GIF", "JPEG"])
+@pytest.mark.parametrize("where", ["path", "bytes"])
+def test_every_kind_of_file_opens(kind: str, where: str, tmp_path: Path) -> None:
+    source: Any = _bytes(_image(), kind)
+    if where == "path":
+        (tmp_path / "image").write_bytes(source)
+        source = str(tmp_path / "image")
+    check_image(source, "x")
+    assert np.abs(np.asarray(open_image(source, "x"), dtype=int) - COLOUR).max() < 12
+
+
+def test_what_is_transparent_is_white() -> None:
+    half = Image.new("RGBA", (1, 1), (255, 0, 0, 0))
+    assert open_image(half, "x").getpixel((0, 0)) == (255, 255, 255)
+    assert open_image(Image.new("RGBA", (1, 1), (255, 0, 0, 255)), "x").getpixel((0, 0)) == (255, 0, 0)
+    palette = Image.new("P", (1, 1))
+    palette.info["transparency"] = 0
+    assert open_image(palette, "x").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_cut() -> None:
+    values = np.array([[0, 128 * 256, 255 * 256]], dtype=np.uint16)
+    deep = Image.open(io.BytesIO(_bytes(Image.fromarray(values))))
+    assert np.asarray(open_image(deep, "x"))[0, :, 0].tolist() == [0, 128, 255]
+    assert open_image(Image.new("I", (1, 1), 200), "x").getpixel((0, 0)) == (200, 200, 200)
+
+
+def test_the_orientation_of_a_camera_is_undone() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert open_image(_bytes(_image(size=(6, 4)), "JPEG", exif=exif), "x").size == (4, 6)
+
+
+def test_an_animation_gives_its_first_picture() -> None:
+    frames = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    opened = open_image(_bytes(frames[0], "GIF", save_all=True, append_images=frames[1:]), "x")
+    assert opened.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("content", [b"x", b"\x89PNG\r\n\x1a\n", PNG[:20], b"<svg></svg>", b"GIF89a", b"\xff\xd8\xff"])
+@pytest.mark.parametrize("function", [check_image, open_image])
+def test_what_is_no_image_is_named(content: bytes, function: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    with pytest.raises(MalformedRow, match=r"row 3, image 1 \('.*a\.png'\) does not open"):
+        function(str(path), "row 3, image 1")
+    with pytest.raises(MalformedRow, match=rf"row 3, image 1 \({len(content)} bytes\) does not open"):
+        function(content, "row 3, image 1")
+
+
+@pytest.mark.parametrize("function", [check_image, open_image])
+@pytest.mark.parametrize("name", ["absent.png", ".", "a\0b"])
+def test_what_is_no_file_is_named(name: str, function: Any, tmp_path: Path) -> None:
+    with pytest.raises(MalformedRow, match=r"row 3, image 1 .* does not open"):
+        function(str(tmp_path / name), "row 3, image 1")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "BMP"])
+def test_an_image_that_ends_early_is_named_at_the_latest_when_it_is_read(kind: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    content = _bytes(noise, kind)
+    with pytest.raises(MalformedRow, match=r"x .* does not open"):
+        open_image(content[: len(content) // 2], "x")
+
+
+def test_too_large_an_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(MalformedRow, match="decompression bomb"):
+        check_image(_bytes(_image(size=(50, 50))), "x")
+
+
+def test_the_images_of_a_conversation_open_in_order() -> None:
+    images = [Image.new("RGB", (1, 1), colour) for colour in ("red", "blue")]
+    opened = open_images({"messages": [], "images": images}, "row 3")
+    assert [image.getpixel((0, 0)) for image in opened] == [(255, 0, 0), (0, 0, 255)]
+    assert open_images({"messages": []}, "row 3") == []
+    with pytest.raises(MalformedRow, match=r"row 3, image 1 .* does not open"):
+        open_images({"messages": [], "images": [images[0], b"x"]}, "row 3")

@@ -1,0 +1,181 @@
+from functools import cache
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_protrain.data.boundaries import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
+from lightning_protrain.data.families import FAMILIES
+from lightning_protrain.data.markers import Marker, Markers, resolve
+from lightning_protrain.data.vocabulary import Vocabulary
+from tests.data import tokenizers
+from tests.data.templates import FORMATS
+
+CONTENTS = ["Hi", "\nHi", "\n\nHi", "\n\n\nHi", " Hi", "7", "(a", "\tx", "\u4f60", "", "s"]
+
+
+def _single(start: str, end: str | None = EOS) -> Family:
+    return Family("single", (RoleBoundary("assistant", (start,), (end,)),))
+
+
+@cache
+def _vocabulary(name: str) -> Vocabulary:
+    real = {"chatml": tokenizers.qwen, "llama3": tokenizers.llama3, "sentencepiece": tokenizers.sentencepiece}
+    return Vocabulary(real[name]())
+
+
+@cache
+def _on_real(name: str, start: str) -> tuple[Vocabulary, tuple[Marker, ...]]:
+    return _vocabulary(name), resolve(_single(start), _vocabulary(name)).roles[0].starts
+
+
+def _matches(markers: tuple[Marker, ...], ids: list[int], at: int) -> int:
+    """Tokens of the longest marker that matches there, its tail included."""
+    lengths = [0]
+    for marker in markers:
+        stop = at + len(marker.ids)
+        if tuple(ids[at:stop]) == marker.ids:
+            if not marker.tails or stop == len(ids):
+                lengths.append(len(marker.ids))
+            elif ids[stop] in marker.tails:
+                lengths.append(len(marker.ids) + 1)
+    return max(lengths)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_a_line_end_shared_with_the_content_is_still_the_marker(name: str, content: str) -> None:
+    start = FAMILIES[name].boundaries[0].start[0]
+    vocabulary, starts = _on_real(name, start)
+    ids = vocabulary.encode([f"x{start}{content}"])[0]
+    length = _matches(starts, ids, 1)
+    assert length
+    spelled = b"".join(vocabulary.spell(ids[1 : 1 + length])).decode()
+    # Nothing but line ends of the content goes with the marker.
+    assert spelled.startswith(start)
+    assert not spelled.removeprefix(start).strip()
+
+
+@pytest.mark.parametrize("before", ["", "</s>", "x</s>", "Hello. ", "\n", "\n\n"])
+@pytest.mark.parametrize("start", ["USER:", "ASSISTANT:", "### Response:\n", "[INST]"])
+@pytest.mark.parametrize("content", [" Hi", "\nHi", "Hi"])
+def test_every_tokenization_of_a_text_marker_is_known(before: str, start: str, content: str) -> None:
+    vocabulary, markers = _on_real("sentencepiece", start)
+    ids = vocabulary.encode([before + start + content])[0]
+    matched = [_matches(markers, ids, at) for at in range(len(ids))]
+    assert sum(length > 0 for length in matched) == 1
+    found = next(at for at, length in enumerate(matched) if length)
+    rest = b"".join(vocabulary.spell(ids[found + matched[found] :])).decode()
+    assert rest.strip() in content
+
+
+def test_variants_differ_by_context() -> None:
+    starts = resolve(_single("USER"), tokenizers.sentencepiece()).roles[0].starts
+    assert len({start.ids for start in starts}) > 1
+
+
+def test_control_tokens_of_mistral_common_are_ids() -> None:
+    markers = resolve(FAMILIES["mistral"], tokenizers.mistral_common())
+    assistant, user = markers.roles[:2]
+    assert {marker.ids for marker in assistant.starts} == {(4,), (8,)}
+    assert {marker.ids for marker in user.starts} == {(3,), (4, 3), (8, 3)}
+    assert [marker.ids for marker in assistant.ends] == [(2,)]
+
+
+def test_released_ids_are_found() -> None:
+    qwen = resolve(FAMILIES["qwen2.5-vl"], tokenizers.qwen())
+    assert [(marker.ids, 198 in marker.tails, 271 in marker.tails) for marker in qwen.roles[0].starts] == [
+        ((151644, 77091), True, True)
+    ]
+    assert {151652, 151653, 151655, 151656} <= qwen.media
+    llama = resolve(FAMILIES["llama-3.1"], tokenizers.llama3())
+    assert (128006, 78191, 128007) in {marker.ids for marker in llama.roles[0].starts}
+    assert [marker.ids for marker in llama.roles[0].ends] == [(128009,), (128008,)]
+
+
+def _resolved(name: str) -> Markers:
+    form = FORMATS[name]
+    return resolve(FAMILIES[form.family], tokenizers.byte_level(form.template, form.controls, form.eos))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_family_resolves_where_its_tokens_are(name: str) -> None:
+    markers = _resolved(name)
+    roles = [role.role for role in markers.roles]
+    assert {"assistant", "user"} <= set(roles)
+    assert all(marker.ids for role in markers.roles for marker in (*role.starts, *role.ends))
+
+
+def test_what_the_vocabulary_lacks_is_left_out() -> None:
+    assert not _resolved("chatml").media
+    ends = next(role.ends for role in _resolved("deepseek-v3").roles if role.role == "assistant")
+    assert len(ends) == 1
+    family = Family("f", (RoleBoundary("assistant", ("<|im_start|>assistant\n",), ("<|im_end|>", "<|other|>")),))
+    assert len(resolve(family, tokenizers.qwen()).roles[0].ends) == 1
+    assert len(resolve(family, tokenizers.qwen(), strict=True).roles[0].ends) > 1
+
+
+def test_flags_and_open_ends_are_kept() -> None:
+    family = parse_boundaries(
+        [
+            {
+                "role": "user",
+                "start": "<|im_start|>",
+                "end": [None, "eos_token"],
+                "include_start": True,
+                "include_end": False,
+            }
+        ]
+    )
+    role = resolve(family, tokenizers.qwen(), strict=True).roles[0]
+    assert (role.open_ended, role.include_start, role.include_end) == (True, True, False)
+    assert [end.ids for end in role.ends] == [(151645,)]
+
+
+def test_no_boundaries_are_no_markers() -> None:
+    assert resolve(parse_boundaries([]), tokenizers.byte_level(None)).roles == ()
+
+
+def test_an_exclusion_has_its_tokenizations() -> None:
+    family = Family("f", (), (Exclusion("thinking", "<think>", "</think>"), Exclusion("scaffold", "</think>")))
+    thinking, scaffold = resolve(family, tokenizers.qwen()).exclusions
+    assert ([m.ids for m in thinking.start], [m.ids for m in thinking.end]) == ([(151667,)], [(151668,)])
+    assert scaffold.end == ()
+
+
+def test_a_missing_end_of_sequence_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"end with the end-of-sequence token, but the tokenizer .* has none"):
+        resolve(_single("ASSISTANT:"), tokenizers.byte_level(None))
+
+
+def _words(words: list[str]) -> PreTrainedTokenizerFast:
+    plain = ["The", "quick", "13", "."]
+    vocabulary = {word: index for index, word in enumerate(["<unk>", *plain, *words])}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
+
+
+class _Words(Vocabulary):
+    """Without the check of the whole vocabulary."""
+
+    def _check(self) -> None:
+        pass
+
+
+def test_a_marker_of_unknown_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"the marker 'ASSISTANT:' encodes to the unknown token \(\[0"):
+        resolve(_single("ASSISTANT:", None), _Words(_words([])))
+
+
+def test_a_marker_that_encodes_to_nothing_is_an_error() -> None:
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="the marker 'ASSISTANT:' encodes to nothing"):
+        resolve(_single("ASSISTANT:", None), _Words(empty))
+
+
+def test_a_marker_that_does_not_come_back_is_an_error() -> None:
+    tokenizer = tokenizers.byte_level(None)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ValueError, match="which comes back as 'assistant:'"):
+        resolve(_single("ASSISTANT:", None), _Words(tokenizer))

@@ -1,0 +1,363 @@
+"""What is trained is what was built to be trained, and what the plain rules say of anything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_protrain.data import masking
+from lightning_protrain.data.markers import ExclusionMarkers, Markers
+from lightning_protrain.data.masking import MaskOptions, token_weights, trainable_turns, trained_tokens
+from lightning_protrain.data.scanner import scan
+from tests.data.cases import Case, random_case
+from tests.data.reference_mask import reference_mask
+from tests.data.styles import ASSISTANT, CLOSE, OPEN, STYLES, USER
+from tests.data.turns import NEWLINE, NEWLINES, conversations, family, mark, role
+
+EOS = ("turn", "all", "last", "none")
+CHATML = STYLES["chatml"].markers
+DEFAULT = MaskOptions()
+
+
+def mask(ids: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None, **where: Any) -> Any:
+    ids = np.asarray(ids)
+    return trained_tokens(ids, scan(ids, markers, **where), markers, options, turn_weights=weights, **where)
+
+
+def kept(ids: Sequence[int], markers: Markers, options: MaskOptions = DEFAULT, **arguments: Any) -> list[int]:
+    return np.asarray(ids)[mask(ids, markers, options, **arguments)].tolist()
+
+
+def agree(case: Case, weights: Sequence[float] | None = None) -> None:
+    where = {"attention_mask": case.attended, "segments": case.segments}
+    found = mask(case.ids, case.markers, case.options, weights, **where)
+    expected = reference_mask(case.ids, case.markers, case.options, case.attended, case.segments, weights)
+    assert found.tolist() == expected, case
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_is_masked_as_by_the_rules(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        case = random_case(rng)
+        spans = scan(case.ids, case.markers, case.attended, case.segments)
+        count = int(trainable_turns(spans, case.markers, case.options).sum())
+        agree(case, [rng.choice([0.0, 1.0, 0.5]) for _ in range(count)] if rng.random() < 0.3 else None)
+
+
+PLANTED = {
+    "no exclusions": ("_excluded", lambda *_: (np.empty(0, dtype=np.int64),) * 2),
+    "exclusions overlap": ("without_overlap", lambda position, stop: slice(None)),
+    "the last turn of the row": (
+        "_last_of_segment",
+        lambda _row, _spans, turns: turns & (np.cumsum(turns) == turns.sum()),
+    ),
+    "shared terminators": ("_shared_terminators", lambda _row, spans, *_: np.zeros(spans.role.size, dtype=bool)),
+    "no terminator is shared": ("terminators", lambda _row, _markers, spans: np.zeros_like(spans.role)),
+    "media": ("_trainable_ids", lambda media: np.ones(2, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, *PLANTED[bug])
+    rng = random.Random(0)
+
+    def compare() -> None:
+        for _ in range(5000):
+            agree(random_case(rng))
+
+    with pytest.raises(AssertionError):
+        compare()
+
+
+ORACLE_OPTIONS = [
+    MaskOptions(train_on_eos=eos, train_on=turns, train_thinking=thinking)  # type: ignore[arg-type]
+    for eos, turns, thinking in itertools.product(["turn", "last", "none"], ["all", "last_turn"], [True, False])
+]
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_what_was_built_to_be_trained_is(name: str, data: st.DataObject) -> None:
+    conversation = data.draw(conversations(STYLES[name]))
+    for options in ORACLE_OPTIONS:
+        assert mask(conversation.ids, conversation.style.markers, options).tolist() == conversation.expected(options)
+    every = MaskOptions(roles_to_train=tuple(conversation.style.forms))
+    assert mask(conversation.ids, conversation.style.markers, every).tolist() == conversation.expected(every)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_packed_padded_and_batched_it_is_the_same(name: str, data: st.DataObject) -> None:
+    style = STYLES[name]
+    packed = data.draw(st.lists(conversations(style, 3).filter(lambda talk: bool(talk.ids)), min_size=1, max_size=3))
+    options = data.draw(
+        st.builds(
+            MaskOptions,
+            train_on_inputs=st.booleans(),
+            roles_to_train=st.lists(st.sampled_from(list(style.forms)), max_size=3, unique=True).map(tuple),
+            train_on_eos=st.sampled_from(EOS),
+            train_on=st.sampled_from(["all", "last_turn"]),
+            train_thinking=st.booleans(),
+        )
+    )
+    alone = [mask(talk.ids, style.markers, options).tolist() for talk in packed]
+    joined = [token for talk in packed for token in talk.ids]
+    segments = [number for number, talk in enumerate(packed) for _ in talk.ids]
+    assert mask(joined, style.markers, options, segments=segments).tolist() == list(itertools.chain(*alone))
+    # As a batch, with padding of an id that ends turns.
+    length = max(len(talk.ids) for talk in packed) + data.draw(st.integers(0, 2))
+    for left in (False, True):
+        batch = np.full((len(packed), length), 2)
+        attended = np.zeros((len(packed), length), dtype=np.int64)
+        for number, talk in enumerate(packed):
+            place = slice(length - len(talk.ids), None) if left else slice(len(talk.ids))
+            batch[number, place], attended[number, place] = talk.ids, 1
+        found = mask(batch, style.markers, options, attention_mask=attended)
+        assert found.shape == batch.shape
+        assert not found[attended == 0].any()
+        assert [row[shown == 1].tolist() for row, shown in zip(found, attended, strict=True)] == alone
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_the_mask_of_a_prefix_is_the_prefix_of_the_mask(name: str, data: st.DataObject) -> None:
+    """Under `turn`, with all turns: at every cut that splits no marker."""
+    conversation = data.draw(conversations(STYLES[name], 3))
+    options = MaskOptions(train_thinking=data.draw(st.booleans()))
+    whole = mask(conversation.ids, conversation.style.markers, options).tolist()
+    for cut in range(len(whole) + 1):
+        if not conversation.splits_a_marker(cut):
+            assert mask(conversation.ids[:cut], conversation.style.markers, options).tolist() == whole[:cut], cut
+
+
+@pytest.mark.parametrize("eos", EOS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_cut_anywhere_where_markers_are_single_tokens(eos: Any, data: st.DataObject) -> None:
+    """Equal at any cut but for `last`, which looks ahead: there the content is trained that the whole row trains."""
+    conversation = data.draw(conversations(STYLES[data.draw(st.sampled_from(["mistral", "deepseek", "glm"]))]))
+    assume(conversation.ids)
+    markers, cut = conversation.style.markers, data.draw(st.integers(0, len(conversation.ids)))
+    options = MaskOptions(train_on_eos=eos)
+    whole, part = mask(conversation.ids, markers, options)[:cut], mask(conversation.ids[:cut], markers, options)
+    if eos == "last":
+        no_ends = MaskOptions(train_on_eos="none")
+        assert (mask(conversation.ids[:cut], markers, no_ends) <= whole).all()
+    else:
+        assert (whole == part).all()
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_each_whole_turn_keeps_its_terminator_and_nothing_else_is_trained(name: str, data: st.DataObject) -> None:
+    conversation = data.draw(conversations(STYLES[name]))
+    markers = conversation.style.markers
+    spans = scan(conversation.ids, markers)
+    trained = mask(conversation.ids, markers)
+    ends = mask(conversation.ids, markers) & ~mask(conversation.ids, markers, MaskOptions(train_on_eos="none"))
+    inside = np.zeros_like(trained)
+    turns = np.flatnonzero(trainable_turns(spans, markers, DEFAULT))
+    for turn in turns:
+        inside[spans.content[turn] : spans.stop[turn]] = True
+        terminator = slice(spans.end[turn], spans.stop[turn])
+        assert ends[terminator].all()
+        assert spans.complete[turn] == (spans.stop[turn] > spans.end[turn])
+    assert not (trained & ~inside).any()
+    assert ends.sum() == (spans.stop - spans.end)[turns].sum()
+
+
+def test_d2_the_stop_token_is_trained_although_it_pads() -> None:
+    markers = STYLES["deepseek"].markers
+    ids = [2, 2, 99, 5, 200, 6, 201, 2, 5, 202, 6, 203, 2, 2]
+    shown = [0, 0, *[1] * 11, 0]
+    assert kept(ids, markers, attention_mask=shown) == [201, 2, 203, 2]
+    inputs = MaskOptions(train_on_inputs=True)
+    assert kept(ids, markers, inputs, attention_mask=shown) == [5, 200, 6, 201, 2, 5, 202, 6, 203, 2]
+
+
+def test_d3_the_result_of_a_tool_after_another_end() -> None:
+    ids = [1, ASSISTANT, 2, NEWLINES, 200, 6, 1, 23, 2, NEWLINES, 201, 5, 1, ASSISTANT, 2, NEWLINES, 202, 5]
+    assert kept(ids, STYLES["llama3"].markers) == [200, 6, 202, 5]
+
+
+def test_d4_the_result_of_a_tool_inside_the_turn() -> None:
+    markers = STYLES["gemma4"].markers
+    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 51, 202, 6], markers) == [200, 202, 6]
+    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 51, 50, 202, 51, 6], markers) == [200, 6]
+    # Cut before its end.
+    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201], markers) == [200]
+    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 6, NEWLINE, 51, 5, ASSISTANT, NEWLINE, 9, 6], markers) == [
+        200,
+        6,
+        9,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [("mistral", [3, 300, 4, 200, 2, 7, 301, 8, 201, 2]), ("deepseek", [5, 300, 6, 200, 2, 8, 301, 9, 201, 2])],
+)
+def test_d5_the_answer_after_the_result_of_a_tool(name: str, ids: list[int]) -> None:
+    assert kept(ids, STYLES[name].markers) == [200, 2, 201, 2]
+
+
+def test_d6_what_follows_a_cut_turn() -> None:
+    ids = [1, ASSISTANT, NEWLINE, 200, 1, USER, NEWLINE, 201, 1, ASSISTANT, NEWLINE, 202, 2]
+    assert kept(ids, CHATML) == [200, 202, 2]
+
+
+def test_d10_the_next_start_is_trained_as_terminator() -> None:
+    ids = [98, 99, 36, 200, 37, 201, 36, 202, 37, 203]
+    assert kept(ids, STYLES["glm"].markers) == [201, 36, 203]
+    assert kept(ids, STYLES["glm"].markers, MaskOptions(train_on_eos="all")) == [201, 36, 203]
+    assert kept(ids, STYLES["glm"].markers, MaskOptions(train_on_eos="last")) == [201, 203]
+
+
+def test_d11_what_the_template_put_in() -> None:
+    assert kept([1, ASSISTANT, NEWLINE, OPEN, NEWLINES, CLOSE, NEWLINES, 200, 2], CHATML) == [200, 2]
+    assert kept([99, 6, CLOSE, 200, 2], STYLES["deepseek"].markers) == [200, 2]
+    # Thinking that says something, and a scaffold that is not at the begin.
+    thinking = [OPEN, 200, CLOSE, NEWLINES]
+    assert kept([1, ASSISTANT, NEWLINE, *thinking, 201, 2], CHATML) == [*thinking, 201, 2]
+    scaffold = [201, OPEN, NEWLINES, CLOSE, NEWLINES]
+    assert kept([1, ASSISTANT, NEWLINE, *scaffold, 2], CHATML) == [*scaffold, 2]
+
+
+def test_thinking() -> None:
+    off = MaskOptions(train_thinking=False)
+    assert kept([1, ASSISTANT, NEWLINE, OPEN, 200, CLOSE, NEWLINES, 201, 2], CHATML, off) == [NEWLINES, 201, 2]
+    assert kept([1, ASSISTANT, NEWLINE, 199, OPEN, 200], CHATML, off) == [199]
+    assert kept([6, 50, 5, 35, 8, 200, 7, 6, 50, 5, 36, 8, 201, 2], STYLES["harmony"].markers, off) == [
+        7,
+        5,
+        36,
+        8,
+        201,
+        2,
+    ]
+    # The start marker itself opens it.
+    part = ExclusionMarkers("thinking", (mark(OPEN),), (mark(CLOSE),))
+    markers = family("opened", [role("assistant", [mark(1), mark(1, OPEN)], [mark(2)])], part)
+    assert kept([1, OPEN, 200, CLOSE, 201, 2, 1, 202, 2], markers, off) == [201, 2, 202, 2]
+
+
+def test_terminators_of_others() -> None:
+    every = MaskOptions(train_on_eos="all")
+    ids = [1, USER, NEWLINE, 200, 2, NEWLINE, 1, ASSISTANT, NEWLINE, 201, 2]
+    assert kept(ids, CHATML, every) == [2, 201, 2]
+    assert kept(ids, CHATML, MaskOptions(train_on_eos="all", roles_to_train=("user",))) == [200, 2, 2]
+    assert kept(ids, CHATML, MaskOptions(train_on_eos="all", roles_to_train=())) == []
+    # [/INST] begins the assistant's turn; the same would be true if it were not said of it.
+    assert kept([99, 17, 9, 18, 3, 200, 4, 201, 2], STYLES["mistral"].markers, every) == [18, 201, 2]
+    roles = [role("user", [mark(3)], [mark(4), mark(5)]), role("assistant", [mark(4), mark(6, 7)], [mark(2), mark(6)])]
+    shared = family("shared", [*roles, role("tool", [mark(8)], [mark(5)], include_end=False)])
+    assert kept([99, 3, 200, 4, 201, 2], shared, every) == [201, 2]
+    assert kept([99, 3, 200, 5, 4, 201, 2], shared, every) == [201, 2]
+    # A terminator of the assistant is one for others too, although a longer start marker begins with it.
+    assert kept([99, 41, 40, 41, 200, 9, NEWLINE, 42, 41, 201, 9], STYLES["idefics"].markers, every)[-2:] == [201, 9]
+    opened = [99, 40, 41, 200, 9, NEWLINE, 42, 41, 201, 9]
+    assert kept(opened, STYLES["idefics"].markers, every) == [9, 201, 9]
+
+
+def test_the_last_terminator() -> None:
+    last = MaskOptions(train_on_eos="last")
+    turn = [1, ASSISTANT, NEWLINE, 200, 2, NEWLINE]
+    assert kept(turn * 2, CHATML, last) == [200, 200, 2]
+    assert kept([*turn, *turn[:4]], CHATML, last) == [200, 200]
+    assert kept(turn * 3, CHATML, last, segments=[0] * 12 + [1] * 6) == [200, 200, 2, 200, 2]
+    assert kept(turn * 2, CHATML, MaskOptions(train_on="last_turn"), segments=[0] * 6 + [1] * 6) == [200, 2, 200, 2]
+    assert kept(turn * 2, CHATML, MaskOptions(train_on="last_turn")) == [200, 2]
+
+
+def test_include_flags() -> None:
+    roles = [entry for entry in CHATML.roles if entry.role != "assistant"]
+    assistant = next(entry for entry in CHATML.roles if entry.role == "assistant")
+    ids = [99, 1, ASSISTANT, NEWLINE, 200, 2]
+    for with_start, with_end in itertools.product([False, True], repeat=2):
+        flagged = type(assistant)("assistant", assistant.starts, assistant.ends, False, with_start, with_end)
+        expected = [1, ASSISTANT, NEWLINE] * with_start + [200] + [2] * with_end
+        assert kept(ids, family("flags", [*roles, flagged])) == expected
+        assert kept(ids[1:], family("flags", [*roles, flagged])) == expected[with_start:]
+
+
+def test_weights_of_turns() -> None:
+    turn = [1, ASSISTANT, NEWLINE, 200, 2, NEWLINE]
+    ids, spans = turn * 3, scan(turn * 3, CHATML)
+    assert kept(ids, CHATML, weights=[1, 0, 0.5]) == [200, 2, 200, 2]
+    trained = mask(ids, CHATML, weights=[1, 0, 0.5])
+    weights = token_weights(trained, spans, CHATML, DEFAULT, [1, 0, 0.5])
+    assert weights.dtype == np.float32
+    assert weights[trained].tolist() == [1, 1, 0.5, 0.5]
+    assert not weights[~trained].any()
+    assert (token_weights(trained, spans, CHATML, DEFAULT) == trained).all()
+    last = MaskOptions(train_on="last_turn", train_on_eos="all")
+    assert mask(ids, CHATML, last, [1, 1, 0]).nonzero()[0].tolist() == [4, 9, 10]
+    inputs = MaskOptions(train_on_inputs=True)
+    assert kept(ids, CHATML, inputs, weights=[0, 1, 1]) == [ASSISTANT, NEWLINE, NEWLINE, *turn * 2]
+
+
+def test_media_and_inputs() -> None:
+    markers = family("media", CHATML.roles, media=(77, 78))
+    ids = [1, USER, NEWLINE, 77, 200, 2, NEWLINE, 1, ASSISTANT, NEWLINE, 78, 201, 10**6, -5, 2]
+    assert kept(ids, markers) == [201, 10**6, -5, 2]
+    everything = [token for token in ids[1:] if token not in (77, 78)]
+    assert kept(ids, markers, MaskOptions(train_on_inputs=True)) == everything
+
+
+def test_the_first_token_of_a_segment_is_no_target() -> None:
+    inputs = MaskOptions(train_on_inputs=True)
+    found = mask([[7, 7, 7], [7, 7, 7]], CHATML, inputs, segments=[[0, 0, 1], [1, 1, 1]])
+    assert found.tolist() == [[False, True, False], [False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"train_on_eos": "always"}, "train_on_eos must be one of turn, all, last, none, got 'always'"),
+        ({"train_on": "last"}, "train_on must be one of all, last_turn, got 'last'"),
+        ({"train_on_inputs": "false"}, "train_on_inputs must be true or false, got 'false'"),
+        ({"train_thinking": None}, "train_thinking must be true or false"),
+        ({"roles_to_train": "assistant"}, "roles_to_train must be a list of names of roles, got 'assistant'"),
+        ({"roles_to_train": (1,)}, "roles_to_train must be a list"),
+        ({"roles_to_train": 1}, "roles_to_train must be a list"),
+        ({"train_on_eos": ["turn"]}, "train_on_eos must be one of"),
+    ],
+)
+def test_invalid_options(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MaskOptions(**arguments)
+
+
+def test_roles_that_a_family_does_not_have() -> None:
+    options = MaskOptions(roles_to_train=["model", "assistant"])  # type: ignore[arg-type]
+    assert options.roles_to_train == ("model", "assistant")
+    with pytest.raises(ValueError, match=r"'model', for which the chat family 'chatml' has no boundary.*system, user"):
+        mask([1], CHATML, options)
+    with pytest.raises(ValueError, match="'assistant'"):
+        mask([1], family("one", [role("user", [mark(1)])]))
+
+
+@pytest.mark.parametrize("weights", [[], [1, 1], [float("nan")], [-1], [float("inf")], [[1]]])
+def test_weights_that_are_none(weights: Any) -> None:
+    with pytest.raises(ValueError, match="turn_weights"):
+        mask([1, ASSISTANT, NEWLINE, 200, 2], CHATML, weights=weights)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("options", [*ORACLE_OPTIONS[:4], MaskOptions(train_on_inputs=True)])
+def test_nothing_at_all(shape: tuple[int, ...], options: MaskOptions) -> None:
+    assert mask(np.zeros(shape, dtype=np.int32), CHATML, options).shape == shape

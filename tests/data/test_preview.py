@@ -1,0 +1,53 @@
+"""What people see of a conversation: every token once, in its colour."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lightning_protrain.data.preview import Piece, Shown, render, show
+from lightning_protrain.data.report import count
+from lightning_protrain.data.tokenizer import train_tokenizer
+
+USER = "<|im_start|>user<|im_sep|>Gr\u00fc\u00dfe [bold] <|im_end|>"
+CHAT = USER + "<|im_start|>assistant<|im_sep|>\u00c4 <b>\n yes<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return train_tokenizer([{"messages": [{"role": "user", "content": "hello yes"}]}], 300)
+
+
+def _shown(tokenizer: object) -> Shown:
+    ids = np.array(tokenizer(CHAT)["input_ids"])  # type: ignore[operator]
+    markers = np.isin(ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_sep|>", "<|im_end|>"]))  # type: ignore[attr-defined]
+    trained = np.arange(len(ids)) > np.flatnonzero(markers)[-2]
+    return show("chats", tokenizer, ids, trained, markers.astype(np.int8))
+
+
+def test_all_text_is_there_once(tokenizer: object) -> None:
+    shown = _shown(tokenizer)
+    assert "".join(piece.text for piece in shown.pieces) == CHAT
+    assert "".join(piece.text for piece in shown.pieces if piece.trained) == "\u00c4 <b>\n yes<|im_end|>"
+    assert [piece.kind for piece in shown.pieces[-2:]] == ["text", "marker"]
+    assert shown.num_trained == len(tokenizer("\u00c4 <b>\n yes<|im_end|>")["input_ids"])  # type: ignore[operator]
+
+
+def test_media_are_counted(tokenizer: object) -> None:
+    pad = tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[attr-defined]
+    ids = np.array([pad, pad, pad, tokenizer.convert_tokens_to_ids("<|im_end|>")])  # type: ignore[attr-defined]
+    pieces = show("x", tokenizer, ids, np.zeros(4, bool), np.array([2, 2, 2, 1], np.int8)).pieces
+    assert pieces == (Piece("<|pad|> x 3", False, "media"), Piece("<|im_end|>", False, "marker"))
+
+
+def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
+    console.print(render([_shown(tokenizer)], [count("chats, train", "chatml", [10, 20], 6, 0, ["cut"])]))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[bold]" in output, "no markup is read out of a conversation"
+    assert "\x1b[1;32m" in output
+    for part in ("tokens trained", "chats, train", "1 cut", "10 / 10 / 20 / 20", "20.0%"):
+        assert part in output

@@ -1,0 +1,124 @@
+# ruff: noqa: E501
+from dataclasses import replace
+
+import pytest
+
+from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary, parse_boundaries
+from lightning_protrain.data.families import FAMILIES
+from lightning_protrain.data.markers import resolve
+from lightning_protrain.data.probes import TemplateRender
+from lightning_protrain.data.proof import NotProven, prove
+from lightning_protrain.data.vocabulary import Vocabulary
+from tests.data import tokenizers
+from tests.data.templates import FORMATS
+
+
+def _prove(family: Family, name: str, strict: bool = False) -> None:
+    form = FORMATS[name]
+    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+    vocabulary = Vocabulary(tokenizer)
+    prove(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
+
+
+def _changed(name: str, role: str, **fields: object) -> Family:
+    family = FAMILIES[FORMATS[name].family]
+    boundaries = [replace(b, **fields) if b.role == role else b for b in family.boundaries]
+    return replace(family, boundaries=tuple(boundaries))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_family_is_proven_on_a_vocabulary_whose_merges_cross_words_and_lines(name: str) -> None:
+    _prove(FAMILIES[FORMATS[name].family], name)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "deepseek-distill"])
+def test_a_family_is_proven_with_spaces_before_words(name: str) -> None:
+    form = FORMATS[name]
+    tokenizer = tokenizers.metaspace(form.template, form.controls, form.eos)
+    vocabulary = Vocabulary(tokenizer)
+    assert prove(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) is None
+
+
+# One planted fault each: what upstream scanners get wrong.
+FAULTS = {
+    "one end only": (
+        "llama3",
+        Family("f", tuple(b for b in _changed("llama3", "assistant", end=("<|eot_id|>",)).boundaries if b.role != "tool")),
+        "willow0",
+    ),
+    "tool output in the turn": (
+        "gemma4",
+        replace(FAMILIES["gemma4"], exclusions=tuple(e for e in FAMILIES["gemma4"].exclusions if e.kind != "tool_output")),
+        "willow0",
+    ),
+    "answer after a result": ("mistral-v7-tekken", _changed("mistral-v7-tekken", "assistant", start=("[/INST]",)), "hazel"),
+    "no next role as an end": ("glm4.5", _changed("glm4.5", "assistant", end=("<|endoftext|>",)), "turn 1"),
+    "thinking kept": (
+        "qwen3",
+        replace(FAMILIES["qwen"], exclusions=(*FAMILIES["qwen"].exclusions[1:], Exclusion("thinking", "<th>", "</th>"))),
+        "train_thinking=False keeps",
+    ),
+    "a user trained": (
+        "chatml",
+        Family("f", (RoleBoundary("assistant", ("<|im_start|>user\n", "<|im_start|>assistant\n"), ("<|im_end|>",)),)),
+        "4 turns are trained instead of 2",
+    ),
+    "to the next user": (
+        "chatml",
+        Family("f", (RoleBoundary("assistant", ("<|im_start|>assistant\n",)), RoleBoundary("user", ("<|im_start|>user",)))),
+        "turn 1 should be",
+    ),
+    "a header in the content": (
+        "chatml",
+        Family("f", (RoleBoundary("assistant", ("<|im_start|>assis",), ("<|im_end|>",)),)),
+        "turn",
+    ),
+    "nothing": ("chatml", Family("f", (RoleBoundary("assistant", ("<|im_start|>bot\n",), ("<|im_end|>",)),)), "0 turns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    name, family, message = FAULTS[fault]
+    with pytest.raises(NotProven, match=message) as refused:
+        _prove(family, name)
+    assert all(word in str(refused.value) for word in ("Expected:", "Found:", "Rendered:", "role_boundaries"))
+
+
+def test_boundaries_of_a_user_are_proven_too() -> None:
+    start = {"role": "assistant", "start": "<|im_start|>assistant\n"}
+    _prove(parse_boundaries([{**start, "end": "eos_token"}]), "chatml", strict=True)
+    _prove(parse_boundaries([{**start, "end": "<|im_end|>", "include_end": False}]), "chatml", strict=True)
+    with pytest.raises(NotProven, match="'role_boundaries' does not fit"):
+        _prove(parse_boundaries([start]), "chatml", strict=True)
+
+
+def test_no_boundaries_need_no_proof() -> None:
+    assert _prove(parse_boundaries([]), "chatml", strict=True) is None
+
+
+def test_a_template_that_does_not_know_a_role_proves_nothing_of_it() -> None:
+    template = "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + (m.content or '') + '<E>' }}{%- endfor %}"
+    tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>"), "<E>")
+    family = Family("f", (RoleBoundary("assistant", ("<A>",), ("<E>",)), RoleBoundary("user", ("<U>",))))
+    assert prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) is None
+
+
+def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
+    form = FORMATS["chatml"]
+    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+
+    def unsafe(messages: list, tools: list | None = None, add_generation_prompt: bool = False) -> list[int]:
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    with pytest.raises(NotProven, match="markers in a user's text"):
+        prove(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
+
+
+def test_a_template_that_raises_is_an_error() -> None:
+    tokenizer = tokenizers.byte_level("{{ raise_exception('never') }}", ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    with pytest.raises(ValueError, match=r"cannot be checked: the chat template refuses .*never"):
+        prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))

@@ -1,0 +1,106 @@
+"""What a user wants of a chat format, and what is said when it does not work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lightning_protrain.data import settings as module
+from lightning_protrain.data.settings import Chats, ChatSettings
+
+OWN = [
+    {"role": "user", "start": "<|im_start|>user<|im_sep|>", "end": "<|im_end|>"},
+    {"role": "assistant", "start": "<|im_start|>assistant<|im_sep|>", "end": "<|im_end|>", "include_end": False},
+]
+ROW: Any = {"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(module, "rank_zero_info", lines.append)
+    return lines
+
+
+def _kept(chats: Chats, settings: ChatSettings) -> str:
+    encoder = chats.encoder(settings)
+    (encoded,) = encoder.encode([ROW])
+    return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "source"),
+    [
+        ({}, "B.<|im_end|>", "'phi4' (recognised)"),
+        ({"family": "phi-4"}, "B.<|im_end|>", "'phi4' (given by name)"),
+        ({"role_boundaries": [OWN[0], OWN[1] | {"include_end": True}]}, "B.<|im_end|>", "(role_boundaries)"),
+        ({"role_boundaries": OWN}, "B.", "(role_boundaries)"),
+    ],
+)
+def test_one_line_says_what_was_chosen(
+    tokenizer: PreTrainedTokenizerFast, told: list[str], settings: dict[str, Any], kept: str, source: str
+) -> None:
+    chats = Chats(tokenizer, None)
+    assert _kept(chats, ChatSettings(**settings)) == kept
+    assert _kept(chats, ChatSettings(**settings, max_length=100)) == kept
+    assert len(told) == 1, "equal formats are proven once"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for part in (source, "train_on_eos=turn", "roles_to_train=['assistant']", f"'<|im_end|>' [{end}]"):
+        assert part in told[0]
+
+
+def test_an_explicit_empty_list_trains_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    chats = Chats(tokenizer, None)
+    assert _kept(chats, ChatSettings(role_boundaries=[], on_untrainable="warn")) == ""
+    assert _kept(chats, ChatSettings(roles_to_train=[], on_untrainable="warn")) == ""
+
+
+def test_a_family_that_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="llama3"):
+        Chats(tokenizer, None).encoder(ChatSettings(family="llama3"))
+
+
+def test_a_role_without_a_boundary_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="roles_to_train names 'judge', for which the chat family 'phi4'"):
+        Chats(tokenizer, None).encoder(ChatSettings(roles_to_train=["assistant", "judge"]))
+
+
+def test_roles_are_a_list() -> None:
+    with pytest.raises(ValueError, match="roles_to_train must be a list of names of roles, got 'assistant'"):
+        ChatSettings(roles_to_train="assistant")  # type: ignore[arg-type]
+
+
+def test_thinking_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = ChatSettings(role_boundaries=OWN, train_thinking=False)
+    with pytest.raises(ValueError, match="train_thinking=False, but it is not known how the chat format"):
+        Chats(tokenizer, None).encoder(settings)
+
+
+def test_a_template_of_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    template = tokenizer.chat_template.replace("message['content']", "'>' + message['content']")
+    (tmp_path / "mine.jinja").write_text(template)
+    boundaries = [one | {"start": one["start"] + ">"} for one in OWN]
+    for given in (template, str(tmp_path / "mine.jinja")):
+        settings = ChatSettings(chat_template=given, role_boundaries=boundaries)
+        assert _kept(Chats(tokenizer, None), settings) == "B."
+    with pytest.raises(ValueError, match=r"missing\.jinja.*is no file"):
+        ChatSettings(chat_template="missing.jinja")
+
+
+def test_variables_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = tokenizer.chat_template + "{{- suffix }}"
+    settings = ChatSettings(chat_template=template, template_kwargs={"suffix": "<|pad|>"})
+    encoder = Chats(tokenizer, None).encoder(settings)
+    (encoded,) = encoder.encode([ROW])
+    assert encoded.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[union-attr]
+
+
+def test_kinds_of_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    chats = Chats(tokenizer, None)
+    (encoded,) = chats.encoder(ChatSettings()).encode([ROW])
+    kinds = chats.kinds(ChatSettings())(encoded.input_ids)  # type: ignore[union-attr]
+    texts = [tokenizer.decode([index]) for index, kind in zip(encoded.input_ids, kinds, strict=True) if kind == 0]  # type: ignore[union-attr]
+    assert "".join(texts) == "A?B."

@@ -1,0 +1,129 @@
+"""What a user may say about a data set, in Python and in YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_protrain.data.specs import MESSAGE_FIELDS, ROW_FIELDS, DatasetSpec
+
+BOUNDARY = {"role": "assistant", "start": "<|im_start|>assistant\n", "end": None}
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--data", type=DatasetSpec | list[DatasetSpec])
+    return parser
+
+
+def test_the_defaults_leave_everything_to_the_data_module() -> None:
+    spec = DatasetSpec()
+    assert (spec.path, spec.format, spec.on_malformed, spec.repeat) == ("stdlib", "auto", "error", 1)
+    assert spec.masking == {}
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DatasetSpec().path = "other"
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("train_on_inputs", True),
+        ("train_on_inputs", False),
+        ("roles_to_train", ["assistant", "tool"]),
+        ("roles_to_train", []),
+        *[("train_on_eos", value) for value in ("turn", "all", "last", "none")],
+        *[("train_on", value) for value in ("all", "last_turn")],
+        ("train_thinking", False),
+        ("role_boundaries", []),
+        ("role_boundaries", [BOUNDARY]),
+        *[("on_untrainable", value) for value in ("error", "drop", "warn")],
+    ],
+)
+def test_a_knob_of_masking_that_is_set_is_told_apart(knob: str, value: Any) -> None:
+    assert DatasetSpec(**{knob: value}).masking == {knob: value}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": ""}, "names no data set"),
+        ({"path": []}, "names no data set"),
+        ({"path": ["a.jsonl", ""]}, "names no data set"),
+        ({"format": "share_gpt"}, "format: 'share_gpt' is unknown. Did you mean 'sharegpt'"),
+        ({"format": None}, "format: None is unknown"),
+        ({"on_malformed": "warn"}, "on_malformed: 'warn' is unknown. There are error, skip"),
+        ({"train_on_eos": "turns"}, "train_on_eos: 'turns' is unknown. Did you mean 'turn'"),
+        ({"train_on_eos": True}, "train_on_eos: True is unknown"),
+        ({"train_on": "last"}, "train_on: 'last' is unknown"),
+        ({"on_untrainable": "skip"}, "on_untrainable: 'skip' is unknown"),
+        *[({"max_rows": value}, f"max_rows={value!r}: give a whole number") for value in (0, -1, 1.5, True, "3")],
+        *[({"repeat": value}, f"repeat={value!r}: give a whole number") for value in (0, -1, 0.5)],
+        ({"fields": {"message": "chat"}}, "fields: 'message' is unknown. Did you mean 'messages'"),
+        ({"fields": {"messages": ""}}, "'messages' is mapped to ''"),
+        ({"fields": {"messages": 3}}, "'messages' is mapped to 3"),
+        ({"roles": {"bot": ""}}, "'bot' is mapped to ''"),
+        ({"fields": {"messages": ""}, "roles": {"messages": "x"}}, "'messages' is mapped to ''"),
+        ({"split": ""}, "split is empty"),
+        ({"split": {"training": "a"}}, "split: 'training' is unknown. Did you mean 'train'"),
+        ({"split": {"validation": "a"}}, "does not say which split is trained on"),
+        ({"roles_to_train": "assistant"}, "roles_to_train='assistant': give a list"),
+        ({"roles_to_train": [""]}, "give a list of names"),
+        ({"role_boundaries": [{**BOUNDARY, "stop": "x"}]}, "role_boundaries, number 0: 'stop' is unknown"),
+        ({"role_boundaries": [BOUNDARY, {"role": "user"}]}, "role_boundaries, number 1: no start"),
+        ({"role_boundaries": [{"end": "x"}]}, "number 0: no role and no start"),
+    ],
+)
+def test_a_wrong_value_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("[", r"\[")):
+        DatasetSpec(**options)
+
+
+@pytest.mark.parametrize("name", [*ROW_FIELDS, *MESSAGE_FIELDS])
+def test_every_field_may_be_renamed(name: str) -> None:
+    assert DatasetSpec(fields={name: "x"}).fields == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    ("options", "label", "paths"),
+    [
+        ({"path": "a.jsonl"}, "a.jsonl", ("a.jsonl",)),
+        ({"path": ["a.jsonl", "b.jsonl", "c.jsonl"]}, "a.jsonl and 2 more", ("a.jsonl", "b.jsonl", "c.jsonl")),
+        ({"path": "some/data", "name": "small"}, "some/data, small", ("some/data",)),
+    ],
+)
+def test_how_it_is_called(options: dict[str, Any], label: str, paths: tuple[str, ...]) -> None:
+    spec = DatasetSpec(**options)
+    assert (spec.label, spec.paths) == (label, paths)
+
+
+SPECS = [
+    DatasetSpec(),
+    DatasetSpec(path=["a.jsonl", "b.parquet"], format="sharegpt", on_malformed="skip", max_rows=10, repeat=2),
+    DatasetSpec(path="some/data", name="small", split={"train": "sft", "test": "sft_test"}, revision="main"),
+    DatasetSpec(path="x.jsonl", fields={"messages": "chat", "from": "who"}, roles={"bot": "assistant"}),
+    DatasetSpec(path="x.jsonl", split="train[:10%]", images_dir="pictures", train_on_inputs=True, train_thinking=False),
+    DatasetSpec(role_boundaries=[BOUNDARY], roles_to_train=[], train_on_eos="none", train_on="last_turn"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_yaml_gives_the_same_spec(spec: DatasetSpec) -> None:
+    parser = _parser()
+    for value in (spec, [spec, spec]):
+        plain = [dataclasses.asdict(one) for one in value] if isinstance(value, list) else dataclasses.asdict(value)
+        config = parser.parse_string(yaml.safe_dump({"data": plain}))
+        assert parser.instantiate_classes(config).data == value
+
+
+@pytest.mark.parametrize("text", ["{format: csv}", "{max_rows: 0}", "{paths: x}", "{split: {eval: x}}", "{repeat: a}"])
+def test_yaml_is_checked(text: str) -> None:
+    parser = _parser()
+    with pytest.raises((ArgumentError, ValueError)):
+        parser.instantiate_classes(parser.parse_string(f"data: {text}"))
