@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.memory import check_fits, format_bytes
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import Plan, check_plan
 from lightning_protrain.planner.presets import Preset, make_plan
-from lightning_protrain.planner.search import Problem, search
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
@@ -159,7 +160,8 @@ class Case:
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
         )
-        return predict(problem, self._if_all_fits(problem) or search(problem, self.wishes.knobs), self.wishes.knobs)
+        plan = self._if_all_fits(problem) or search_within(problem, self.wishes.knobs)
+        return predict(problem, plan, self.wishes.knobs)
 
     def _if_all_fits(self, problem: Problem) -> Plan | None:
         """The plan that streams nothing and keeps everything, if it fits and no knob is against it.
@@ -171,6 +173,35 @@ class Case:
             return None
         plan = make_plan(self.layout, "resident", Knobs(), None, None, self.state_bytes, self.wishes.min_num_params)
         return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
+
+
+def search_within(problem: Problem, knobs: Knobs) -> Plan:
+    """The plan of `search`, whose evaluation fits the device too.
+
+    The search counts what training takes; where evaluation takes more, for weights that it may need whole, it is told
+    to leave so much room. If there is no such plan, evaluation may run out of memory, and that is said.
+
+    Args:
+        problem: With a limit for the device.
+        knobs: What is pinned.
+
+    Raises:
+        NoFeasiblePlan: Training fits nowhere.
+    """
+    assert problem.device_bytes is not None
+    first = plan = search(problem, knobs)
+    allowed = problem.device_bytes
+    while (excess := expected_memory(problem, plan).device_peak - problem.device_bytes) > 0:
+        allowed -= excess
+        try:
+            plan = search(replace(problem, device_bytes=allowed), knobs)
+        except NoFeasiblePlan:
+            rank_zero_info(
+                f"Evaluation may take {format_bytes(expected_memory(problem, first).device_peak)} on the device, of "
+                f"which {format_bytes(problem.device_bytes)} are allowed; training fits."
+            )
+            return first
+    return plan
 
 
 def describe_case(

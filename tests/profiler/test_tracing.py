@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_protrain.module import CausalLMModule
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.tracing import MetaMode, ShapeTensor
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}
@@ -294,3 +298,19 @@ def test_tensors_of_several_parts_are_refused() -> None:
 def test_a_device_that_is_absent_is_refused() -> None:
     with pytest.raises(ValueError, match="'cuda' needs that device"):
         MetaMode(device="cuda")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_a_loss_recomputes_needs_no_weights(enabled: bool) -> None:
+    """`Tensor.backward` takes function modes off; what is recomputed in it must not meet weights without memory."""
+    profiles = []
+    context = partial(torch.autocast, **BF16, enabled=enabled)
+    for place in ("cpu", "meta"):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        module = CausalLMModule(config={"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **sizes})
+        with torch.device(place):
+            module.configure_model()
+        tokens = torch.arange(32).view(2, 16)
+        step = partial(module.training_step, {"input_ids": tokens, "labels": tokens})
+        profiles.append(profile_model(module, describe_model(module), step, context))
+    assert profiles[0] == profiles[1]
