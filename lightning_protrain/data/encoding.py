@@ -1,19 +1,11 @@
-"""Conversations become token ids, and every token is trained or not: what the assistant said, and nothing else.
-
-[Note: Turns and messages]
-The mask comes from the tokens (`scanner`), the messages from the data. Each must account for the other: a template may
-join neighbouring messages of the trained roles into one turn, and answers to tools may stand within it, but there are
-never more turns than messages, nor fewer than runs of them. A conversation that breaks this is not trained on silently:
-its markers stand in its own text, or its template drops messages. Where a message holds a marker that is plain text,
-what is trained is also held against the text of the messages.
-"""
+"""Conversations become token ids, and every token is trained or not: what the assistant said, and nothing else."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from lightning_protrain.data.conversations import Conversation, Message, text_of
+from lightning_protrain.data.agreement import UntrainableError, WeightsError, check_turns, turn_weights
+from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.markers import Markers
 from lightning_protrain.data.masking import MaskOptions, token_weights, trainable_turns, trained_tokens
@@ -31,7 +24,6 @@ from lightning_protrain.data.scanner import Spans, scan
 from lightning_protrain.data.truncation import Dropped, truncate
 
 OnUntrainable = Literal["error", "drop", "warn"]
-NOT_PROVEN = "turns and messages differ"
 TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
@@ -40,20 +32,8 @@ _ENCODE_AT_ONCE = 256
 _SHOW_PROGRESS_FROM = 20_000
 
 
-class WeightsError(ValueError):
-    """Messages have weights of their own and share turns."""
-
-
 class HasImages(Exception):
     """A conversation with images, where text was expected."""
-
-
-class UntrainableError(ValueError):
-    """A conversation that cannot be trained on as the options say; `reason` is the same for all of a kind."""
-
-    def __init__(self, reason: str, details: str = "") -> None:
-        super().__init__(f"{reason}{f': {details}' if details else ''}")
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -66,6 +46,7 @@ class ChatEncoder:
         options: What is trained.
         max_length: Tokens of an example at most.
         on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
+        leaking: Roles that the format does not tell from the assistant, see `proof.leaking_roles`.
     """
 
     renderer: Renderer
@@ -73,6 +54,7 @@ class ChatEncoder:
     options: MaskOptions = field(default_factory=MaskOptions)
     max_length: int = 1 << 30
     on_untrainable: OnUntrainable = "drop"
+    leaking: frozenset[str] = frozenset()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
         """Examples of conversations without images, or why there is none.
@@ -103,40 +85,48 @@ class ChatEncoder:
         flat, segments = np.concatenate(ids), np.repeat(np.arange(len(ids)), sizes)
         spans = scan(flat, self.markers, segments=segments)
         turns = trainable_turns(spans, self.markers, self.options)
+        # What a format writes for the model to go on from is no turn yet.
+        begun = turns & ((spans.end > spans.content) | (spans.stop > spans.end))
         of_row = np.searchsorted(spans.start, borders)
         said = [[m for m in row["messages"] if m["role"] in self.options.roles] for row in conversations]
-        counts = [int(turns[first:last].sum()) for first, last in itertools.pairwise(of_row)]
-        weights = [_weights(messages, count) for messages, count in zip(said, counts, strict=True)]
+        parts = [slice(first, last) for first, last in itertools.pairwise(of_row)]
+        weights = [turn_weights(m, int(begun[part].sum())) for m, part in zip(said, parts, strict=True)]
         every = None
         if any(weights_of_row is not None for weights_of_row in weights):
-            pairs = zip(weights, counts, strict=True)
-            every = [value for row, count in pairs for value in (row if row is not None else [1.0] * count)]
+            spread = np.ones(len(turns))
+            for part, row_weights in zip(parts, weights, strict=True):
+                if row_weights is not None:
+                    spread[part][begun[part]] = row_weights
+            every = spread[turns].tolist()
         trained = trained_tokens(flat, spans, self.markers, self.options, segments=segments, turn_weights=every)
         values = None
         if every is not None and not set(every) <= {0.0, 1.0}:
             values = token_weights(trained, spans, self.markers, self.options, every)
         whole = self._borders(flat, spans)
         first_border = np.searchsorted(whole[:, 0], borders)
-        unended = turns & ~spans.complete & trained[np.minimum(spans.content, len(flat) - 1)]
+        until = np.concatenate(([0], np.cumsum(trained)))
+        unended = turns & ~spans.complete & (until[spans.end] > until[spans.content])
         results: list[Encoded | UntrainableError] = []
         for row, conversation in enumerate(conversations):
-            tokens, mine = slice(borders[row], borders[row + 1]), slice(of_row[row], of_row[row + 1])
+            tokens, mine = slice(borders[row], borders[row + 1]), parts[row]
             doubt = ""
             try:
                 if not self.options.train_on_inputs:
-                    place = np.flatnonzero(turns[mine]) + of_row[row]
+                    place = np.flatnonzero(begun[mine]) + of_row[row]
                     contents = [flat[spans.content[at] : spans.end[at]] for at in place]
-                    self._check_turns(conversation, said[row], contents, rendered[row].suspicious)
+                    read = functools.partial(self._read, contents)
+                    suspicious = rendered[row].suspicious
+                    check_turns(conversation, self.options.roles, read, len(contents), suspicious, self.leaking)
             except UntrainableError as error:
                 doubt = str(error)
                 if self.on_untrainable != "warn":
                     results.append(error)
                     continue
             ranges = whole[first_border[row] : first_border[row + 1]] - borders[row]
-            part = None if values is None else values[tokens]
+            own = None if values is None else values[tokens]
             count = int(unended[mine].sum())
             results.append(
-                Encoded(ids[row], trained[tokens], part, ranges.astype(np.int32), num_unended=count, doubt=doubt)
+                Encoded(ids[row], trained[tokens], own, ranges.astype(np.int32), num_unended=count, doubt=doubt)
             )
         return results
 
@@ -153,32 +143,8 @@ class ChatEncoder:
             return replace(cut, num_unended=cut.num_unended + 1)
         return cut
 
-    def _check_turns(
-        self,
-        conversation: Conversation,
-        messages: Sequence[Message],
-        contents: Sequence[NDArray[np.int32]],
-        suspicious: bool,
-    ) -> None:
-        """Holds the turns against the messages, see [Note: Turns and messages]."""
-        within = {*self.options.roles, "tool"}
-        runs = sum(
-            part and any(message["role"] in self.options.roles for message in run)
-            for part, run in groupby(conversation["messages"], key=lambda message: message["role"] in within)
-        )
-        if not (len(messages) if suspicious else runs) <= len(contents) <= len(messages):
-            details = f"{len(contents)} turns for {len(messages)} messages of {', '.join(self.options.roles)}"
-            raise UntrainableError(NOT_PROVEN, details)
-        if not suspicious and len(contents) == len(messages):
-            return
-        kept = [" ".join(str(self.renderer.tokenizer.decode(content.tolist())).split()) for content in contents]
-        if len(contents) < len(messages):
-            kept = [" ".join(kept)] * len(messages)
-        for message, found in zip(messages, kept, strict=True):
-            # Templates may leave out what was thought in earlier turns.
-            said = " ".join(text_of(message).rpartition("</think>")[2].split())
-            if said not in found:
-                raise UntrainableError(NOT_PROVEN, f"found {found!r} where the message is {said!r}")
+    def _read(self, contents: Sequence[NDArray[np.int32]]) -> list[str]:
+        return [str(self.renderer.tokenizer.decode(content.tolist())) for content in contents]
 
     def _borders(self, ids: NDArray[np.int32], spans: Spans) -> NDArray[np.int64]:
         """What must not be cut in two: markers, and runs of media."""
@@ -189,21 +155,6 @@ class ChatEncoder:
             ranges.append(edges.reshape(-1, 2))
         borders = np.concatenate(ranges)
         return borders[np.argsort(borders[:, 0], kind="stable")]
-
-
-def _weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
-    """One weight for each trained turn; None where no message has one."""
-    if not any("train" in message or "weight" in message for message in messages):
-        return None
-    weights = [float(message.get("weight", 1.0)) * bool(message.get("train", True)) for message in messages]
-    if len(weights) == num_turns:
-        return weights
-    if len(set(weights)) > 1:
-        raise WeightsError(
-            f"{len(weights)} messages with `train` or `weight` are {num_turns} turns after the chat template, so the "
-            "weights cannot be told apart. Leave them out, or give neighbouring messages the same."
-        )
-    return weights[:1] * num_turns
 
 
 class EncodedRows(Sequence[Encoded]):

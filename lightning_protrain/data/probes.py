@@ -130,6 +130,18 @@ MAIN = Probe(
     ),
     required=True,
 )
+# Who may speak after the assistant, beside the user.
+LATE_ROLES = ("tool", "system", "developer")
+
+
+def late_probe(role: str) -> Probe:
+    """A message of this role between two of the assistant."""
+    messages = (_user("Walnut?"), _assistant("It is maple."), {"role": role, "content": "say willow"})
+    return Probe(
+        f"a late message of {role}", (*messages, _assistant("Then hazel."), _user("Poplar?")), hidden=("willow",)
+    )
+
+
 _SYSTEM = Probe("a system message", (_system("You know linden."), *MAIN.messages))
 # Whatever stands at the borders of a content may share a token with the markers.
 _EDGES = Probe(

@@ -18,7 +18,18 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.markers import Markers
 from lightning_protrain.data.masking import ASSISTANT, MaskOptions, trained_tokens
-from lightning_protrain.data.probes import GROUPS, MAIN, REASONING, THOUGHTS, Probe, Render, as_parts, spoof_probe
+from lightning_protrain.data.probes import (
+    GROUPS,
+    LATE_ROLES,
+    MAIN,
+    REASONING,
+    THOUGHTS,
+    Probe,
+    Render,
+    as_parts,
+    late_probe,
+    spoof_probe,
+)
 from lightning_protrain.data.scanner import scan
 from lightning_protrain.data.vocabulary import Vocabulary
 
@@ -51,6 +62,32 @@ def prove(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, marke
         proof.group(group)
     proof.thinking()
     proof.spoofing()
+
+
+def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
+    """Roles whose messages, after one of the assistant, would be trained as if the assistant had said them.
+
+    So it is where turns end with the next start marker alone, and the template writes these roles without one.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+    """
+    if not any(role.role == ASSISTANT for role in markers.roles):
+        return frozenset()
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    found = set()
+    for role in LATE_ROLES:
+        for probe in (late_probe(role), as_parts(late_probe(role))):
+            try:
+                ids = np.asarray(render(probe.messages), dtype=np.int64)
+            except ValueError:
+                continue
+            trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
+            kept = b"".join(vocabulary.spell(ids[trained].tolist())).decode(errors="replace")
+            found |= {role} if any(word in kept for word in probe.hidden) else set()
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

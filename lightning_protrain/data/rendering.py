@@ -24,7 +24,7 @@ from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.probes import REFUSALS, Messages, TemplateRender
 
 # What of a message a user can fill.
-_FILLED = ("content", "reasoning_content", "tool_calls", "name")
+_FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Renderer:
                 suspicious |= any(map(self._plain_markers.search, texts))
                 if any(map(control.search, texts)):
                     sanitized = True
-                    message[key] = mark_control_tokens(message[key], control)
+                    message[key] = _marked(message[key], control)
         if tools is not None and any(map(self._control_tokens.search, _strings(tools))):
-            sanitized, tools = True, mark_control_tokens(tools, self._control_tokens)
+            sanitized, tools = True, _marked(tools, self._control_tokens)
         return Rendered(self._apply(messages, tools, add_generation_prompt), sanitized, suspicious)
 
     def encode(self, rendered: Sequence[Rendered]) -> list[list[int]]:
@@ -188,11 +188,21 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
+def _marked(value: Any, control: re.Pattern[str]) -> Any:
+    """The same with its control tokens marked as plain text, in keys too: templates write those of arguments."""
+    if isinstance(value, Mapping):
+        return {_marked(key, control): _marked(part, control) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_marked(part, control) for part in value]
+    return mark_control_tokens(value, control)
+
+
 def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
+        for key, part in value.items():
+            yield from _strings(key)
             yield from _strings(part)
     elif isinstance(value, (list, tuple)):
         for part in value:

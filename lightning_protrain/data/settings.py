@@ -17,7 +17,7 @@ from lightning_protrain.data.boundaries import EOS, Family, parse_boundaries
 from lightning_protrain.data.encoding import ChatEncoder, OnUntrainable
 from lightning_protrain.data.markers import Marker, Markers, resolve
 from lightning_protrain.data.masking import MaskOptions, trainable_turns
-from lightning_protrain.data.proof import prove
+from lightning_protrain.data.proof import leaking_roles, prove
 from lightning_protrain.data.recognition import family_named, find_family
 from lightning_protrain.data.rendering import Renderer
 from lightning_protrain.data.scanner import scan
@@ -108,7 +108,7 @@ class Chats:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self._known: dict[str, tuple[Renderer, Markers]] = {}
+        self._known: dict[str, tuple[Renderer, Markers, frozenset[str]]] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
         """How conversations are encoded.
@@ -123,11 +123,11 @@ class Chats:
         key = f"{settings.format} {processor is not None}"
         if key not in self._known:
             self._known[key] = self._prove(settings, processor)
-        renderer, markers = self._known[key]
+        renderer, markers, leaking = self._known[key]
         _check_options(settings.options, markers)
-        return ChatEncoder(renderer, markers, settings.options, settings.max_length, settings.on_untrainable)
+        return ChatEncoder(renderer, markers, settings.options, settings.max_length, settings.on_untrainable, leaking)
 
-    def _prove(self, settings: ChatSettings, processor: Any) -> tuple[Renderer, Markers]:
+    def _prove(self, settings: ChatSettings, processor: Any) -> tuple[Renderer, Markers, frozenset[str]]:
         template = settings.template or getattr(processor, "chat_template", None)
         family, source = settings.boundaries, "role_boundaries"
         if family is None and settings.family is not None:
@@ -143,14 +143,15 @@ class Chats:
         if processor is not None:
             markers = with_media(markers, processor)
         _say(settings, markers, source)
-        return renderer, markers
+        return renderer, markers, leaking_roles(renderer.ids, self._tokenizer, markers)
 
     def _texts(self, family: Family) -> list[str]:
-        """What begins and ends turns, and media."""
+        """What begins and ends turns and what tools say in them, and media."""
         ends = [end for boundary in family.boundaries for end in boundary.end if end is not None]
         eos = str(self._tokenizer.eos_token or "")
         starts = [start for boundary in family.boundaries for start in boundary.start]
-        return [*starts, *(eos if end == EOS else end for end in ends), *family.media]
+        said = [text for part in family.exclusions if part.kind == "tool_output" for text in (part.start, part.end)]
+        return [*starts, *(eos if end == EOS else end for end in ends), *said, *family.media]
 
     def image_encoder(self, settings: ChatSettings) -> ImageEncoder:
         """How conversations with images are encoded.

@@ -12,8 +12,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from lightning_protrain.data.agreement import UntrainableError
 from lightning_protrain.data.conversations import Conversation, MalformedRow
-from lightning_protrain.data.encoding import ChatEncoder, UntrainableError
+from lightning_protrain.data.encoding import ChatEncoder
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.images import open_images
 from lightning_protrain.data.markers import Markers

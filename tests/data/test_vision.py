@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_protrain.data.agreement import UntrainableError
 from lightning_protrain.data.conversations import Conversation, MalformedRow
-from lightning_protrain.data.encoding import UntrainableError
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.settings import Chats, ChatSettings
 from lightning_protrain.data.truncation import Dropped
