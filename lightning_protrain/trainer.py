@@ -44,7 +44,7 @@ class PlanningTrainer(Trainer):
 
         Args:
             model: As for `fit`; what it makes in `configure_model` is made without memory.
-            datamodule: As for `fit`; its first batch is profiled.
+            datamodule: As for `fit`; its largest batch is profiled if it can tell, else its first one.
             gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
             num_gpus: How many of them share one host; each gets an equal part of its memory and cores.
             host_memory: Of the host to plan for, e.g. "64GiB"; "auto": what this one has free.

@@ -106,7 +106,7 @@ def _advice(
 ) -> Iterator[str]:
     if timeline.unexercised:
         yield (
-            f"The first batch does not run {', '.join(timeline.unexercised)}: what they take is an estimate "
+            f"The profiled batch does not run {', '.join(timeline.unexercised)}: what they take is an estimate "
             "from their parameters."
         )
     if not plan.num_offloaded_chunks:
