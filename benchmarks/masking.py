@@ -5,12 +5,16 @@
 
 On one core, in this process. For every shape of conversation: our scan and mask, a scan in plain Python, and numpy with
 a Python loop over turns. All are taken in turns, round by round, and must give the same mask.
+
+Then the share of masking in the preparation of conversations, in processor time: docstrings of the standard library as
+short rows, and many of them in one as long rows, are rendered, tokenized and masked.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -23,9 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import table, write_result
+from lightning_protrain.data.agreement import UntrainableError
+from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.encoding import ChatEncoder
+from lightning_protrain.data.found import find_turns, mask_turns
 from lightning_protrain.data.markers import Marker, Markers, RoleMarkers
 from lightning_protrain.data.masking import MaskOptions, trained_tokens
 from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.stdlib import stdlib_conversations
+from lightning_protrain.data.tokenizer import train_tokenizer
 
 HEADER = (
     "conversations",
@@ -37,6 +48,19 @@ HEADER = (
     "x turn by turn",
     "met",
 )
+PREPARATION = (
+    "rows",
+    "tokens a row",
+    "encode [us/row]",
+    "mask alone [us/row]",
+    "mask with checks [us/row]",
+    "mask alone",
+    "mask with checks",
+    "met",
+)
+# What masking may take of the preparation.
+SHARE = 0.05
+BATCH = 512
 NEWLINE = 198
 OPTIONS = MaskOptions()
 MILLION = 1_000_000
@@ -196,6 +220,80 @@ def render(timings: Sequence[Timing]) -> str:
     return table(HEADER, lines)
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """Processor time of the preparation of rows, in microseconds a row: the best of the rounds.
+
+    Attributes:
+        rows: What they are.
+        tokens: Of a row, on average.
+        encode: Rendering, tokenizing, masking, with all checks.
+        alone: Finding turns and masking them.
+        checked: The same, held against the messages, as examples.
+    """
+
+    rows: str
+    tokens: float
+    encode: float
+    alone: float
+    checked: float
+
+    @property
+    def met(self) -> bool:
+        """Whether masking is a small part."""
+        return self.checked < SHARE * self.encode
+
+
+def prepare(name: str, rows: Sequence[Conversation], encoder: ChatEncoder, rounds: int) -> Preparation:
+    """Times the preparation of conversations."""
+    parts = [rows[at : at + BATCH] for at in range(0, len(rows), BATCH)]
+    best = [math.inf] * 3
+    tokens = 0
+    for _ in range(rounds):
+        times = [0.0] * 3
+        tokens = 0
+        for part in parts:
+            begin = time.process_time()
+            rendered = [encoder.renderer.render(row) for row in part]
+            ids = [np.asarray(row, dtype=np.int32) for row in encoder.renderer.encode(rendered)]
+            encoded = time.process_time()
+            results = encoder.mask(part, rendered, ids)
+            checked = time.process_time()
+            mask_turns(find_turns(ids, encoder.markers, encoder.options), encoder.markers, encoder.options, None)
+            alone = time.process_time()
+            for result in results:
+                if isinstance(result, UntrainableError):
+                    raise ValueError(f"{name}: a row is not trained, so the times say nothing: {result}") from result
+                encoder.cut(result)
+            done = time.process_time()
+            tokens += sum(map(len, ids))
+            steps = (checked - begin + done - alone, alone - checked, checked - encoded)
+            times = [time_ + step for time_, step in zip(times, steps, strict=True)]
+        best = [min(pair) for pair in zip(best, times, strict=True)]
+    return Preparation(name, tokens / len(rows), *(value / len(rows) * 1e6 for value in best))
+
+
+def preparations(rounds: int) -> list[Preparation]:
+    """Short rows and long ones."""
+    short = stdlib_conversations()[:4096]
+    long = [
+        Conversation(messages=[message for row in short[at : at + 40] for message in row["messages"]])
+        for at in range(0, len(short) - 39, 40)
+    ]
+    encoder = Chats(train_tokenizer(short, 32_000), None).encoder(ChatSettings(max_length=1 << 20))
+    return [prepare("short", short, encoder, rounds), prepare("long", long, encoder, rounds)]
+
+
+def render_preparation(entries: Sequence[Preparation]) -> str:
+    """The table: times, and shares of the whole."""
+    lines = []
+    for entry in entries:
+        times = [f"{value:.3g}" for value in (entry.encode, entry.alone, entry.checked)]
+        shares = [f"{value / entry.encode:.1%}" for value in (entry.alone, entry.checked)]
+        lines.append((entry.rows, f"{entry.tokens:.0f}", *times, *shares, "yes" if entry.met else "no"))
+    return table(PREPARATION, lines)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Measures all shapes."""
     parser = argparse.ArgumentParser(description="How long it takes to mask conversations.")
@@ -206,11 +304,13 @@ def main(arguments: Sequence[str]) -> None:
     timings = [
         measure(shape, options.rounds * (1 if shape.wanted_ms > 1 else 10), options.slow_rounds) for shape in SHAPES
     ]
-    text = render(timings)
+    prepared = preparations(options.slow_rounds)
+    text = render(timings) + "\n" + render_preparation(prepared)
     print(text)
     if options.results:
         rows: list[dict[str, Any]] = [{**asdict(entry), "met": entry.met} for entry in timings]
-        write_result(options.results, "benchmarks.masking", arguments, {"rows": rows}, text)
+        shares = [{**asdict(entry), "met": entry.met} for entry in prepared]
+        write_result(options.results, "benchmarks.masking", arguments, {"rows": rows, "preparation": shares}, text)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

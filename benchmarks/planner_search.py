@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from benchmarks.families import LLAMA, Family, Size
@@ -15,6 +16,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find, packings
 from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.records import ParameterInfo
 from tests.planner.brute import all_candidates, times
 
 T = TypeVar("T")
@@ -34,6 +36,9 @@ MODELS = {
     "200 blocks": (replace(SIZES["Llama 3.1 70B"], layers=200), 1),
     "32 blocks, head used 8 times": (SIZES["Llama 2 7B"], 8),
 }
+# Bytes to divide weights into: the same models with weights in about 25 and 50 pieces to a block, which stand for many
+# experts, give about 2,000 and 10,000 chunks. Each piece is a parameter of its own, so that each chunk has one of them.
+DIVIDED = {"80 blocks": 64 << 20, "200 blocks": 32 << 20}
 # Those for which all plans can be tried.
 TRIED = {
     f"{layers} blocks{', head used 8 times' if batch > 1 else ''}": (
@@ -101,6 +106,47 @@ def problem_for(size: Size, batch: int, sequence: int = SEQUENCE) -> Problem:
     family: Family = FAMILIES["Llama"]
     known = learn(family.config(size, sequence), "full", "bf16-mixed", batch, sequence)
     return replace(problem_of(known, gpu(MACHINE, HOST_BYTES, CORES)), host_bytes=None)
+
+
+def divided(problem: Problem, piece_bytes: int) -> Problem:
+    """The same with weights in pieces, by rows, of so many bytes at most, each a chunk of its own."""
+    pieces = {info.fqn: _pieces(info, piece_bytes) for info in problem.layout.parameters}
+
+    def names(fqns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(piece.fqn for fqn in fqns for piece in pieces[fqn])
+
+    def casts(entries: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        shares = ((pieces[fqn], nbytes / sum(piece.numel for piece in pieces[fqn])) for fqn, nbytes in entries)
+        return tuple((piece.fqn, round(share * piece.numel)) for parts, share in shares for piece in parts)
+
+    layout, profile = problem.layout, problem.profile
+    units = tuple(replace(unit, parameters=names(unit.parameters)) for unit in layout.units)
+    calls = tuple(replace(call, saved_casts=casts(call.saved_casts)) for call in profile.calls)
+    uses = tuple(replace(use, fqn=piece.fqn) for use in profile.parameters for piece in pieces[use.fqn])
+    segments = tuple(
+        replace(segment, casts=casts(segment.casts), gradients=names(segment.gradients)) for segment in profile.segments
+    )
+    return replace(
+        problem,
+        layout=replace(layout, parameters=tuple(piece for parts in pieces.values() for piece in parts), units=units),
+        profile=replace(profile, calls=calls, parameters=uses, segments=segments),
+        chunk_bytes=(piece_bytes,),
+    )
+
+
+def _pieces(info: ParameterInfo, piece_bytes: int) -> list[ParameterInfo]:
+    count = min(-(-info.streamed_nbytes // piece_bytes), info.shape[0] if len(info.shape) > 1 else 1)
+    rows = [info.shape[0] * number // count for number in range(count + 1)] if count > 1 else []
+    return [
+        replace(
+            info,
+            fqn=f"{info.fqn}.{number}",
+            sites=tuple(f"{site}.{number}" for site in info.sites),
+            shape=(end - start, *info.shape[1:]),
+            nbytes=info.nbytes // info.shape[0] * (end - start),
+        )
+        for number, (start, end) in enumerate(pairwise(rows))
+    ] or [info]
 
 
 def measure(name: str, problem: Problem) -> Search:
@@ -211,6 +257,10 @@ def run(
         for sizes in ((None,), problem.chunk_bytes):
             for device_bytes in (problem.device_bytes, SMALLER_BYTES):
                 searches.append(measure(name, replace(problem, device_bytes=device_bytes, chunk_bytes=sizes)))
+        if name in DIVIDED:
+            parts = divided(problem, DIVIDED[name])
+            for device_bytes in (problem.device_bytes, SMALLER_BYTES):
+                searches.append(measure(f"{name}, divided", replace(parts, device_bytes=device_bytes)))
     trials = []
     for name in tried:
         problem = tight(replace(problem_for(*TRIED[name], sequence), chunk_bytes=(None,)))

@@ -5,7 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -18,6 +25,32 @@ def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that builds the model of a config: one that reads images, where there is one."""
     reads_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def build_model(
+    config: PretrainedConfig, folder: str | None, dtype: str, attn_implementation: str | None, vocab_size: int | None
+) -> PreTrainedModel:
+    """The model of a config with random weights, or with those of a folder.
+
+    Args:
+        config: Of the model; of the folder if there is one.
+        folder: Folder or Hugging Face id of a pretrained model; None: random weights. Where tensors have no memory (the
+            default device is meta) nothing is loaded.
+        dtype: Name of a dtype of torch, or `auto`: that of the checkpoint.
+        attn_implementation: Attention of transformers; None lets it choose.
+        vocab_size: Rows that the embedding of a pretrained model is to have; None: as it is.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    model: PreTrainedModel
+    if folder is None or torch.get_default_device().type == "meta":
+        known = config.dtype if folder is not None else None
+        options["dtype"] = known if dtype == "auto" else getattr(torch, dtype)
+        model = auto_class(config).from_config(config, **options)
+        return model
+    model = auto_class(config).from_pretrained(folder, **options)
+    if vocab_size not in (None, vocab_size_of(model.config)):
+        model.resize_token_embeddings(vocab_size)
+    return model
 
 
 def vocab_size_of(config: PretrainedConfig) -> int:

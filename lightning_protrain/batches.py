@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from lightning_protrain.profiler.model import unchanged
+from lightning_protrain.profiler.model import synthetic_batch, unchanged
 
 _CPU = torch.device("cpu")
 _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
@@ -49,16 +49,40 @@ class HasLargestBatch(Protocol):
         """
 
 
+class SyntheticData(IterableDataset[Any]):
+    """Stands for training data that there is not: its one batch is made for the model, see [Note: Synthetic batches].
+
+    It is good for planning only, e.g. `trainer.fit(model, DataLoader(SyntheticData(), batch_size=None))` within
+    `ProTrainStrategy.planning_only`.
+
+    Args:
+        batch_size: Samples; None: one.
+        length: Tokens of each; None: 1024, or as many as the model has positions for.
+    """
+
+    def __init__(self, batch_size: int | None = None, length: int | None = None) -> None:
+        self.batch_size, self.length = batch_size, length
+
+    def __len__(self) -> int:
+        return 1  # Lightning fetches ahead what has no length, and asks for the number of steps before planning.
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._refuse()
+
+    def _refuse(self) -> Iterator[Any]:
+        raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
+
+
 def batch_to_plan_with(trainer: Trainer) -> Any | None:
     """A training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
 
-    It is the largest if the training data has `largest_batch`, else the first. The items of the first batch are read
-    from the dataset now, and again in training: by a worker process where the loader has workers, which ends before
-    this returns, else in this process. The hooks of batch transfer run now, and again in training. Random states are
-    put back, and what the module, the data module and the loaders hold (their datasets, samplers and `collate_fn` too),
-    as far as [Note: Reach] goes. It is another batch of the same kind where Lightning or a hook draws random numbers
-    before training begins, several loaders shuffle, a sampler is seeded by the epoch, or the run goes on from a
-    checkpoint.
+    It is made for the model where the data is `SyntheticData`; the largest if the training data has `largest_batch`;
+    else the first. The items of the first batch are read from the dataset now, and again in training: by a worker
+    process where the loader has workers, which ends before this returns, else in this process. The hooks of batch
+    transfer run now, and again in training. Random states are put back, and what the module, the data module and the
+    loaders hold (their datasets, samplers and `collate_fn` too), as far as [Note: Reach] goes. It is another batch of
+    the same kind where Lightning or a hook draws random numbers before training begins, several loaders shuffle, a
+    sampler is seeded by the epoch, or the run goes on from a checkpoint.
 
     Args:
         trainer: In `Strategy.setup` of a fit.
@@ -72,7 +96,9 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
         return None
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
-        batch = _largest_batch(trainer, undo)
+        batch = _synthetic_batch(trainer)
+        if batch is None:
+            batch = _largest_batch(trainer, undo)
         if batch is None:
             batch = _first_batch(trainer, undo)
         if batch is None:
@@ -83,6 +109,20 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
         for hook, place in _TRANSFER_HOOKS:
             batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
     return batch
+
+
+def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
+    """What `SyntheticData` stands for; None where there is other data.
+
+    Raises:
+        ValueError: No batch can be made for the model.
+    """
+    source = trainer.fit_loop._data_source
+    data = getattr(source.instance, "dataset", None)
+    if not isinstance(data, SyntheticData):
+        return None
+    assert trainer.lightning_module is not None
+    return synthetic_batch(trainer.lightning_module, data.batch_size or 1, data.length)
 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:

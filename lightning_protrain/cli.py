@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 # The callbacks are imported so that a config can call them by their short names.
-from lightning_protrain.callbacks import baseline, completion, plan_monitor  # noqa: F401
+from lightning_protrain.callbacks import baseline, completion, evaluator, export, failures, plan_monitor  # noqa: F401
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
@@ -73,6 +74,8 @@ class ProTrainCLI(LightningCLI):
 
 def main() -> None:
     """Entry point of the console script `lightning-protrain`."""
+    # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
+    gc.freeze()
     ProTrainCLI()
 
 

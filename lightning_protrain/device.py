@@ -10,18 +10,19 @@ fences order them, and no other is needed:
    read by an earlier kernel under another name.
 2. The compute stream waits for an upload where its bytes are first used, or where its memory is freed unused.
 3. A download waits for everything the compute stream has been given so far; its source is held until it has ended,
-   which replaces `record_stream`; those that are held have `hold_bytes` at most, or it is one alone.
+   which replaces `record_stream`. Those that are held have `hold_bytes` at most, or it is one alone: else the compute
+   stream waits for the oldest, and the host goes on.
 4. The host waits for a download before it reads what has landed.
 5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
    of every evaluation step.
-6. An upload of weights that the host's worker is about to step is issued when that job has ended (see [Note: Jobs]),
-   and the host waits for it to be issued where fence 2 needs it.
+6. An upload of weights that the host's worker is about to step is issued when that job has ended (see [Note: Jobs])
+   and those before it are issued, and the host waits for that where fence 2 needs it.
 7. A swap-out waits for everything the compute stream has been given so far.
 8. The compute stream waits for a swap-out before its source is freed, or its host memory is read.
 9. A swap-in waits for everything the compute stream has been given so far: for the memory it fills as fence 1, for
    what it reads by fence 8.
 10. The compute stream waits for a swap-in where its bytes are first used, or where its memory is freed unused.
-11. The host waits for both before their host memory goes to somebody else.
+11. The host waits for both before it gives their host memory to somebody else.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.counters import TransferCounters
-from lightning_protrain.host import HostMemory, HostWorker, Job, Later, worker_cores
+from lightning_protrain.host import HostMemory, HostWorker, Job, worker_cores
+from lightning_protrain.uploads import PendingUpload, event_of
 
 
 @dataclass
@@ -73,11 +75,15 @@ class Device(ABC):
 
     @abstractmethod
     def land(self, fence: Any) -> None:
-        """Blocks the host until the download behind `fence` has ended."""
+        """Blocks the host until the copy behind `fence` has ended; None: there is none."""
 
     def note_host(self, tensor: Tensor) -> None:
         """`tensor` is a host weight in memory of its own; of interest to a device that attributes operations."""
         return
+
+    def has_ended(self, fence: Any) -> bool:
+        """Whether the copy behind `fence`, of a download or a swap, has ended: `land` would not block."""
+        return True
 
     @abstractmethod
     def settle(self) -> None:
@@ -135,22 +141,22 @@ class Device(ABC):
 class CPUDevice(Device):
     """The CPU as a device: copies are synchronous, the budget is the one the user names."""
 
-    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Later[Tensor] | None:
+    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> PendingUpload[Tensor] | None:
         self.counters.uploaded_bytes += source.nbytes
         if after is not None:
-            return Later(after, lambda: target.copy_(source))
+            return PendingUpload(after, lambda: target.copy_(source))
         target.copy_(source)
         return None
 
-    def wait(self, fence: Later[Tensor] | None) -> None:
+    def wait(self, fence: PendingUpload[Tensor] | None) -> None:
         if fence is not None:
-            fence.result()
+            fence.event()
 
     def download(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
         self.counters.downloaded_bytes += source.nbytes
 
-    def land(self, fence: None) -> None:
+    def land(self, fence: object) -> None:
         return
 
     def settle(self) -> None:
@@ -204,7 +210,8 @@ class StreamDevice(Device):
         super().__init__(torch_device, host=host)
         self._up, self._down = new_stream("up"), new_stream("down")
         self._out, self._in = new_stream("out"), new_stream("in")
-        self._uploads: deque[Event | Later[Event]] = deque()
+        self._uploads: deque[Event | PendingUpload[Event]] = deque()
+        self._pending: PendingUpload[Event] | None = None
         self._held: deque[tuple[Event, Tensor]] = deque()
 
     @abstractmethod
@@ -215,7 +222,7 @@ class StreamDevice(Device):
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
         """Gives `stream` a copy that does not block the host."""
 
-    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Event | Later[Event]:
+    def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Event | PendingUpload[Event]:
         self.counters.uploaded_bytes += source.nbytes
         given = self.compute_stream().record_event()
 
@@ -225,20 +232,27 @@ class StreamDevice(Device):
             event: Event = self._up.record_event()
             return event
 
-        while self._uploads and not isinstance(self._uploads[0], Later) and self._uploads[0].query():
+        while self._uploads and not isinstance(self._uploads[0], PendingUpload) and self._uploads[0].query():
             self._uploads.popleft()
-        fence = issue() if after is None else Later(after, issue)
-        self._uploads.append(fence)
-        return fence
+        if after is None:
+            self._uploads.append(issue())
+        else:
+            before = None if self._pending is None or self._pending.is_issued else self._pending
+            self._pending = PendingUpload(after, issue, before)
+            self._uploads.append(self._pending)
+        return self._uploads[-1]
 
-    def wait(self, fence: Event | Later[Event]) -> None:
-        self.compute_stream().wait_event(_issued(fence))
+    def wait(self, fence: Event | PendingUpload[Event]) -> None:
+        if (event := event_of(fence)) is not None:
+            self.compute_stream().wait_event(event)
 
     def download(self, source: Tensor, target: Tensor) -> Event:
-        # The host runs ahead: without a bound all gradients would pile up on the device.
+        # The host runs ahead: without a bound all gradients would pile up on the device. What the compute stream has
+        # waited for may be let go: whoever gets the memory next computes after that.
         most = max(self.hold_bytes - source.nbytes, 0)
         while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
-            self._drop_held()
+            self.compute_stream().wait_event(self._held[0][0])
+            self._held.popleft()
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)
         self.counters.downloaded_bytes += source.nbytes
@@ -246,14 +260,17 @@ class StreamDevice(Device):
         self._held.append((fence, source))
         return fence
 
-    def land(self, fence: Event) -> None:
+    def land(self, fence: Event | PendingUpload[Event] | None) -> None:
         began = time.perf_counter()
-        fence.synchronize()
+        _block(fence)
         self.counters.waited_seconds += time.perf_counter() - began
+
+    def has_ended(self, fence: Event) -> bool:
+        return fence.query()
 
     def settle(self) -> None:
         while self._uploads:
-            _issued(self._uploads[0]).synchronize()
+            _block(self._uploads[0])
             self._uploads.popleft()
 
     def swap_out(self, source: Tensor, target: Tensor) -> Event:
@@ -270,10 +287,9 @@ class StreamDevice(Device):
 
     def close(self) -> None:
         self.settle()
-        while self._held:
-            self._drop_held()
-        for stream in (self._out, self._in):
+        for stream in (self._down, self._out, self._in):
             stream.record_event().synchronize()
+        self._held.clear()
         super().close()
 
     def _swap(self, stream: Stream, source: Tensor, target: Tensor) -> Event:
@@ -282,13 +298,10 @@ class StreamDevice(Device):
         fence: Event = stream.record_event()
         return fence
 
-    def _drop_held(self) -> None:
-        self._held[0][0].synchronize()  # Before it is let go, not after.
-        self._held.popleft()
 
-
-def _issued(fence: Event | Later[Event]) -> Event:
-    return fence.result() if isinstance(fence, Later) else fence
+def _block(fence: Event | PendingUpload[Event] | None) -> None:
+    if (event := event_of(fence)) is not None:
+        event.synchronize()
 
 
 class CUDADevice(StreamDevice):

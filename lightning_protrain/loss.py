@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORE_INDEX,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Sum the next-token losses of the labelled tokens, a slice of tokens at a time.
 
@@ -53,10 +56,37 @@ def chunked_cross_entropy(
         labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
         chunk_tokens: Most tokens whose logits exist at the same time.
         ignore_index: The label of a token that is not scored.
+        weights: Factors of the losses of the tokens, float32 of shape [batch, seq], not shifted; None is 1 for all.
 
     Returns:
-        The sum of the losses in nats, a float32 scalar, and the number of tokens in it. Without labelled tokens the sum
-        is a zero that is connected to `hidden` and `head`.
+        The sum of the losses in nats, a float32 scalar, and the number of tokens in it, whatever their weights. Without
+        labelled tokens the sum is a zero that is connected to `hidden` and `head`.
+
+    Raises:
+        ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
+    """
+    selected, targets, positions = labelled(hidden, labels, chunk_tokens, ignore_index)
+    factors: Sequence[Tensor | None] = [None] * max(-(-len(targets) // chunk_tokens), 1)
+    if weights is not None:
+        shifted = F.pad(weights[:, 1:], (0, 1)).flatten()
+        factors = shifted.index_select(0, positions).split(chunk_tokens)
+
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    # Zero tokens split into one empty slice, which runs the head too: its gradients are zeros, not missing.
+    slices = zip(selected.split(chunk_tokens), targets.split(chunk_tokens), factors, strict=True)
+    for slice_hidden, slice_targets, slice_factors in slices:
+        if torch.is_grad_enabled():
+            part = checkpoint(_slice_loss, slice_hidden, head, slice_targets, slice_factors, use_reentrant=False)
+        else:
+            part = _slice_loss(slice_hidden, head, slice_targets, slice_factors)
+        total = total + part
+    return total, positions.numel()
+
+
+def labelled(
+    hidden: Tensor, labels: Tensor, chunk_tokens: int, ignore_index: int = IGNORE_INDEX
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is scored, against what, and where: [tokens, hidden], and int64 [tokens] twice, the latter flat positions.
 
     Raises:
         ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
@@ -71,23 +101,15 @@ def chunked_cross_entropy(
     # Shift the labels, not the hidden states: their flat view needs no copy.
     targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index).flatten()
     positions = (targets != ignore_index).nonzero().squeeze(1)
-    selected = hidden.flatten(0, 1).index_select(0, positions)
-    targets = targets.index_select(0, positions)
-
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    # Zero tokens split into one empty slice, which runs the head too: its gradients are zeros, not missing.
-    for slice_hidden, slice_targets in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled():
-            part = checkpoint(_slice_loss, slice_hidden, head, slice_targets, use_reentrant=False)
-        else:
-            part = _slice_loss(slice_hidden, head, slice_targets)
-        total = total + part
-    return total, positions.numel()
+    return hidden.flatten(0, 1).index_select(0, positions), targets.index_select(0, positions), positions
 
 
-def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    logits = head(hidden)  # [tokens, vocab]
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor, factors: Tensor | None) -> Tensor:
+    logits = head(hidden).float()  # [tokens, vocab]
+    if factors is None:
+        return F.cross_entropy(logits, targets, reduction="sum")
+    # No scalar product: autocast would round both of its sides.
+    return (F.cross_entropy(logits, targets, reduction="none") * factors).sum()
 
 
 def has_plain_head(model: nn.Module) -> bool:

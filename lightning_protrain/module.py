@@ -7,20 +7,24 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lightning_protrain.architectures import auto_class, check_config, names_vocab_size, vocab_size_of
-from lightning_protrain.data.collating import Batch, is_packed
+from lightning_protrain.adapters import base_of, lora_config, with_lora
+from lightning_protrain.architectures import build_model, check_config, names_vocab_size, vocab_size_of
+from lightning_protrain.callbacks.failures import SharedFailure
+from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
 from lightning_protrain.data.loader import TokenWindow
 from lightning_protrain.data.packing import check_packing
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
-from lightning_protrain.metrics import Perplexity, TokenLoss
+from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
+from lightning_protrain.scoring import token_scores
 
 # A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64
@@ -34,7 +38,8 @@ class CausalLMModule(LightningModule):
     are named `model.<name in transformers>`. A batch is a dict with `input_ids` and `labels` ([batch, seq]; -100 marks
     tokens that are not scored; not shifted), and whatever else the model takes, such as `attention_mask` or
     `position_ids`. With `trained_tokens` too, which TrainLoader adds, the loss of an optimizer step is the mean over
-    the tokens of its batches on all ranks; `loss_weights` ([batch, seq]) weigh the tokens in training.
+    the tokens of its batches on all ranks; `loss_weights` ([batch, seq], int64 in units of 1 / WEIGHT_UNITS)
+    weigh the tokens in training.
 
     Args:
         model: Folder or Hugging Face id of a pretrained model. Exactly one of `model` and `config` is given.
@@ -47,6 +52,10 @@ class CausalLMModule(LightningModule):
         loss_chunk_tokens: Most tokens whose logits exist at the same time; None holds the logits of all tokens.
         attn_implementation: Attention of transformers, e.g. `sdpa` or `flash_attention_2`; None lets it choose.
         dtype: Dtype of the weights as loaded or built; `auto` takes that of the checkpoint.
+        lora: Arguments of `peft.LoraConfig`, e.g. `{r: 16, lora_alpha: 32}`: only adapters are trained, by default in
+            all linear layers but the head. None trains the model itself.
+        nonfinite: What becomes of batches in validation and test that are not finite: `exclude` leaves them out, counts
+            them and warns, `error` ends the run on all ranks, `keep` lets them through to the metrics.
         vocab_size: Rows of the embedding. None: what the model or the config says, else the size of the tokenizer of
             the datamodule, rounded up to a multiple of 64.
 
@@ -55,7 +64,7 @@ class CausalLMModule(LightningModule):
             config has an unknown `model_type` or key.
     """
 
-    model: PreTrainedModel | None
+    model: PreTrainedModel | PeftModel | None
 
     def __init__(
         self,
@@ -70,19 +79,24 @@ class CausalLMModule(LightningModule):
         attn_implementation: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
         vocab_size: int | None = None,
+        lora: dict[str, Any] | None = None,
+        nonfinite: NonFinite = "exclude",
     ) -> None:
         super().__init__()
         if (model is None) == (config is None):
             raise ValueError(f"Give exactly one of model and config; model is {model!r} and config is {config!r}.")
         if config is not None:
             check_config(config)
+        if lora is not None:
+            lora_config(lora)
         self.save_hyperparameters()
         _check_numbers(self.hparams)
         self.model = None
         self._num_tokenizer_tokens: int | None = None
         self._window: TokenWindow | None = None
-        # No compute groups: the two metrics hold two scalars each, and Lightning resets them one by one.
-        metrics = MetricCollection({"loss": TokenLoss(), "perplexity": Perplexity()}, compute_groups=False)
+        # No compute groups: the metrics hold three scalars each, and Lightning resets them one by one.
+        kinds = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
+        metrics = MetricCollection({name: kind(nonfinite) for name, kind in kinds.items()}, compute_groups=False)
         self.val_metrics = metrics.clone(prefix="val_")
         self.test_metrics = metrics.clone(prefix="test_")
 
@@ -106,26 +120,15 @@ class CausalLMModule(LightningModule):
         """Build the model or load its weights; does nothing where there is one already."""
         if self.model is not None:
             return
-        config = self._resolve_config()
-        dtype = self.hparams["dtype"]
-        options = {"dtype": dtype, "attn_implementation": self.hparams["attn_implementation"]}
-        if self.hparams["model"] is None or torch.get_default_device().type == "meta":
-            # Where tensors have no memory there is nothing to load.
-            known = config.dtype if self.hparams["model"] is not None else None
-            options["dtype"] = known if dtype == "auto" else getattr(torch, dtype)
-            model = auto_class(config).from_config(config, **options)
-        else:
-            model = auto_class(config).from_pretrained(self.hparams["model"], **options)
-            vocab_size = self.hparams["vocab_size"]
-            if vocab_size not in (None, vocab_size_of(model.config)):
-                model.resize_token_embeddings(vocab_size)
-        # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
-        self.model = model.train()
-        if self.hparams["loss_chunk_tokens"] is not None and not has_plain_head(model):
+        config, given = self._resolve_config(), self.hparams
+        model = build_model(config, given["model"], given["dtype"], given["attn_implementation"], given["vocab_size"])
+        if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings is not known to make its logits by its head alone: "
                 "the logits of all tokens of a batch are held at once, and loss_chunk_tokens bounds only their copies."
             )
+        # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
+        self.model = (model if given["lora"] is None else with_lora(model, given["lora"])).train()
 
     def _resolve_config(self) -> PretrainedConfig:
         """Return the config of the model to be, with its vocabulary settled and checked against the tokenizer."""
@@ -164,7 +167,7 @@ class CausalLMModule(LightningModule):
         self._built().train()
         self._window = None
 
-    def _built(self) -> PreTrainedModel:
+    def _built(self) -> PreTrainedModel | PeftModel:
         if self.model is None:
             raise ValueError("The model is not built yet: call configure_model() first, or let a Trainer do it.")
         return self.model
@@ -190,17 +193,13 @@ class CausalLMModule(LightningModule):
             self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["labels"]))
         return loss if router_loss is None else loss + router_loss
 
-    def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+    def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
         """Return the sum of the weighted losses, and that of the weights: the number of tokens where there are none."""
         labels, weights = batch["labels"], batch.get("loss_weights")
         if weights is None:
             return self._token_loss(scores, head, labels)
-        loss_sum, total = torch.zeros((), device=scores.device), 0.0
-        # Weights are those of messages: few are different. Without any label, a zero that is connected to the graph.
-        for weight in weights[labels != IGNORE_INDEX].unique().tolist() or [0.0]:
-            part, num_tokens = self._token_loss(scores, head, labels.masked_fill(weights != weight, IGNORE_INDEX))
-            loss_sum, total = loss_sum + weight * part, total + weight * num_tokens
-        return loss_sum, total
+        loss_sum, _ = self._token_loss(scores, head, labels, weights.float() / WEIGHT_UNITS)
+        return loss_sum, weights[:, 1:][labels[:, 1:] != IGNORE_INDEX].sum() / WEIGHT_UNITS
 
     def _share_of_window(self, loss_sum: Tensor, batch: Batch, batch_idx: int) -> Tensor:
         """Return what becomes the share of this batch in the mean loss over the tokens of an optimizer step.
@@ -214,11 +213,11 @@ class CausalLMModule(LightningModule):
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def validation_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `val_loss` and `val_perplexity`; several dataloaders are added up."""
+        """Add the batch to `val_metrics`; several dataloaders are added up."""
         self._evaluate(batch, self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `test_loss` and `test_perplexity`; several dataloaders are added up."""
+        """Add the batch to `test_metrics`; several dataloaders are added up."""
         self._evaluate(batch, self.test_metrics)
 
     def predict_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -237,19 +236,33 @@ class CausalLMModule(LightningModule):
             "num_tokens": torch.tensor([num_tokens for _, num_tokens in rows]),
         }
 
+    def configure_callbacks(self) -> list[Callback]:
+        """What fails in the evaluation of one rank ends all of them."""
+        return [SharedFailure()]
+
     # Logged at the end, not in the step: a rank whose shard is empty must take part in the reduction.
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss` and `val_perplexity`, exact over all tokens of all ranks."""
-        self.log_dict(self.val_metrics, prog_bar=True)
+        """Log `val_loss`, `val_perplexity` and `val_accuracy`, exact over all tokens of all ranks."""
+        self._log(self.val_metrics, prog_bar=True)
 
     def on_test_epoch_end(self) -> None:
-        """Log `test_loss` and `test_perplexity`, exact over all tokens of all ranks."""
-        self.log_dict(self.test_metrics)
+        """Log `test_loss`, `test_perplexity` and `test_accuracy`, exact over all tokens of all ranks."""
+        self._log(self.test_metrics, prog_bar=False)
+
+    def _log(self, metrics: MetricCollection, prog_bar: bool) -> None:
+        # A metric that has no value this time must not be taken for what it was the last time.
+        for name in map(str, metrics.keys()):
+            self.trainer.callback_metrics.pop(name, None)
+        self.log_dict(metrics, prog_bar=prog_bar)
 
     def _evaluate(self, batch: Batch, metrics: MetricCollection) -> None:
         scores, head, _ = self._scores(batch)
-        metrics.update(*self._token_loss(scores, head, batch["labels"]))
+        labels = batch["labels"]
+        found = token_scores(scores, head, labels, self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1))
+        # Where the loss is not finite, the likeliest token is any: the batch counts in all metrics or in none.
+        num_correct = torch.where(found.loss_sum.isfinite(), found.num_correct.double(), math.nan)
+        metrics.update(loss_sum=found.loss_sum, num_correct=num_correct, num_tokens=found.num_tokens)
 
     def _scores(self, batch: Batch) -> tuple[Tensor, nn.Module, Tensor | None]:
         """Return what the loss is computed from, what maps that to logits, and the loss of the router if any.
@@ -262,17 +275,20 @@ class CausalLMModule(LightningModule):
         if "flash" in str(model.config._attn_implementation) and is_packed(inputs):
             # Flash attention tells segments apart in a single row only.
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
-        if self.hparams["loss_chunk_tokens"] is not None and has_plain_head(model):
-            hidden = model.base_model(**inputs, use_cache=False)[0]
-            return hidden.reshape(*batch["labels"].shape, -1), model.get_output_embeddings(), None
+        base = base_of(model)
+        if self.hparams["loss_chunk_tokens"] is not None and has_plain_head(base):
+            hidden = base.base_model(**inputs, use_cache=False)[0]
+            return hidden.reshape(*batch["labels"].shape, -1), base.get_output_embeddings(), None
         output = model(**inputs, use_cache=False)
         logits = output.logits.reshape(*batch["labels"].shape, -1)
         has_router = getattr(model.config, "output_router_logits", False)
         return logits, nn.Identity(), model.config.router_aux_loss_coef * output.aux_loss if has_router else None
 
-    def _token_loss(self, scores: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, int]:
+    def _token_loss(
+        self, scores: Tensor, head: nn.Module, labels: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, int]:
         chunk_tokens = self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1)
-        return chunked_cross_entropy(scores, head, labels, chunk_tokens)
+        return chunked_cross_entropy(scores, head, labels, chunk_tokens, weights=weights)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Tensor:

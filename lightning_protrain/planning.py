@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +22,10 @@ from lightning_protrain.planner.presets import Preset, make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
+from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import BlockChoice, describe_model
 from lightning_protrain.profiler.cache import cached_profile, user_folder
+from lightning_protrain.profiler.catalogue import capability
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -71,6 +74,8 @@ class Case:
         state_bytes: Bytes of optimizer states for each trained element.
         training: How the training loop uses the plan; None: nothing is trained.
         foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
+        profile_on: Profiles the step, and says what is streamed in two bytes, for a GPU of some compute capability that
+            is not here, or for `device`; None: it need not be profiled.
     """
 
     wishes: Wishes
@@ -82,6 +87,19 @@ class Case:
     state_bytes: float = 0.0
     training: Training | None = None
     foreach: bool = False
+    profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
+
+    def on(self, machine: HardwareProfile | None) -> Case:
+        """The same case with the profile of the step as it runs there; kernels differ.
+
+        Raises:
+            ValueError: The step has to be profiled and cannot be.
+        """
+        if self.profile_on is None:
+            return self
+        profile, streamed = self.profile_on(capability(machine.name) if machine is not None else None)
+        layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
+        return replace(self, layout=layout, profile=profile, streamed=streamed)
 
     def plan(self, machine: HardwareProfile | None = None) -> Plan:
         """The plan for this machine, or for another one.
@@ -224,7 +242,7 @@ def describe_case(
         precision: Opened.
         optimizers: Those of the model; None: nothing is trained.
         overlap: How the host's optimizer steps are overlapped.
-        elsewhere: Whether it is planned for other machines.
+        elsewhere: Whether it is planned for other machines; then `Case.on` profiles the step, for each kind of GPU.
 
     Raises:
         ValueError: A model that cannot be described, or a step that has to be profiled and cannot be.
@@ -251,11 +269,15 @@ def describe_case(
     )
     if not (elsewhere or _needs_profile(case)):
         return case
-    profile = profile_training_step(trainer, model, layout, precision.train_step_context, _reason(wishes, elsewhere))
-    streamed = streamable(profile, model, case.low_dtype)
-    if case.low_dtype is not None:
-        layout = layout.streaming(streamed, case.low_dtype)
-    return replace(case, layout=layout, profile=profile, streamed=streamed)
+    reason = _reason(wishes, elsewhere)
+
+    @functools.cache
+    def profile_on(kind: Capability | None) -> tuple[ModelProfile | None, frozenset[str]]:
+        profile = profile_training_step(trainer, model, layout, precision.train_step_context, reason, kind)
+        return profile, streamable(profile, model, case.low_dtype)
+
+    case = replace(case, profile_on=profile_on)
+    return case if elsewhere else case.on(None)
 
 
 def answers(case: Case, machines: Mapping[str, HardwareProfile | None]) -> dict[str, Plan | ValueError]:
@@ -263,7 +285,7 @@ def answers(case: Case, machines: Mapping[str, HardwareProfile | None]) -> dict[
     found: dict[str, Plan | ValueError] = {}
     for name, machine in machines.items():
         try:
-            found[name] = case.plan(machine)
+            found[name] = case.on(machine).plan(machine)
         except ValueError as error:
             found[name] = error
     return found

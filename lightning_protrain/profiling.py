@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_protrain.batches import batch_to_plan_with
+from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.model import profile_model, unchanged
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.tracing import UntraceableError
@@ -38,8 +39,11 @@ def profile_training_step(
     layout: ModelLayout,
     forward_context: Callable[[], AbstractContextManager[Any]],
     needed_for: str = "",
+    capability: Capability | None = None,
 ) -> ModelProfile | None:
     """Runs `training_step` on the largest batch, or the first, for its shapes; see `profile_model`.
+
+    A step that cannot be traced runs on the device, with real tensors.
 
     The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
     of the trainer; random states are put back, and what the module and the data module hold, as far as [Note: Reach]
@@ -53,13 +57,13 @@ def profile_training_step(
         layout: What `describe_model` says about it.
         forward_context: Around the step: the autocast of the precision.
         needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
+        capability: Of the CUDA GPU that is planned for, if it is not the device of the trainer.
 
     Returns:
-        The profile; None, and one sentence for the user, if there is no batch, or the step cannot be traced or raises.
+        The profile; None, and one sentence for the user, if there is no batch, or the step raises.
 
     Raises:
-        ValueError: There is no batch or the step cannot be traced, and the profile is needed. What the step itself
-            raises is raised then, too.
+        ValueError: There is no batch, and the profile is needed. What the step itself raises is raised then, too.
     """
     try:
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
@@ -72,11 +76,17 @@ def profile_training_step(
         if model.automatic_optimization:
             step = partial(_with_loss, step, trainer.accumulate_grad_batches)
 
+        @cache
+        def say(message: str) -> None:
+            rank_zero_info(message)
+
         def profiled() -> ModelProfile:
             with ExitStack() as stack:
                 stack.enter_context(_undisturbed(trainer, model, batch))
                 stack.push(_note)
-                return profile_model(model, layout, step, forward_context, trainer.strategy.root_device)
+                return profile_model(
+                    model, layout, step, forward_context, trainer.strategy.root_device, capability, say=say
+                )
 
         profile = profiled()
         with _without_caches(model) as caches:
@@ -136,8 +146,11 @@ def _say_unknown(reason: str) -> None:
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:
-    """Parameters that may be streamed in `low_dtype`: those of `castable` without hooks, which would see the cast."""
-    if profile is None or low_dtype is None:
+    """Parameters that may be streamed in `low_dtype`: those of `castable` without hooks, which would see the cast.
+
+    None of a step that was measured: how it uses a weight may depend on values, which another batch has others of.
+    """
+    if profile is None or profile.measured or low_dtype is None:
         return frozenset()
     hooked = {
         fqn

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader
 
+from lightning_protrain.batches import SyntheticData
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.page import page
 from lightning_protrain.data.preview import render
@@ -39,6 +42,8 @@ class PlanningTrainer(Trainer):
         host_memory: str | int = "auto",
         host_cores: int | None = None,
         json: str | None = None,
+        batch_size: int | None = None,
+        length: int | None = None,
     ) -> None:
         """Print the plan that `fit` would make, without weights, without training and without the GPU.
 
@@ -50,6 +55,8 @@ class PlanningTrainer(Trainer):
             host_memory: Of the host to plan for, e.g. "64GiB"; "auto": what this one has free.
             host_cores: Of the same; None: as many as this one has.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
+            batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: one.
+            length: Tokens of each of them; None: 1024, or as many as the model has positions for.
 
         Raises:
             ValueError: The strategy is another one; an unknown GPU; nothing can be profiled; or no plan fits any GPU.
@@ -71,7 +78,11 @@ class PlanningTrainer(Trainer):
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
         with self.strategy.planning_only(machines) as answers:
-            self.fit(model, datamodule=datamodule)
+            has_data = datamodule is not None or is_overridden("train_dataloader", model)
+            if has_data and (batch_size is not None or length is not None):
+                raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
+            made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
+            self.fit(model, None if has_data else made, datamodule=datamodule)
         report(answers, json, num_gpus)
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):

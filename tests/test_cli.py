@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.data.datamodule import ChatDataModule
@@ -117,6 +119,15 @@ def test_callbacks_of_the_package_have_short_names() -> None:
     assert isinstance(cli.trainer.callbacks[0], PlanMonitor)
 
 
+def test_an_evaluator_takes_datamodules_by_name() -> None:
+    data = "{python: {class_path: ChatDataModule, init_args: {batch_size: 3}}, manners: {class_path: ChatDataModule}}"
+    arguments = ["--trainer.callbacks+=Evaluator", f"--trainer.callbacks.data={data}"]
+    evaluator = _made(f"--model.config={SMALL}", *arguments).trainer.callbacks[0]
+    assert isinstance(evaluator, Evaluator)
+    assert [type(each) for each in evaluator.data.values()] == [ChatDataModule] * 2
+    assert evaluator.data["python"].batch_size == 3
+
+
 def test_a_strategy_given_as_a_class_is_made() -> None:
     cli = ProTrainCLI(
         [
@@ -169,6 +180,8 @@ def test_a_run_trains_and_saves_its_config_again_and_again(
             sys, "argv", ["lightning-protrain", "fit", *run_options, *logger, f"--trainer.max_steps={steps}"]
         )
         main()
+        assert gc.get_freeze_count(), "what the imports made is left out of garbage collection"
+        gc.unfreeze()
         saved = yaml.safe_load((tmp_path / "lightning_logs" / "version_0" / "config.yaml").read_text())
         assert saved["trainer"]["max_steps"] == steps
     checkpoints = list(tmp_path.rglob("*.ckpt"))

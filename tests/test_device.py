@@ -199,10 +199,17 @@ def test_a_source_is_held_until_its_download_has_ended() -> None:
 
 
 def test_sources_do_not_pile_up() -> None:
+    """The compute stream waits for what must go, and for nothing else; the host for nothing at all."""
     device = LateDevice()
+    device.hold_bytes = 2 * 16
+    fences = []
     for _ in range(6):
-        device.download(torch.zeros(4), torch.zeros(4))
-        assert sum(tensor.nbytes for _, tensor in device._held) <= 2 * 16
+        fences.append(device.download(torch.zeros(4), torch.zeros(4)))
+        assert sum(tensor.nbytes for _, tensor in device._held) <= device.hold_bytes
+    assert device.computing.events == fences[:4]
+    assert not any(fence.query() for fence in fences)
+    device.close()
+    assert device._down.recorded[-1].query()
 
 
 def test_an_upload_after_a_job_waits_for_it_and_not_for_what_came_later() -> None:

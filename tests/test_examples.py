@@ -50,5 +50,5 @@ def test_train_python_docs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     output = capsys.readouterr().out
     assert re.search(r"model\.layers\.0-2 .* streamed .* checkpoint", output)
     assert "ProTrain streamed" in output
-    assert "> What does `os.path.join` do?" in output
+    assert "Answers after" in output
     assert re.search(r"val_loss \d\.\d+ -> \d\.\d+", output)

@@ -132,6 +132,24 @@ def test_two_runs_are_bitwise_equal():
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+def test_weights_are_factors_of_single_losses_and_are_not_rounded(chunk_tokens, autocast):
+    hidden, head, labels = random_case(2, 9, 8, seed=4)
+    labels[0, 2:5] = -100
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(4))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, num_tokens = chunked_cross_entropy(hidden, head, labels, chunk_tokens, weights=weights)
+        logits = head(hidden[:, :-1]).float().flatten(0, 1)
+    losses = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+    expected = (losses * weights[:, 1:].flatten()).sum()
+    assert num_tokens == 13
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    pairs = zip(gradients(loss, hidden, head), gradients(expected, hidden, head), strict=True)
+    for gradient, expected_gradient in pairs:
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-2 if autocast else 1e-5)
+
+
 @pytest.mark.parametrize("chunk_tokens", [8, 32, 100])
 def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk_tokens):
     hidden, head, labels = random_case(4, 65, 4, seed=3)

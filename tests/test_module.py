@@ -194,18 +194,6 @@ def test_fit_learns_and_logs(tmp_path):
     assert perplexity.item() == pytest.approx(math.exp(loss))
 
 
-def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
-    module = CausalLMModule(config=LLAMA)
-    results = []
-    for size in (1, 3, 7):
-        data = Sequences(batch_size=size)
-        data.rows[0] = {**data.rows[0], "labels": data.rows[0]["labels"].index_fill(0, torch.arange(9), -100)}
-        assert trainer(tmp_path).validate(module, data, verbose=False)
-        results += trainer(tmp_path).test(module, data, verbose=False)
-    assert set(results[0]) == {"test_loss", "test_perplexity"}
-    assert all(result == pytest.approx(results[0], rel=1e-5) for result in results)
-
-
 def test_configure_model_keeps_the_model_it_finds(tmp_path):
     module = CausalLMModule(config=LLAMA)
     trainer(tmp_path).fit(module, datamodule=Sequences())

@@ -13,8 +13,8 @@ import torch.distributed
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
-from lightning_protrain.data.collating import Batch, Collator, Row
-from lightning_protrain.data.loader import WEIGHT_UNITS, TrainLoader
+from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, Collator, Row
+from lightning_protrain.data.loader import TrainLoader
 from lightning_protrain.data.packing import pack, single_blocks
 from lightning_protrain.data.sampling import EpochSampler
 from lightning_protrain.module import CausalLMModule
@@ -85,7 +85,7 @@ def mean_loss(module: CausalLMModule, weights: bool = False) -> float:
         logits = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         labels = batch["labels"][:, 1:].flatten()
         losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="none").double()
-        factors = batch["loss_weights"][0, 1:] if weights else (labels != -100).double()
+        factors = batch["loss_weights"][0, 1:] / WEIGHT_UNITS if weights else (labels != -100).double()
         total, count = total + float(losses.detach() @ factors.double()), count + float(factors.sum())
     return total / count
 
@@ -189,8 +189,17 @@ def test_weights_matter_and_are_normalised() -> None:
     module = built()
     module.log = lambda *args, **options: None
     loss = module.training_step(batch)
-    torch.testing.assert_close(module.training_step({**batch, "loss_weights": batch["loss_weights"] * 1e-3}), loss)
-    assert WEIGHT_UNITS == 2**32
+    torch.testing.assert_close(module.training_step({**batch, "loss_weights": batch["loss_weights"] // 1000}), loss)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_weights_reach_the_loss_unrounded_in_every_precision(precision: str) -> None:
+    row = encoded(12, weights=np.full(12, 0.3, np.float32), trained=np.arange(12) > 4)
+    batch = Collator(0, 64, weighted=True)([Row((row,))])
+    trainer = Trainer(accelerator="cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False)
+    given = trainer.precision_plugin.convert_input(batch)
+    weights = given["loss_weights"][given["labels"] != -100].float() / WEIGHT_UNITS
+    assert (weights == np.float32(0.3)).all()
 
 
 def test_no_copy_of_all_logits_is_made() -> None:

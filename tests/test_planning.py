@@ -17,8 +17,10 @@ from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, Wishes, answers
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.records import ModelProfile
 from tests.machines import CPU, GIB
 from tests.models import zoo
 
@@ -95,6 +97,24 @@ def test_another_machine_gets_its_own_plan() -> None:
     assert plans["tiny"].num_offloaded_chunks > 0
     assert plans["tiny"].prediction.device_bytes <= 60_000 * SHARE_OF_ALL
     assert isinstance(plans["none"], NoFeasiblePlan)
+
+
+def test_each_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
+    asked: list[Any] = []
+    found = case(GIB)
+
+    def profile_on(capability: tuple[int, int] | None) -> tuple[ModelProfile | None, frozenset[str]]:
+        asked.append(capability)
+        return replace(profile, attention=((str(capability), 1),)), frozenset()
+
+    profile = found.profile
+    found = replace(found, profile=None, profile_on=profile_on)
+    machines = [gpu(name, 64 * GIB, 8) for name in ("RTX 3090", "H100 SXM")]
+    plans = answers(found, {"": None} | {machine.name: machine for machine in machines})
+    assert asked == [None, (8, 6), (9, 0)]
+    assert all(plan.prediction is not None for plan in plans.values())
+    assert found.on(machines[0]).profile.attention == (("(8, 6)", 1),)
+    assert case().on(machines[0]).profile.attention == ()  # nothing can be profiled again
 
 
 @pytest.mark.parametrize("choice", ["offload", "resident"])

@@ -349,7 +349,6 @@ def _streaming() -> ParityModule:
 
 UNKNOWN: dict[str, tuple[Callable[[], ParityModule], str]] = {
     "iterable": (_streaming, r"no batch can be taken ahead of training .*the data is iterable"),
-    "moe": (lambda: zoo()["moe"](), r"_local_scalar_dense.* in 'network\.blocks\.0' needs the values of a tensor"),
     "fetches": (lambda: Fetches(LanguageModel([Mlp(), Mlp()])), "takes batches itself, from `dataloader_iter`"),
 }
 

@@ -73,6 +73,23 @@ def test_one_gpu_is_explained(options: list[str], no_weights: None, capsys: pyte
     assert not list(Path().glob("lightning_logs"))
 
 
+def test_without_data_a_batch_is_made(no_weights: None, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    sized = CONFIG.replace("}", ", vocab_size: 128}")
+    predicted = []
+    for length in (64, 128):
+        arguments = ["plan", "--gpu", "RTX 3090", f"--model.config={sized}", "--data=null", "--trainer.max_epochs=1"]
+        ProTrainCLI([*arguments, "--batch_size=3", f"--length={length}", "--json=plans.json"])
+        plan = _written(Path("plans.json"))["RTX 3090"]
+        assert plan is not None
+        assert plan.prediction is not None
+        predicted.append((plan.prediction.tokens, plan.memory.activations))
+    (tokens, activations), (more_tokens, more_activations) = predicted
+    assert (tokens, more_tokens) == (3 * 64, 3 * 128)
+    assert more_activations > 1.8 * activations
+    assert "Expected on RTX 3090" in capsys.readouterr().out
+
+
 def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     gpus = ("RTX 3060", "RTX 4090", "A100 80GB SXM")
     names = [part for name in gpus for part in ("--gpu", name)]
@@ -149,6 +166,7 @@ def test_a_planned_trainer_can_train() -> None:
         ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
         ({"num_gpus": 2}, "say what else there is beside a `gpu`"),
         ({"host_memory": "1GiB"}, "say what else there is beside a `gpu`"),
+        ({"length": 64}, "batch_size and length are those of a batch that is made where there is no data"),
     ],
     ids=str,
 )

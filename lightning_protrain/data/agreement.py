@@ -7,19 +7,34 @@ calls may be turns of their own, but there are never more turns than these, nor 
 conversation that breaks this is not trained on silently: its markers stand in its own text, or its template drops
 messages. Where the numbers say too little, what is trained is also held against the text of the messages: where a
 message holds a marker that is plain text, where messages have weights, where the numbers differ, and where the first
-word is the assistant's or the last one somebody else's.
+word is the assistant's or the last one somebody else's. Whatever is trained of such a conversation must not hold what
+others said, more often than the assistant itself did. All this is left out for usual rows: plain messages of user and
+assistant in turn, maybe after one of the system, with as many turns as messages; these are told apart for a whole
+batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_protrain.data.conversations import Conversation, Message, text_of
+from lightning_protrain.data.features import SEVERAL, SYSTEM, has_tags, said_by, thoughts
 
 NOT_PROVEN = "turns and messages differ"
 LEAKING = "the chat format does not tell who speaks"
 NO_CALLS = "the chat template leaves out a tool call"
+NO_TEXT = "the chat template leaves out what is said beside a tool call"
+LEAKED = "what others said would be trained"
+THINKS = "its thoughts cannot be left out"
+NO_END = "a trained turn has no end marker"
+# Shorter texts of others may occur in what a template writes within a turn.
+_TELLING = 12
+_USER, _SYSTEM, _OTHER, _TRAINED, _NOT_PLAIN = range(5)
 
 
 class WeightsError(ValueError):
@@ -32,6 +47,67 @@ class UntrainableError(ValueError):
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason}{f': {details}' if details else ''}")
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Speakers:
+    """Who speaks in the conversations of a batch.
+
+    Attributes:
+        usual: By row, whether it is usual: [Note: Turns and messages].
+        num_messages: By row, its messages of trained roles.
+    """
+
+    usual: NDArray[np.bool_]
+    num_messages: NDArray[np.int64]
+
+
+def speakers(
+    conversations: Sequence[Conversation], roles: Sequence[str], unproven: Collection[str] = (), quiet: bool = False
+) -> Speakers:
+    """Who speaks, for all rows at once.
+
+    Args:
+        conversations: The rows.
+        roles: Those that are trained.
+        unproven: Features for which the format is not proven; rows that have them are not usual.
+        quiet: Whether thoughts are not trained; rows that have them in their text are then not usual.
+    """
+    messages = [message for row in conversations for message in row["messages"]]
+    kinds = {"user": _USER, "system": _SYSTEM, **dict.fromkeys(roles, _TRAINED)}
+    # One pass in Python over what may be millions of messages.
+    kind = np.array(
+        [
+            kinds.get(one["role"], _OTHER) if len(one) == 2 and "</think>" not in one["content"] else _NOT_PLAIN
+            for one in messages
+        ],
+        dtype=np.int8,
+    )
+    plain = kind != _NOT_PLAIN
+    if not plain.all():
+        kind[~plain] = [kinds.get(messages[at]["role"], _OTHER) for at in np.flatnonzero(~plain)]
+    if quiet:
+        plain &= np.array([not has_tags(text_of(message)) for message in messages], dtype=bool)
+    stops = np.cumsum([len(row["messages"]) for row in conversations])
+    starts = np.concatenate(([0], stops[:-1]))
+    first = np.zeros(len(messages) + 1, dtype=bool)
+    first[starts] = True
+    first = first[:-1]
+    before = np.roll(kind, 1)
+    before[first] = _SYSTEM
+    odd = ~plain | (kind == _OTHER) | (kind == before) & ~((kind == _SYSTEM) & first) | (kind == _SYSTEM) & ~first
+    odd |= (kind == _TRAINED) & (before == _SYSTEM)
+    if SYSTEM in unproven:
+        odd |= kind == _SYSTEM
+    trained = np.concatenate(([0], np.cumsum(kind == _TRAINED)))
+    counts = trained[stops] - trained[starts]
+    oddities = np.concatenate(([0], np.cumsum(odd)))
+    usual = (oddities[stops] == oddities[starts]) & (stops > starts)
+    usual[usual] = kind[stops[usual] - 1] == _TRAINED
+    usual &= np.array(["tools" not in row for row in conversations], dtype=bool)
+    if SEVERAL in unproven:
+        usual &= counts < 2
+    return Speakers(usual, counts)
 
 
 def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
@@ -101,7 +177,8 @@ def check_turns(
         # Templates may leave out what was thought in earlier turns.
         said = " ".join(text_of(message).rpartition("</think>")[2].split())
         if said not in found:
-            raise UntrainableError(NOT_PROVEN, f"found {found!r} where the message is {said!r}")
+            reason = NO_TEXT if "tool_calls" in message else NOT_PROVEN
+            raise UntrainableError(reason, f"found {found!r} where the message is {said!r}")
 
 
 def _runs(conversation: Conversation, roles: Sequence[str]) -> int:
@@ -118,3 +195,42 @@ def _check_roles(conversation: Conversation, leaking: frozenset[str]) -> None:
             details = f"what {message['role']!r} says after the assistant would be trained"
             raise UntrainableError(LEAKING, details)
         has_spoken |= message["role"] == "assistant"
+
+
+def check_trained(
+    conversation: Conversation, roles: Sequence[str], trained: str, quiet: bool, whole: bool = True
+) -> None:
+    """Holds what is trained against what was said.
+
+    Args:
+        conversation: Its messages.
+        roles: Those that are trained.
+        trained: The text of all trained tokens.
+        quiet: Whether thoughts are not trained.
+        whole: Whether all turns of these roles are trained.
+
+    Raises:
+        UntrainableError: Others said it; or it is a thought, or lacks an answer behind one.
+    """
+    kept = " ".join(trained.split())
+    own = [message for message in conversation["messages"] if message["role"] in roles]
+    said = " ".join(map(said_by, own))
+    for message in conversation["messages"]:
+        text = " ".join(text_of(message).split())
+        if message["role"] not in roles and len(text) >= _TELLING and kept.count(text) > said.count(text):
+            raise UntrainableError(LEAKED, f"{message['role']!r} says {text[:80]!r}")
+    if not quiet:
+        return
+    if has_tags(kept):
+        raise UntrainableError(THINKS, f"{kept[:200]!r} has a tag of one; train_thinking is false")
+    parts = [" ".join(text_of(message).rpartition("</think>")[2].split()) for message in own]
+    for part in parts if whole else ():
+        if part not in kept:
+            raise UntrainableError(THINKS, f"found {kept!r} where the answer is {part!r}; train_thinking is false")
+    calls = [
+        said_by({"role": "", "content": "", "tool_calls": one["tool_calls"]}) for one in own if "tool_calls" in one
+    ]
+    answers = " ".join((*parts, *calls))
+    for thought in (thought for message in own for thought in thoughts(message)):
+        if kept.count(thought) > answers.count(thought):
+            raise UntrainableError(THINKS, f"{thought[:80]!r} would be trained; train_thinking is false")

@@ -17,6 +17,8 @@ from lightning_protrain.data.packing import Blocks
 from lightning_protrain.data.truncation import TOKEN_EXTRAS
 
 Batch = dict[str, Tensor]
+# Weights in batches are counted in these parts of one: integers survive a cast of the batch to half precision.
+WEIGHT_UNITS = 2**32
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +70,8 @@ class Collator:
         pad_token_id: What stands at padded places.
         max_length: The rounding stops here.
         multiple: Lengths are rounded up to a multiple of it.
-        weighted: Whether batches have `loss_weights`, float32 of shape [batch, length], 0 where nothing is trained. All
-            batches of a run have them or none.
+        weighted: Whether batches have `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0
+            where nothing is trained. All batches of a run have them or none.
     """
 
     pad_token_id: int
@@ -91,7 +93,7 @@ class Collator:
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         places = np.zeros(shape, dtype=np.int64)  # positions of packed rows, the mask of others
-        weights = np.zeros(shape, dtype=np.float32)
+        weights = np.zeros(shape, dtype=np.int64)
         for index, row in enumerate(segments):
             start = 0
             for segment in row:
@@ -114,12 +116,13 @@ class Collator:
         rounded = -(-longest // self.multiple) * self.multiple
         return max(longest, min(rounded, self.max_length))
 
-    def _weights(self, segment: Encoded) -> NDArray[np.float32]:
+    def _weights(self, segment: Encoded) -> NDArray[np.int64]:
+        targets = _targets(segment)
         if segment.weights is None:
-            return _targets(segment).astype(np.float32)
+            return targets * WEIGHT_UNITS
         if not self.weighted:
             raise ValueError("An example has weights, which would be lost. Make the collator with weighted=True.")
-        return np.where(_targets(segment), segment.weights, np.float32(0))
+        return np.where(targets, np.rint(segment.weights * float(WEIGHT_UNITS)), 0).astype(np.int64)
 
 
 def is_packed(batch: Mapping[str, Tensor]) -> bool:

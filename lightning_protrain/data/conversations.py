@@ -92,7 +92,10 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
         ValueError: Fewer than two rows.
     """
     if count < 2:
-        raise ValueError(f"{count} conversations cannot be divided into training and validation. Give at least 2.")
+        raise ValueError(
+            f"{count} conversation{'' if count == 1 else 's'} cannot be divided into training and validation. Give at "
+            'least 2, or a split "validation".'
+        )
     size = min(max(round(count * val_fraction), 1), count - 1)
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])

@@ -19,21 +19,19 @@ from lightning_protrain.data.collating import Batch, Collator, Row, Rows
 from lightning_protrain.data.conversations import split_indices
 from lightning_protrain.data.encoding import HasImages, OnUntrainable, encode_rows
 from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.image_rows import ImageRows, image_rows
 from lightning_protrain.data.loader import TrainLoader, count_trained
 from lightning_protrain.data.masking import TrainOn, TrainOnEos
 from lightning_protrain.data.packing import Blocks, pack, single_blocks
 from lightning_protrain.data.preview import Shown, show
 from lightning_protrain.data.report import DatasetReport
-from lightning_protrain.data.sampling import EpochSampler
+from lightning_protrain.data.sampling import EpochSampler, ShareSampler
 from lightning_protrain.data.settings import Chats, ChatSettings
 from lightning_protrain.data.sources import load_splits
 from lightning_protrain.data.specs import DatasetSpec
 from lightning_protrain.data.tokenizer import cached_tokenizer_folder, load_tokenizer
-from lightning_protrain.data.vision import ImageRows
 
 DEFAULT_CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
-# Rows with images of which the number of images is looked up.
-_LOOK_AT = 256
 # Which rows a stage of the Trainer reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
@@ -88,7 +86,7 @@ class ChatDataModule(LightningDataModule):
 
     def __init__(
         self,
-        dataset: str | DatasetSpec | list[str] | list[DatasetSpec] = "stdlib",
+        dataset: str | DatasetSpec | list[str | DatasetSpec] = "stdlib",
         tokenizer: str | None = None,
         vocab_size: int = 4096,
         max_length: int = 512,
@@ -121,8 +119,8 @@ class ChatDataModule(LightningDataModule):
         shared: dict[str, Any] = {
             "family": family,
             "chat_template": chat_template,
-            "template_kwargs": chat_template_kwargs or {},
-            "processor_kwargs": processor_kwargs or {},
+            "chat_template_kwargs": chat_template_kwargs,
+            "processor_kwargs": processor_kwargs,
             "train_on_inputs": train_on_inputs,
             "roles_to_train": roles_to_train,
             "train_on_eos": train_on_eos,
@@ -132,7 +130,7 @@ class ChatDataModule(LightningDataModule):
             "on_untrainable": on_untrainable,
             "max_length": max_length,
         }
-        self.settings = [ChatSettings(**shared | spec.masking) for spec in self.specs]
+        self.settings = [_settings(shared | spec.masking) for spec in self.specs]
         self.tokenizer_name = tokenizer
         self.vocab_size = vocab_size
         self.max_length = max_length
@@ -147,31 +145,31 @@ class ChatDataModule(LightningDataModule):
         self.reports: list[DatasetReport] = []
         self.examples: dict[str, list[Sequence[Encoded]]] = {}
         self._splits: list[dict[str, Any]] | None = None
+        self._trained_folder: Path | None = None
         self._chats: Chats | None = None
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
         """Trains the tokenizer into the cache if none was given: once per node."""
-        if self.tokenizer_name is None:
-            self._trained_tokenizer_folder()
+        self._tokenizer_folder()
 
     def setup(self, stage: str) -> None:
         """Loads the tokenizer, proves the mask on it, and encodes what the stage reads, in every process."""
         splits = self._read_splits()
         if self._chats is None:
-            self.tokenizer = load_tokenizer(self.tokenizer_name or self._trained_tokenizer_folder())
+            self.tokenizer = load_tokenizer(self._tokenizer_folder())
             self._chats = Chats(self.tokenizer, self.tokenizer_name)
         for name in _STAGE_SPLITS[stage]:
             if name not in self.examples:
                 self.examples[name] = [
-                    self._encode(index, _with_all_splits(parts, self.val_fraction, self.seed)[name], name)
+                    self._encode(index, self._with_all_splits(parts, self.specs[index].label)[name], name)
                     for index, parts in enumerate(splits)
                 ]
 
     def train_dataloader(self) -> TrainLoader:
         """Batches in an order that depends on seed and epoch alone, from where training stands."""
-        world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        rank, world_size = self._place
         sampler = EpochSampler(
             self._blocks("train"),
             self.batch_size,
@@ -208,30 +206,30 @@ class ChatDataModule(LightningDataModule):
             self._loader.load_state_dict(self._state)
 
     def largest_batch(self) -> Batch:
-        """The longest training rows, as many as a batch holds, but for the last one, which is the shortest.
+        """The longest training row, then those with the most images; of texts the longest ones, and the shortest.
 
         No batch of any epoch has more tokens, with padding; and as there is padding, models keep what it takes to mask
-        it. Of rows with images, the size of which is not known before, those with the most images among the first ones
-        stand for the longest. The strategy "protrain" makes its plan with it.
+        it. The strategy "protrain" makes its plan with it.
         """
         blocks = self._blocks("train")
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        count = min(self.batch_size, -(-len(blocks) // world_size))
-        sizes = [_sizes(part, self.max_length) for part in self.examples["train"]]
-        weights = np.add.reduceat(np.concatenate(sizes)[blocks.examples], blocks.offsets[:-1])
+        count = min(self.batch_size, -(-len(blocks) // self._place[1]))
+        media = np.concatenate([_num_media(part) for part in self.examples["train"]])[blocks.examples]
+        media = np.add.reduceat(media, blocks.offsets[:-1])
+        longest = int(np.lexsort((-media, -blocks.lengths))[0])
+        order = np.lexsort((-blocks.lengths, -media))
         # Packed rows share no batch with others.
-        order = np.argsort(-weights, kind="stable")
-        order = order[blocks.packed[order] == blocks.packed[order[0]]]
+        order = order[(blocks.packed[order] == blocks.packed[longest]) & (order != longest)]
+        others = order if len(order) < count or media.any() else [*order[: count - 2], order[-1]]
         rows = Rows(self._joined("train"), blocks)
-        batch = self._collator("train")([rows[int(row)] for row in (*order[: count - 1], order[-1])])
+        batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
     def val_dataloader(self) -> DataLoader[Row]:
-        """Batches in the order of the data."""
+        """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
         return self._in_order("validation")
 
     def test_dataloader(self) -> DataLoader[Row]:
-        """Batches in the order of the data."""
+        """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
         return self._in_order("test")
 
     def predict_dataloader(self) -> DataLoader[Row]:
@@ -263,14 +261,17 @@ class ChatDataModule(LightningDataModule):
         try:
             examples, report = encode_rows(rows, self._chats.encoder(settings), name)
         except HasImages:
-            images = self._chats.image_encoder(settings)
-            examples = ImageRows(rows, images, name)
-            report = DatasetReport(name, images.chat.markers.family, len(rows))
+            examples, report = image_rows(rows, self._chats.image_encoder(settings), name)
         if split == "train" and rows.malformed.count:
             report = replace(report, dropped=(*report.dropped, ("malformed", rows.malformed.count)))
         rank_zero_info(report.describe())
         self.reports.append(report)
         return examples
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The rank, and how many there are."""
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @property
     def _pins(self) -> bool:
@@ -281,7 +282,7 @@ class ChatDataModule(LightningDataModule):
         return parts[0] if len(parts) == 1 else ConcatDataset(parts)  # type: ignore[arg-type]
 
     def _blocks(self, split: str) -> Blocks:
-        lengths = np.concatenate([_lengths(part, self.max_length) for part in self.examples[split]])
+        lengths = np.concatenate([part.lengths for part in self.examples[split]])  # type: ignore[attr-defined]
         if split == "train":
             repeats = [
                 np.tile(np.arange(len(part)), spec.repeat) + begin
@@ -306,9 +307,12 @@ class ChatDataModule(LightningDataModule):
         return Collator(0 if pad is None else int(pad), self.max_length, weighted=weighted)
 
     def _in_order(self, split: str) -> DataLoader[Row]:
+        rank, world_size = self._place
+        rows = Rows(self._joined(split), self._blocks(split))
         return DataLoader(
-            Rows(self._joined(split), self._blocks(split)),
+            rows,
             batch_size=self.batch_size,
+            sampler=ShareSampler(rows, self.batch_size, rank=rank, world_size=world_size),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             collate_fn=self._collator(split),
@@ -325,9 +329,25 @@ class ChatDataModule(LightningDataModule):
             ]
         return self._splits
 
-    def _trained_tokenizer_folder(self) -> Path:
-        rows = list(chain.from_iterable(part for parts in self._read_splits() for part in parts.values()))
-        return cached_tokenizer_folder(rows, self.vocab_size, self.cache_dir)
+    def _with_all_splits(self, splits: Mapping[str, Any], label: str) -> dict[str, Any]:
+        found = dict(splits)
+        if "validation" not in found:
+            try:
+                train, validation = split_indices(len(found["train"]), self.val_fraction, self.seed)
+            except ValueError as error:
+                raise ValueError(f"{label!r}: {error}") from error
+            found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
+        found.setdefault("test", found["validation"])
+        return found
+
+    def _tokenizer_folder(self) -> str | Path:
+        """Where the tokenizer lies: what the user gave, or the one that is trained on the data, now or before."""
+        if self.tokenizer_name is not None:
+            return self.tokenizer_name
+        if self._trained_folder is None:
+            rows = list(chain.from_iterable(part for parts in self._read_splits() for part in parts.values()))
+            self._trained_folder = cached_tokenizer_folder(rows, self.vocab_size, self.cache_dir)
+        return self._trained_folder
 
 
 def _specs(dataset: Any) -> list[DatasetSpec]:
@@ -337,29 +357,18 @@ def _specs(dataset: Any) -> list[DatasetSpec]:
     return [one if isinstance(one, DatasetSpec) else DatasetSpec(path=one) for one in given]
 
 
-def _with_all_splits(splits: Mapping[str, Any], val_fraction: float, seed: int) -> dict[str, Any]:
-    found = dict(splits)
-    if "validation" not in found:
-        train, validation = split_indices(len(found["train"]), val_fraction, seed)
-        found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
-    found.setdefault("test", found["validation"])
-    return found
+def _settings(knobs: dict[str, Any]) -> ChatSettings:
+    rest = dict(knobs)
+    template, processor = rest.pop("chat_template_kwargs"), rest.pop("processor_kwargs")
+    return ChatSettings(template_kwargs=template or {}, processor_kwargs=processor or {}, **rest)
 
 
 def _are_texts(part: Sequence[Encoded]) -> bool:
     return not isinstance(part, ImageRows)
 
 
-def _sizes(part: Any, unknown: int) -> Any:
-    """Of texts their lengths; of rows with images, those with the most images first."""
-    if _are_texts(part):
-        return part.lengths
-    images = [len(part.rows[index].get("images", ())) for index in range(min(len(part), _LOOK_AT))]
-    return np.concatenate((unknown + np.array(images, dtype=np.int64), np.zeros(len(part) - len(images), np.int64)))
-
-
-def _lengths(part: Any, unknown: int) -> Any:
-    return part.lengths if _are_texts(part) else np.full(len(part), unknown, dtype=np.int64)
+def _num_media(part: Any) -> Any:
+    return np.zeros(len(part), dtype=np.int64) if _are_texts(part) else part.num_media
 
 
 def _of(blocks: Blocks, order: Any) -> Blocks:

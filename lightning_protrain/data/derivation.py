@@ -16,6 +16,7 @@ from lightning_protrain.data.probes import Messages, Render
 from lightning_protrain.data.vocabulary import Vocabulary
 
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_THOUGHT_TAG = re.compile(r"</?[^<>]*(?:think|thought|reason)[^<>]*>|\[/?THINK\]", re.IGNORECASE)
 _FIRST, _ANSWER, _SECOND, _FINAL = "walnut", "maple", "poplar", "hazel"
 _CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistant", _FINAL))
 
@@ -35,6 +36,24 @@ def derive(render: Render, vocabulary: Vocabulary) -> Family:
         if sample is not None:
             return _family(sample, vocabulary)
     raise ValueError("the template does not write two turns of user and assistant in order")
+
+
+def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
+    """What looks like an empty thought and is put before answers by the template itself.
+
+    Args:
+        render: Renders messages.
+        vocabulary: Spells the tokens.
+    """
+    for as_parts in (False, True):
+        sample = _sample(render, vocabulary, as_parts)
+        if sample is not None:
+            try:
+                _, leads = _assistant_start(sample, vocabulary)
+            except ValueError:
+                continue
+            return tuple(dict.fromkeys(lead for lead in leads if _THOUGHT.search(lead)))
+    return ()
 
 
 @dataclass(frozen=True)
@@ -102,8 +121,8 @@ def _assistant_start(sample: _Sample, vocabulary: Vocabulary) -> tuple[str, list
     common = _whole_tokens(common, sample.answer, vocabulary)
     common = _whole_tokens(common, sample.final, vocabulary)
     start = common.removeprefix(_whole_tokens(_common(common, sample.user_only), common, vocabulary)).lstrip()
-    if not start.strip():
-        # The end of the user's turn is all there is before the answer.
+    if not start.strip() or _THOUGHT_TAG.fullmatch(start.strip()):
+        # The end of the user's turn is all there is before the answer; a thought's end may stand in the answer too.
         start = common.lstrip()
     if not any(token in start for token in vocabulary.added) and sum(map(str.isalnum, start)) < 3:
         raise ValueError(f"the answer begins after {start!r}, which any text may hold")
@@ -116,8 +135,10 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
     shared = _whole_tokens(_whole_tokens(shared, sample.between, vocabulary), sample.tail, vocabulary)
     firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
     if firsts[0]:
-        ends: tuple[str | None, ...] = (firsts[0],)
-        rest = sample.between.lstrip()[len(firsts[0]) :]
+        together = _adjacent_tokens(shared, vocabulary)
+        # What a call of a tool ends with may be the last of them alone.
+        ends: tuple[str | None, ...] = tuple(dict.fromkeys(("".join(together), together[-1])))
+        rest = sample.between.lstrip()[len("".join(together)) :]
     elif shared.strip():
         ends, rest = (shared.strip(),), sample.between[len(shared) :]
     elif firsts[1] and firsts[2]:
@@ -138,6 +159,18 @@ def _first_token(text: str, vocabulary: Vocabulary) -> str:
     """The control token at the begin of a text, if there is one."""
     found = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
     return max(found, key=len, default="")
+
+
+def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
+    """The control tokens at the begin of a text, up to the end-of-sequence token."""
+    found: list[str] = []
+    text = text.lstrip()
+    while token := max((one for one in vocabulary.added if one.strip() and text.startswith(one)), key=len, default=""):
+        found.append(token)
+        text = text[len(token) :]
+        if token == vocabulary.eos:
+            break
+    return found
 
 
 def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,21 +12,30 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from lightning_protrain.data.agreement import UntrainableError, WeightsError, check_turns, turn_weights
+from lightning_protrain.data.agreement import (
+    NO_END,
+    UntrainableError,
+    WeightsError,
+    check_trained,
+    check_turns,
+    speakers,
+    turn_weights,
+)
 from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.features import MARKERS, num_unwritten, unproven_feature
+from lightning_protrain.data.found import FoundTurns, Masked, find_turns, mask_turns, uncuttable
 from lightning_protrain.data.markers import Markers
-from lightning_protrain.data.masking import MaskOptions, token_weights, trainable_turns, trained_tokens
+from lightning_protrain.data.masking import MaskOptions
 from lightning_protrain.data.rendering import Rendered, Renderer
 from lightning_protrain.data.report import DatasetReport, count
-from lightning_protrain.data.scanner import Spans, scan
 from lightning_protrain.data.truncation import Dropped, truncate
 
 OnUntrainable = Literal["error", "drop", "warn"]
 TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
-_ENCODE_AT_ONCE = 256
+_ENCODE_AT_ONCE = 512
 # Fewer rows than this take less time than a progress bar takes to be read.
 _SHOW_PROGRESS_FROM = 20_000
 
@@ -47,6 +55,7 @@ class ChatEncoder:
         max_length: Tokens of an example at most.
         on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
         leaking: Roles that the format does not tell from the assistant, see `proof.leaking_roles`.
+        unproven: Features for which the format is not proven, and why, see `proof.prove`.
     """
 
     renderer: Renderer
@@ -55,6 +64,7 @@ class ChatEncoder:
     max_length: int = 1 << 30
     on_untrainable: OnUntrainable = "drop"
     leaking: frozenset[str] = frozenset()
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
         """Examples of conversations without images, or why there is none.
@@ -80,55 +90,107 @@ class ChatEncoder:
         Raises:
             ValueError: The weights of messages cannot be told apart.
         """
-        sizes = [len(row) for row in ids]
-        borders = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        flat, segments = np.concatenate(ids), np.repeat(np.arange(len(ids)), sizes)
-        spans = scan(flat, self.markers, segments=segments)
-        turns = trainable_turns(spans, self.markers, self.options)
-        # What a format writes for the model to go on from is no turn yet.
-        begun = turns & ((spans.end > spans.content) | (spans.stop > spans.end))
-        of_row = np.searchsorted(spans.start, borders)
-        said = [[m for m in row["messages"] if m["role"] in self.options.roles] for row in conversations]
-        parts = [slice(first, last) for first, last in itertools.pairwise(of_row)]
-        weights = [turn_weights(m, int(begun[part].sum())) for m, part in zip(said, parts, strict=True)]
-        every = None
-        if any(weights_of_row is not None for weights_of_row in weights):
-            spread = np.ones(len(turns))
-            for part, row_weights in zip(parts, weights, strict=True):
-                if row_weights is not None:
-                    spread[part][begun[part]] = row_weights
-            every = spread[turns].tolist()
-        trained = trained_tokens(flat, spans, self.markers, self.options, segments=segments, turn_weights=every)
-        values = None
-        if every is not None and not set(every) <= {0.0, 1.0}:
-            values = token_weights(trained, spans, self.markers, self.options, every)
-        whole = self._borders(flat, spans)
-        first_border = np.searchsorted(whole[:, 0], borders)
-        until = np.concatenate(([0], np.cumsum(trained)))
-        unended = turns & ~spans.complete & (until[spans.end] > until[spans.content])
+        options, quiet = self.options, not self.options.train_thinking
+        found = find_turns(ids, self.markers, options)
+        who = speakers(conversations, options.roles, self.unproven, quiet)
+        num_turns = found.num_begun
+        usual = who.usual & (num_turns == who.num_messages)
+        usual &= ~np.array([one.suspicious or (one.sanitized and MARKERS in self.unproven) for one in rendered])
+        weights = None if usual.all() else self._weights(conversations, usual, num_turns)
+        masked = mask_turns(found, self.markers, options, weights)
+        sure = usual & (found.per_row(masked.stopless) == 0) if masked.stopless.any() else usual
+        any_unended = bool(masked.unended.any())
+        ranges = self._ranges(found, ids)
+        at = found.borders.tolist()
         results: list[Encoded | UntrainableError] = []
-        for row, conversation in enumerate(conversations):
-            tokens, mine = slice(borders[row], borders[row + 1]), parts[row]
-            doubt = ""
-            try:
-                if not self.options.train_on_inputs:
-                    place = np.flatnonzero(begun[mine]) + of_row[row]
-                    contents = [flat[spans.content[at] : spans.end[at]] for at in place]
-                    read = functools.partial(self._read, contents)
-                    suspicious = rendered[row].suspicious
-                    check_turns(conversation, self.options.roles, read, len(contents), suspicious, self.leaking)
-            except UntrainableError as error:
-                doubt = str(error)
-                if self.on_untrainable != "warn":
-                    results.append(error)
-                    continue
-            ranges = whole[first_border[row] : first_border[row + 1]] - borders[row]
-            own = None if values is None else values[tokens]
-            count = int(unended[mine].sum())
+        for row, (tokens, is_sure, first, stop) in enumerate(zip(ids, sure.tolist(), at, at[1:], strict=False)):
+            own = None if masked.weights is None else masked.weights[first:stop]
+            doubt, num_unwritten = "", 0
+            if not is_sure:
+                try:
+                    num_unwritten = self._check(row, conversations[row], rendered[row], found, masked)
+                except UntrainableError as error:
+                    if self.on_untrainable != "warn":
+                        results.append(error)
+                        continue
+                    doubt = str(error)
             results.append(
-                Encoded(ids[row], trained[tokens], own, ranges.astype(np.int32), num_unended=count, doubt=doubt)
+                Encoded(
+                    tokens,
+                    masked.trained[first:stop],
+                    own,
+                    ranges[row],
+                    num_unended=int(masked.unended[found.of_row(row)].sum()) if any_unended else 0,
+                    doubt=doubt,
+                    num_unwritten=num_unwritten,
+                )
             )
         return results
+
+    def _weights(
+        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
+    ) -> list[list[float] | None] | None:
+        """By row, the weights of its turns; None where no message of any row has one."""
+        weights: list[list[float] | None] = [None] * len(conversations)
+        for row in np.flatnonzero(~usual).tolist():
+            said = [one for one in conversations[row]["messages"] if one["role"] in self.options.roles]
+            weights[row] = turn_weights(said, int(num_turns[row]))
+        return None if all(one is None for one in weights) else weights
+
+    def _check(
+        self, row: int, conversation: Conversation, rendered: Rendered, found: FoundTurns, masked: Masked
+    ) -> int:
+        """Holds what is trained of a row against its messages: [Note: Turns and messages] of `agreement`.
+
+        Returns:
+            Messages whose thoughts the template leaves out.
+
+        Raises:
+            UntrainableError: They do not agree, or its chat format is not proven for what it has.
+        """
+        options, quiet = self.options, not self.options.train_thinking
+        tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
+        ids, mine = found.ids[tokens], found.of_row(row)
+        if not options.train_on_inputs:
+            feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
+            if feature is not None:
+                raise UntrainableError(f"the chat format is not proven for {feature}", self.unproven[feature])
+            place = np.flatnonzero(found.begun[mine]) + mine.start
+            # The last token of a start marker may hold the first characters of the content.
+            begins = found.spans.content[place]
+            tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
+            contents = [found.ids[a:b] for a, b in zip(begins - tails, found.spans.end[place], strict=True)]
+            read = functools.partial(self._read, contents)
+            check_turns(conversation, options.roles, read, len(contents), rendered.suspicious, self.leaking)
+            whole = options.train_on == "all" and not any(
+                "train" in message or "weight" in message for message in conversation["messages"]
+            )
+            kept = masked.trained[tokens].copy()
+            kept[begins[tails] - 1 - tokens.start] = True
+            (trained,) = self._read([ids[kept]])
+            check_trained(conversation, options.roles, trained, quiet, whole)
+        for at in (np.flatnonzero(masked.stopless[mine]) + mine.start).tolist():
+            (content,) = self._read([found.ids[found.spans.content[at] : found.spans.end[at]]])
+            ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
+            if content.rstrip().endswith(ends):
+                # Of a marker that is plain text, a token may hold a part and the end of the content: it is trained.
+                masked.unended[at] = False
+            else:
+                raise UntrainableError(NO_END, f"the template writes none behind {content[-80:]!r}")
+        said = [message for message in conversation["messages"] if message["role"] in options.roles]
+        text = rendered.text
+        if rendered.sanitized:
+            (text,) = self._read([ids])
+        return num_unwritten(said, text)
+
+    def _ranges(self, found: FoundTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+        """By row, what must not be cut in two; not worked out where no row will be cut."""
+        nothing = np.empty((0, 2), dtype=np.int32)
+        if max(map(len, ids)) <= self.max_length:
+            return [nothing] * len(ids)
+        whole = uncuttable(found, self.markers, self.options)
+        first = np.searchsorted(whole[:, 0], found.borders)
+        return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
 
     def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
         """As much of an example as `max_length` allows; or that nothing trained is left, or an image would be lost."""
@@ -145,16 +207,6 @@ class ChatEncoder:
 
     def _read(self, contents: Sequence[NDArray[np.int32]]) -> list[str]:
         return [str(self.renderer.tokenizer.decode(content.tolist())) for content in contents]
-
-    def _borders(self, ids: NDArray[np.int32], spans: Spans) -> NDArray[np.int64]:
-        """What must not be cut in two: markers, and runs of media."""
-        ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
-        if self.markers.media:
-            media = np.isin(ids, list(self.markers.media))
-            edges = np.flatnonzero(np.diff(media, prepend=False, append=False))
-            ranges.append(edges.reshape(-1, 2))
-        borders = np.concatenate(ranges)
-        return borders[np.argsort(borders[:, 0], kind="stable")]
 
 
 class EncodedRows(Sequence[Encoded]):
@@ -202,9 +254,27 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
         ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
         HasImages: One has images.
     """
+    kept, report = collect(_encoded(rows, encoder), rows, encoder, name)
+    return EncodedRows(kept), report
+
+
+def collect(
+    results: Iterable[Encoded | UntrainableError], rows: Sequence[Conversation], encoder: ChatEncoder, name: str
+) -> tuple[list[Encoded], DatasetReport]:
+    """Keeps what can be trained on and counts what cannot.
+
+    Args:
+        results: One for each of the rows.
+        rows: Say where they come from.
+        encoder: What the results were made with.
+        name: Of the data set, for messages.
+
+    Raises:
+        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+    """
     kept: list[Encoded] = []
     dropped: list[str] = []
-    for number, result in enumerate(_encoded(rows, encoder)):
+    for number, result in enumerate(results):
         if isinstance(result, UntrainableError):
             if encoder.on_untrainable == "error":
                 raise ValueError(
@@ -222,13 +292,14 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
         num_unended=sum(one.num_unended for one in kept),
         dropped=dropped,
         num_doubtful=sum(bool(one.doubt) for one in kept),
+        num_unwritten=sum(one.num_unwritten > 0 for one in kept),
     )
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
         rank_zero_warn(f"{name}: {report.num_doubtful} conversations are kept though {first}, and others like it.")
     if not kept or not report.num_trained:
         _refuse_nothing(report, encoder)
-    return EncodedRows(kept), report
+    return kept, report
 
 
 def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder) -> Iterator[Encoded | UntrainableError]:

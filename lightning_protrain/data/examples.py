@@ -32,6 +32,7 @@ class Encoded:
         images_stop: One past the last token of the last image; 0 where that is unknown or there is no image.
         num_unended: Trained turns without a terminator.
         doubt: Why the mask may be wrong; empty: it is held against the messages.
+        num_unwritten: Messages whose thoughts the chat template leaves out.
 
     Raises:
         ValueError: Shapes that do not fit each other.
@@ -46,12 +47,16 @@ class Encoded:
     images_stop: int = 0
     num_unended: int = 0
     doubt: str = ""
+    num_unwritten: int = 0
 
     def __post_init__(self) -> None:
+        # Made for every row, so the check is written for speed.
         shape = self.input_ids.shape
-        for name, array in (("trained", self.trained), ("weights", self.weights)):
-            if array is not None and array.shape != shape:
-                raise ValueError(f"{name} has the shape {array.shape}, input_ids {shape}. Give one value per token.")
+        weights = self.weights
+        if self.trained.shape != shape or (weights is not None and weights.shape != shape):
+            name, array = ("trained", self.trained) if self.trained.shape != shape else ("weights", weights)
+            found = None if array is None else array.shape
+            raise ValueError(f"{name} has the shape {found}, input_ids {shape}. Give one value per token.")
         if len(shape) != 1 or self.borders.shape[1:] != (2,):
             raise ValueError(
                 f"input_ids of shape {shape} and borders of shape {self.borders.shape}: give [tokens] and [ranges, 2]."

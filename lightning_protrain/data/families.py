@@ -32,6 +32,7 @@ ALIASES = {
     **dict.fromkeys(("smolvlm", "smolvlm2", "idefics2"), "idefics3"),
     **dict.fromkeys(("vicuna", "llava-1.5", "llava1.5", "llava-next-vicuna"), "llava"),
     **dict.fromkeys(("kimi-k2", "kimi-vl", "kimi-k2-thinking", "moonlight"), "kimi"),
+    **dict.fromkeys(("solar-open",), "solar"),
     **dict.fromkeys(("paddleocr", "ernie4.5", "ernie-4.5"), "paddleocr-vl"),
     **dict.fromkeys(("tulu", "olmo", "tinyllama"), "zephyr"),
 }

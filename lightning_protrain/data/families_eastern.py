@@ -72,6 +72,7 @@ DEEPSEEK = Family(
                 _OUTPUT_END + "\n" + _OUTPUTS_END,
                 _OUTPUT_END + _deepseek("Assistant"),
                 _OUTPUTS_END + _deepseek("Assistant"),
+                "</function_results>\n\n",
             ),
             (EOS,),
         ),
@@ -136,6 +137,16 @@ KIMI = Family(
     ),
 )
 
+# Thoughts and calls are turns of their own.
+SOLAR = Family(
+    "solar",
+    tuple(
+        RoleBoundary(role, (f"<|begin|>{role}",), ("<|end|>", "<|calls|>"))
+        for role in ("assistant", "user", "system", "developer", "tool")
+    ),
+    (Exclusion("thinking", "<|think|>", "<|end|>"),),
+)
+
 PADDLEOCR = Family(
     "paddleocr-vl",
     (RoleBoundary("assistant", ("Assistant:\n", "Assistant:"), (EOS,)), RoleBoundary("user", ("User:",))),
@@ -143,4 +154,4 @@ PADDLEOCR = Family(
     ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
 )
 
-FAMILIES = (CHATML, QWEN, INTERNVL, DEEPSEEK_V2, DEEPSEEK, GLM4, KIMI, PADDLEOCR)
+FAMILIES = (CHATML, QWEN, INTERNVL, DEEPSEEK_V2, DEEPSEEK, GLM4, KIMI, SOLAR, PADDLEOCR)

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from lightning_protrain.data.conversations import Conversation, MalformedRow
 
+# What stands within the last so many bytes of a whole file, zeros behind it aside.
+_ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
+_TAIL = 64
 # What Pillow raises on files that are broken, or only called images.
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
@@ -32,6 +35,9 @@ def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Im
         MalformedRow: Nothing of these, or a URL that would have to be downloaded.
     """
     if isinstance(value, Mapping):
+        if value and not value.keys() & {"bytes", "path", "url"}:
+            names = ", ".join(map(repr, value))
+            raise MalformedRow(f"{where} is an object with {names}. Give it a `path` or `bytes`.")
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, Image.Image):
         return value
@@ -62,17 +68,50 @@ def _from_data_url(text: str, where: str) -> bytes:
 
 
 def check_image(source: str | bytes | Image.Image, where: str) -> None:
-    """Reads the header of an image, not its pixels.
+    """Reads the header of an image and looks whether its end is there; its pixels only where that is in doubt.
+
+    Raises:
+        MalformedRow: It does not exist, is no image, or is cut off.
+    """
+    if isinstance(source, Image.Image):
+        return
+    try:
+        with _opened(source) as image:
+            end = _ENDS.get(image.format or "")
+    except _UNREADABLE as error:
+        raise _no_image(source, where, error) from error
+    if end is not None and end[0] not in _tail(source)[-end[1] :]:
+        open_image(source, where)
+
+
+def _tail(source: str | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source[-_TAIL:].rstrip(b"\x00")
+    with open(source, "rb") as file:
+        file.seek(max(file.seek(0, io.SEEK_END) - _TAIL, 0))
+        return file.read().rstrip(b"\x00")
+
+
+def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]:
+    """Width and height that `open_image` will give, from the header alone.
 
     Raises:
         MalformedRow: It does not exist, or is no image.
     """
-    if not isinstance(source, Image.Image):
-        try:
-            with _opened(source):
-                pass
-        except _UNREADABLE as error:
-            raise _no_image(source, where, error) from error
+    try:
+        if isinstance(source, Image.Image):
+            return _turned_size(source)
+        with _opened(source) as image:
+            return _turned_size(image)
+    except _UNREADABLE as error:
+        raise _no_image(source, where, error) from error
+
+
+def _turned_size(image: Image.Image) -> tuple[int, int]:
+    # To look for the EXIF data of a PNG that has none in front, Pillow would read all its pixels.
+    turn = 1 if image.format == "PNG" and "exif" not in image.info else image.getexif().get(ExifTags.Base.Orientation)
+    width, height = image.size
+    return (height, width) if turn in (5, 6, 7, 8) else (width, height)
 
 
 def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
@@ -106,7 +145,8 @@ def _opened(source: str | bytes) -> Image.Image:
 
 def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
     kind = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)
-    return MalformedRow(f"{where} ({kind}) does not open: {error}. Correct the path or store the image again.")
+    why = "it is no image of a kind that Pillow reads" if isinstance(error, UnidentifiedImageError) else str(error)
+    return MalformedRow(f"{where} ({kind}) does not open: {why}. Correct the path or store the image again.")
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -21,12 +21,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_protrain.data.collating import Batch, Row, Rows
+from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, Row, Rows
 from lightning_protrain.data.examples import IGNORE_INDEX, Encoded
 from lightning_protrain.data.sampling import EpochSampler
-
-# Sums of weights are counted in these parts of a token: integers survive a cast of the batch to half precision.
-WEIGHT_UNITS = 2**32
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,5 @@ def count_trained(window: Sequence[Batch]) -> int:
     scored = [batch["labels"][:, 1:] != IGNORE_INDEX for batch in window]
     if not any("loss_weights" in batch for batch in window):
         return sum(int(mask.sum()) for mask in scored)
-    weights = [
-        batch["loss_weights"][:, 1:][mask].sum(dtype=torch.float64) for batch, mask in zip(window, scored, strict=True)
-    ]
-    return round(float(sum(weights)) * WEIGHT_UNITS)
+    weights = [batch["loss_weights"][:, 1:][mask].sum() for batch, mask in zip(window, scored, strict=True)]
+    return int(sum(weights))

@@ -147,6 +147,16 @@ def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, str
     )
 
 
+def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[ExclusionMarkers]:
+    """Those exclusions of a family that a tokenizer can spell."""
+    resolver = _Resolver(family, vocabulary)
+    return [
+        resolver.exclusion_markers(one)
+        for one in family.exclusions
+        if resolver.can_spell((one.start, one.end or one.start))
+    ]
+
+
 class _Resolver:
     """Tokenizes the markers of one family; each text once."""
 

@@ -113,6 +113,13 @@ def trained_tokens(
         ValueError: The family has no boundary for a role; or the weights are no weights, or of another number.
     """
     row = lay_out(ids, attention_mask, segments)
+    return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
+
+
+def trained_in(
+    row: Row, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
+) -> Bools:
+    """As `trained_tokens`, for ids that are laid out: [tokens]."""
     trainable = trainable_turns(spans, markers, options)
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
@@ -126,7 +133,7 @@ def trained_tokens(
     if markers.media:
         trained &= _trainable_ids(markers.media).take(row.ids, mode="clip")
     trained[row.borders[:-1]] = False
-    return trained.reshape(np.shape(ids))
+    return trained
 
 
 def token_weights(
@@ -156,14 +163,14 @@ def _trained_turns(
     """The trained tokens of the turns, media included."""
     if not options.roles:
         return np.zeros(row.ids.size, dtype=bool)
-    turns = _last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
+    turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
     with_start = np.array([role.include_start for role in markers.roles], dtype=bool)[spans.role]
     terminated = np.array([role.include_end for role in markers.roles], dtype=bool)[spans.role]
     others = np.zeros_like(turns)
     if options.train_on_eos == "all":
         others = terminated & ~turns & ~dropped & ~_shared_terminators(row, spans, markers, options)
     elif options.train_on_eos == "last":
-        terminated &= _last_of_segment(row, spans, trainable) & spans.complete
+        terminated &= last_of_segment(row, spans, trainable) & spans.complete
     elif options.train_on_eos == "none":
         terminated[:] = False
     # Of a turn that is not trained, at most the terminator.
@@ -177,8 +184,8 @@ def _trained_turns(
     return trained
 
 
-def _last_of_segment(row: Row, spans: Spans, turns: Bools) -> Bools:
-    """Those of `turns` that are the last ones of their segment."""
+def last_of_segment(row: Row, spans: Spans, turns: Bools) -> Bools:
+    """By turn, those of `turns` that are the last ones of their segment."""
     index = np.flatnonzero(turns)
     piece = np.searchsorted(row.borders, spans.start[index], side="right")
     last = np.zeros_like(turns)
@@ -209,13 +216,13 @@ def _excluded(
     row: Row, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
 ) -> tuple[Integers, Integers]:
     """Begins and ends of what is excluded from the content of the turns."""
-    active = tuple(part for part in markers.exclusions if part.kind != "thinking" or not options.train_thinking)
+    active = _active(markers, options)
     begins, stops = [], []
     if active and turns.any():
         found = _exclusion_trie(active).find(row)
         for number, part in enumerate(active):
             start, end = found[2 * number : 2 * number + 2]
-            begin, stop = _regions(start, end if part.end else None, spans, turns, part.kind == "scaffold")
+            begin, stop = _regions(start, end if part.end else None, spans, turns, part.kind)
             begins.append(begin)
             stops.append(stop)
     if not begins:
@@ -225,28 +232,40 @@ def _excluded(
     return begin[order], stop[order]
 
 
-def _regions(
-    start: Matches, end: Matches | None, spans: Spans, turns: Bools, only_first: bool
-) -> tuple[Integers, Integers]:
+def exclusion_borders(row: Row, markers: Markers, options: MaskOptions) -> Integers:
+    """Where the markers of excluded parts are, wherever they stand: [ranges, 2]."""
+    found = _exclusion_trie(_active(markers, options)).find(row)
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])
+
+
+def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, ...]:
+    return tuple(part for part in markers.exclusions if part.kind != "thinking" or not options.train_thinking)
+
+
+def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, kind: str) -> tuple[Integers, Integers]:
     """What one exclusion covers: from each start marker in a turn to the next end marker, or to the end of the turn.
 
-    A start marker may be part of the turn's own one, as where the template opens the thinking.
+    A start marker may be part of the turn's own one, as where the template opens the thinking. A thought that is a turn
+    of its own ends with the turn's terminator, which is then a part of it.
     """
     turn = np.searchsorted(spans.start, start.position, side="right") - 1
     inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])
-    if only_first:
+    if kind == "scaffold":
         inside &= start.position == spans.content[turn]
     start, turn = start[inside], turn[inside]
     stop = start.stop
+    beyond = np.zeros_like(stop)
     if end is not None:
         stop = spans.end[turn]
         at = np.searchsorted(end.position, start.stop)
         has = np.flatnonzero(at < end.position.size)
-        has = has[end.stop[at[has]] <= stop[has]]
-        stop[has] = end.stop[at[has]]
+        closing = end[at[has]]
+        ends_it = (closing.position == stop[has]) & (closing.stop <= spans.stop[turn[has]]) & (kind == "thinking")
+        beyond[has[ends_it]] = closing.stop[ends_it]
+        inside = closing.stop <= stop[has]
+        stop[has[inside]] = closing.stop[inside]
     kept = without_overlap(start.position, stop)
-    start, turn, stop = start[kept], turn[kept], stop[kept]
-    return np.maximum(start.position, spans.content[turn]), stop
+    return np.maximum(start.position[kept], spans.content[turn[kept]]), np.maximum(stop[kept], beyond[kept])
 
 
 @lru_cache(maxsize=64)

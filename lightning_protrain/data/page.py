@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from lightning_protrain.data.preview import Piece, Shown
+from lightning_protrain.data.preview import Piece, Shown, visible
 from lightning_protrain.data.report import DatasetReport
 
 
@@ -32,7 +32,8 @@ def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>What is trained</title>'
         f"<style>{style}</style></head>\n<body><h1>What is trained</h1>\n{_table(reports)}\n"
-        f"<p>{legend}; all other text is read, and not trained.</p>\n{articles}\n</body></html>\n"
+        f"<p>{legend}; all other text is read, and not trained. &#8629; stands for a line break that is trained, or of "
+        f"a marker.</p>\n{articles}\n</body></html>\n"
     )
 
 
@@ -46,9 +47,7 @@ def _article(one: Shown) -> str:
 
 
 def _span(piece: Piece) -> str:
-    text = escape(piece.text)
-    if piece.kind == "marker":
-        text = text.replace("\n", "&#8629;\n")
+    text = escape(visible(piece)).replace("\u21b5", "&#8629;")
     classes = [
         name for name in (piece.kind if piece.kind != "text" else "", "trained" if piece.trained else "") if name
     ]

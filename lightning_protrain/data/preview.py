@@ -101,19 +101,20 @@ def render(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> Group:
     legend.append("text", _STYLES["text", True]).append(" ").append("marker", _STYLES["marker", True])
     legend.append("   not trained: ").append("text", _STYLES["text", False]).append(" ")
     legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
+    legend.append("   \u21b5 a line break that is trained, or of a marker")
     panels = []
     for one in shown:
         body = Text()
         for piece in one.pieces:
-            body.append(_visible(piece), _STYLES[piece.kind, piece.trained])
+            body.append(visible(piece), _STYLES[piece.kind, piece.trained])
         title = f"{one.num_trained} of {one.num_tokens} tokens trained ({one.share:.0%}): {one.title}"
         panels.append(Panel(body, title=Text(title), title_align="left"))
     return Group(legend, *panels, table(reports))
 
 
-def _visible(piece: Piece) -> str:
-    """Newlines within a marker are shown as signs; those of the text as what they are."""
-    return piece.text.replace("\n", "\u21b5") + "\n" * piece.text.count("\n") if piece.kind == "marker" else piece.text
+def visible(piece: Piece) -> str:
+    """The text, with a sign before each line break that is trained or belongs to a marker: a break has no colour."""
+    return piece.text.replace("\n", "\u21b5\n") if piece.trained or piece.kind == "marker" else piece.text
 
 
 def table(reports: Sequence[DatasetReport]) -> Table:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from lightning_protrain.data.features import CALLS, DEVELOPER, JOINED, MARKERS, REASONING, SEVERAL, SYSTEM, TOOLS
 
 Messages = Sequence[dict[str, Any]]
 
@@ -91,7 +93,7 @@ class Probe:
         hidden: Words that others say: never trained.
         tools: Tools that are offered.
         exact: Whether every message of the assistant is a turn of its own, so that turns can be compared one by one.
-        required: Whether a template that refuses it is refused.
+        feature: What conversations have that stand or fall with it; empty: all.
     """
 
     name: str
@@ -100,7 +102,7 @@ class Probe:
     hidden: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     exact: bool = True
-    required: bool = False
+    feature: str = ""
 
     @property
     def expected(self) -> list[str]:
@@ -116,10 +118,7 @@ def _assistant(text: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
-def _system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
-
-
+ONE = Probe("one turn", (_user("First, walnut: what is 7 + 5?"), _assistant("It is maple.")))
 MAIN = Probe(
     "two turns",
     (
@@ -128,7 +127,7 @@ MAIN = Probe(
         _user("And (poplar) then - why?"),
         _assistant("Because of hazel!"),
     ),
-    required=True,
+    feature=SEVERAL,
 )
 # Who may speak after the assistant, beside the user.
 LATE_ROLES = ("tool", "system", "developer")
@@ -142,9 +141,17 @@ def late_probe(role: str) -> Probe:
     )
 
 
-_SYSTEM = Probe("a system message", (_system("You know linden."), *MAIN.messages))
+_SYSTEM, _DEVELOPER = (
+    Probe(
+        feature,
+        ({"role": role, "content": "You know linden."}, *MAIN.messages),
+        hidden=("linden",),
+        feature=feature,
+    )
+    for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
+)
 # Whatever stands at the borders of a content may share a token with the markers.
-_EDGES = Probe(
+EDGES = Probe(
     "contents with spaces, line ends and symbols at their borders",
     tuple(
         message
@@ -188,6 +195,7 @@ _JOINED = Probe(
     ),
     hidden=("walnut", "poplar", "Linden"),
     exact=False,
+    feature=JOINED,
 )
 _TOOL = {
     "type": "function",
@@ -201,6 +209,16 @@ _TOOL = {
         },
     },
 }
+
+
+_OFFERED = Probe(
+    "tools that are offered",
+    MAIN.messages,
+    kept=("maple", "hazel"),
+    hidden=("juniper", "walnut", "poplar"),
+    tools=(_TOOL,),
+    feature=TOOLS,
+)
 
 
 def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe:
@@ -226,10 +244,11 @@ def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe
         hidden=("walnut", "poplar", "juniper", *(f"willow{number}" for number in range(results))),
         tools=(_TOOL,),
         exact=False,
+        feature=CALLS,
     )
 
 
-_REASONING = Probe(
+THINKING = Probe(
     "reasoning",
     (
         _user("First walnut."),
@@ -240,15 +259,15 @@ _REASONING = Probe(
     kept=("maple", "hazel", "sorrel", "tansy"),
     hidden=("walnut", "poplar"),
     exact=False,
+    feature=REASONING,
 )
 THOUGHTS = ("sorrel", "tansy")
-REASONING = _REASONING
-# Each group holds forms of one probe: the first that the template takes counts.
+# Each group holds forms of one probe of a feature: the first that the template takes counts.
 GROUPS: tuple[tuple[Probe, ...], ...] = (
-    (MAIN,),
     (_SYSTEM,),
-    (_EDGES,),
+    (_DEVELOPER,),
     (_JOINED,),
+    (_OFFERED,),
     *(
         (
             _tool_probe({"place": "chestnut"}, results),
@@ -257,7 +276,7 @@ GROUPS: tuple[tuple[Probe, ...], ...] = (
         )
         for results in (1, 2)
     ),
-    (REASONING,),
+    (THINKING,),
 )
 
 
@@ -269,7 +288,13 @@ def spoof_probe(texts: Sequence[str]) -> Probe:
     """
     messages = list(MAIN.messages)
     messages[0] = _user("First walnut. " + " ".join(f"{text}bryony" for text in texts) + " thyme")
-    return Probe("markers in a user's text", tuple(messages), hidden=("bryony", "walnut", "thyme"))
+    return Probe("markers in a user's text", tuple(messages), hidden=("bryony", "walnut", "thyme"), feature=MARKERS)
+
+
+def single_probes(probe: Probe) -> list[Probe]:
+    """The same, each turn of the assistant and what is before it on its own."""
+    pairs = zip(probe.messages[::2], probe.messages[1::2], strict=True)
+    return [replace(probe, messages=pair) for pair in pairs]
 
 
 def as_parts(probe: Probe) -> Probe:
@@ -280,4 +305,4 @@ def as_parts(probe: Probe) -> Probe:
         else message
         for message in probe.messages
     ]
-    return Probe(probe.name, tuple(messages), probe.kept, probe.hidden, probe.tools, probe.exact, probe.required)
+    return replace(probe, messages=tuple(messages))

@@ -4,30 +4,38 @@
 Conversations whose words are known are rendered and scanned, as rows will be. Each turn that is trained must be exactly
 one message of the assistant and one end marker; of others nothing may be trained. Between the start marker and the
 message may stand what the model itself writes there, such as the channel of a harmony message: what the template adds
-to its own generation prompt. Probes that a template refuses (a system message, tools, reasoning) prove nothing.
+to its own generation prompt.
+
+Plain turns must be proven. Of each further feature (`features`: tools, reasoning, a system message and more) it is
+remembered where it fails, so that the conversations that have it are untrainable and the others are trained. What a
+template refuses proves nothing; rows that have it are held against their messages (`agreement`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lightning_protrain.data.features import QUIET, SEVERAL
 from lightning_protrain.data.markers import Markers
 from lightning_protrain.data.masking import ASSISTANT, MaskOptions, trained_tokens
 from lightning_protrain.data.probes import (
+    EDGES,
     GROUPS,
     LATE_ROLES,
     MAIN,
-    REASONING,
+    ONE,
+    THINKING,
     THOUGHTS,
     Probe,
     Render,
     as_parts,
     late_probe,
+    single_probes,
     spoof_probe,
 )
 from lightning_protrain.data.scanner import scan
@@ -40,7 +48,9 @@ class NotProven(ValueError):
     """The markers of a family do not find what the assistant says."""
 
 
-def prove(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> None:
+def prove(
+    render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
+) -> dict[str, str]:
     """Proves a family on a tokenizer and its template, see [Note: Proof].
 
     A family without a role "assistant" that has boundaries is not proven: what is trained is then the user's choice.
@@ -49,19 +59,26 @@ def prove(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, marke
         render: Renders messages as rows will be rendered.
         tokenizer: The tokenizer that made the ids, or its vocabulary.
         markers: The family on this tokenizer.
+        quiet: Only that thoughts can be left out is proven.
+
+    Returns:
+        The features for which it fails, and how.
 
     Raises:
-        NotProven: Something else than the assistant's messages would be trained; expected and found text are shown.
-        ValueError: The template refuses two turns of user and assistant.
+        NotProven: Something else than the assistant's messages would be trained in plain turns; expected and found text
+            are shown.
+        ValueError: The template refuses a turn of user and assistant.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
-        return
+        return {}
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     proof = _Proof(render, vocabulary, markers)
-    for group in GROUPS:
-        proof.group(group)
+    if not quiet:
+        proof.plain_turns()
+        for group in (*GROUPS, *proof.spoofs()):
+            proof.optional(group)
     proof.thinking()
-    proof.spoofing()
+    return proof.unproven
 
 
 def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
@@ -112,9 +129,67 @@ class _Proof:
         assistant = [role for role in markers.roles if role.role == ASSISTANT]
         self.unended = any(role.open_ended or not role.include_end for role in assistant)
         self.leads: set[str] = {""}
+        self.must_end = False
+        self.unproven: dict[str, str] = {}
 
-    def group(self, forms: Sequence[Probe]) -> None:
-        """Checks the first form that the template takes."""
+    def plain_turns(self) -> None:
+        """Checks turns of user and assistant: several, or else one alone."""
+        try:
+            self._required((MAIN,))
+            self._check_group((EDGES,))
+        except ValueError as error:
+            # A family without the right end would do for one turn, if the template ends none.
+            self.must_end = isinstance(error, NotProven)
+            try:
+                self._required((ONE,))
+                for probe in single_probes(EDGES):
+                    self._check_group((probe,))
+            except ValueError:
+                raise error from None
+            self.unproven[SEVERAL] = _first_line(error)
+
+    def optional(self, forms: Sequence[Probe]) -> None:
+        """Checks a feature, and remembers how it fails."""
+        try:
+            self._check_group(forms)
+        except NotProven as error:
+            self.unproven.setdefault(forms[0].feature, _first_line(error))
+
+    def thinking(self) -> None:
+        """Checks that thinking is left out where it is not trained, if the family knows how."""
+        if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
+            return
+        for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):
+            for form in group:
+                try:
+                    ids = self.render(form.messages)
+                except ValueError:
+                    continue
+                rendering = self._read(ids, MaskOptions(train_thinking=False))
+                if self._says_all(form, rendering.text):
+                    hidden = [word for word in words if any(word in turn for turn in rendering.turns)]
+                    lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendering.turns)]
+                    if hidden or lost:
+                        self.unproven[QUIET] = f"train_thinking=False keeps {hidden} and loses {lost}"
+                    break
+
+    def spoofs(self) -> tuple[tuple[Probe, ...], ...]:
+        """A user who writes turns of the assistant, where markers are control tokens."""
+        starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
+        controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
+        end = next(iter(self.ends), "")
+        return ((spoof_probe([*controls, *(end + text for text in controls)]),),) if controls else ()
+
+    def _required(self, forms: Sequence[Probe]) -> None:
+        refusal = self._check_group(forms)
+        if refusal is not None:
+            raise ValueError(
+                f"The tokenizer {self.vocabulary.name!r} cannot be checked: {refusal}. Give it a chat template for "
+                "user and assistant in turn."
+            ) from refusal
+
+    def _check_group(self, forms: Sequence[Probe]) -> ValueError | None:
+        """Checks the first form that the template takes; why it takes none."""
         refusal: ValueError | None = None
         for form in (*forms, *map(as_parts, forms)):
             try:
@@ -126,39 +201,12 @@ class _Proof:
             if shown is not None:
                 if self._tells_roles(form, ids):
                     self._check(form, shown)
-                return
+                return None
             refusal = refusal or ValueError("the chat template leaves out what the assistant says")
-        if forms[0].required:
-            raise ValueError(
-                f"The tokenizer {self.vocabulary.name!r} cannot be checked: {refusal}. Give it a chat template for "
-                "user and assistant in turn."
-            ) from refusal
-
-    def thinking(self) -> None:
-        """Checks that thinking is left out where it is not trained, if the family knows how."""
-        if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
-            return
-        for form in (REASONING, as_parts(REASONING)):
-            try:
-                ids = self.render(form.messages)
-            except ValueError:
-                continue
-            rendering = self._read(ids, MaskOptions(train_thinking=False))
-            if self._says_all(form, rendering.text):
-                hidden = [word for word in THOUGHTS if any(word in turn for turn in rendering.turns)]
-                lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendering.turns)]
-                if hidden or lost:
-                    self._fail(form, rendering, f"train_thinking=False keeps {hidden} and loses {lost}")
-                return
-
-    def spoofing(self) -> None:
-        """Checks that a user cannot write a turn of the assistant, where markers are control tokens."""
-        starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
-        controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
-        if not controls:
-            return
-        end = next(iter(self.ends), "")
-        self.group((spoof_probe([*controls, *(end + text for text in controls)]),))
+            if not form.exact and self._tells_roles(form, ids):
+                # What others say is nothing to train, whatever is left out of the assistant's words.
+                self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
+        return refusal
 
     def _shown(self, probe: Probe, ids: Sequence[int]) -> Rendering | None:
         """The rendered probe; None where the template leaves out what is said."""
@@ -223,14 +271,15 @@ class _Proof:
 
     def _check_turns(self, probe: Probe, rendering: Rendering) -> None:
         said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
-        if probe.name == MAIN.name:
+        if probe in (MAIN, ONE, as_parts(MAIN), as_parts(ONE)):
             self._learn_leads(probe, rendering, said)
         if len(said) != len(rendering.turns):
             self._fail(probe, rendering, f"{len(rendering.turns)} turns are trained instead of {len(said)}")
         ends = "|".join(map(re.escape, self.ends))
         leads = "|".join(map(re.escape, sorted(self.leads, key=len, reverse=True)))
         for number, (one, turn) in enumerate(zip(said, rendering.turns, strict=True)):
-            unended = self.unended or (number + 1 == len(said) and rendering.text.rstrip().endswith(one))
+            cut = not self.must_end and number + 1 == len(said) and rendering.text.rstrip().endswith(one)
+            unended = self.unended or cut
             end = f"(?:{ends})" if ends else ""
             if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
@@ -261,3 +310,8 @@ def _said(content: object) -> str:
     if isinstance(content, list):
         return " ".join(str(part.get("text", "")).strip() for part in content)
     return str(content or "").strip()
+
+
+def _first_line(error: Exception) -> str:
+    """How a feature fails, without what is the same for all."""
+    return str(error).split("\n")[0].rpartition("its chat template. On ")[2]

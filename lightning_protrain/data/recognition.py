@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +14,7 @@ from lightning_protrain.data.derivation import derive
 from lightning_protrain.data.families import FAMILIES
 from lightning_protrain.data.markers import Markers, resolve
 from lightning_protrain.data.masking import ASSISTANT
-from lightning_protrain.data.probes import MAIN, Render, TemplateRender, as_parts
+from lightning_protrain.data.probes import MAIN, ONE, Render, TemplateRender, as_parts
 from lightning_protrain.data.proof import NotProven, prove
 from lightning_protrain.data.vocabulary import Vocabulary
 
@@ -27,7 +29,8 @@ def find_family(
     Args:
         tokenizer: A fast one with a chat template, or one of mistral-common.
         name: A family, or a model whose format it has. None: all families whose markers the template writes are tried,
-            the most specific first; if none is proven, a "generic" one is derived from what the template writes.
+            the most specific first, and a "generic" one that is derived from what the template writes. It is the first
+            that is proven for most features.
         render: Renders messages as rows will be rendered; by default the tokenizer's template as it is.
 
     Raises:
@@ -71,24 +74,23 @@ def family_named(name: str) -> Family:
 def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]:
     text = _rendered(vocabulary, render)
     reasons: list[str] = []
-    for family in _candidates(text, vocabulary):
+    best: tuple[int, Family, Markers] | None = None
+    for name, make in (*_named(text, vocabulary), ("derived from the template", lambda: derive(render, vocabulary))):
         try:
+            family = make()
             markers = resolve(family, vocabulary)
-            prove(render, vocabulary, markers)
+            unproven = len(prove(render, vocabulary, markers))
         except NotProven as error:
             reasons.append(str(error).split("\n")[0])
         except ValueError as error:
-            reasons.append(f"{family.name}: {error}")
+            reasons.append(f"{name}: {error}")
         else:
-            return family, markers
-    try:
-        family = derive(render, vocabulary)
-        markers = resolve(family, vocabulary)
-        prove(render, vocabulary, markers)
-    except ValueError as error:
-        reasons.append(f"derived from the template: {error}")
-    else:
-        return family, markers
+            if best is None or unproven < best[0]:
+                best = unproven, family, markers
+            if not unproven:
+                break
+    if best is not None:
+        return best[1:]
     listed = "\n".join(f"- {reason}" for reason in reasons)
     raise ValueError(
         f"The chat format of the tokenizer {vocabulary.name!r} is not recognised, and it is not guessed.\nIts template "
@@ -97,9 +99,14 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
     )
 
 
+def _named(text: str, vocabulary: Vocabulary) -> Iterator[tuple[str, Callable[[], Family]]]:
+    for family in _candidates(text, vocabulary):
+        yield family.name, partial(replace, family)
+
+
 def _rendered(vocabulary: Vocabulary, render: Render) -> str:
     refusal: ValueError | None = None
-    for probe in (MAIN, as_parts(MAIN)):
+    for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
         try:
             text = vocabulary.text(render(probe.messages))
         except ValueError as error:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.features import has_tags
 from lightning_protrain.data.probes import REFUSALS, Messages, TemplateRender
 
 # What of a message a user can fill.
@@ -155,6 +156,13 @@ class Renderer:
         return False
 
     @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are found in text as a whole, but for whitespace."""
+        if self._encodes_at_once:
+            return frozenset()
+        return frozenset(index for token, index in self.tokenizer.get_added_vocab().items() if not token.isspace())
+
+    @cached_property
     def _added(self) -> frozenset[str]:
         """All tokens that are found in text before it is split into pieces, but for whitespace."""
         return frozenset(token for token in self.tokenizer.get_added_vocab() if not token.isspace())
@@ -172,7 +180,14 @@ class Renderer:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str]:
-        return _any_of(self._of_markers)
+        """Those that may begin or end a turn: not a tag of thoughts that is a part of a marker with other tokens."""
+        return _any_of(token for token in self._of_markers if not self._marks_thoughts_alone(token))
+
+    def _marks_thoughts_alone(self, token: str) -> bool:
+        if self._markers is None or not has_tags(token):
+            return False
+        others = [other for other in self._of_markers if not has_tags(other)]
+        return all(any(other in marker for other in others) for marker in self._markers if token in marker)
 
     @cached_property
     def _plain_markers(self) -> re.Pattern[str]:

@@ -23,6 +23,7 @@ class DatasetReport:
         num_unended: Trained turns without a terminator; those that were cut, mostly.
         num_doubtful: Conversations that are kept although their turns and messages differ.
         lengths: Of the conversations: smallest, median, 95th percentile, largest.
+        num_unwritten: Conversations of which the chat template leaves out reasoning.
     """
 
     name: str
@@ -34,6 +35,7 @@ class DatasetReport:
     num_unended: int = 0
     num_doubtful: int = 0
     lengths: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
+    num_unwritten: int = 0
 
     @property
     def num_dropped(self) -> int:
@@ -46,9 +48,12 @@ class DatasetReport:
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
         unended = f" {self.num_unended} trained turns have no end." if self.num_unended else ""
+        unwritten = ""
+        if self.num_unwritten:
+            unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
         return (
             f"{self.name}: {self.num_kept} conversations, {self.num_tokens} tokens, {share:.1%} of them trained; "
-            f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}"
+            f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
         )
 
 
@@ -60,6 +65,7 @@ def count(
     num_unended: int,
     dropped: Iterable[str] | Mapping[str, int],
     num_doubtful: int = 0,
+    num_unwritten: int = 0,
 ) -> DatasetReport:
     """Adds up.
 
@@ -71,6 +77,7 @@ def count(
         num_unended: Trained turns without a terminator.
         dropped: A reason for each conversation that is not used, or how many there are for each reason.
         num_doubtful: Conversations whose mask is in doubt.
+        num_unwritten: Conversations of which the chat template leaves out reasoning.
     """
     reasons = Counter(dropped).most_common()
     spread = (0, 0, 0, 0)
@@ -78,5 +85,14 @@ def count(
         low, middle, high, most = np.percentile(lengths, (0, 50, 95, 100), method="nearest")
         spread = (int(low), int(middle), int(high), int(most))
     return DatasetReport(
-        name, family, len(lengths), tuple(reasons), sum(lengths), num_trained, num_unended, num_doubtful, spread
+        name,
+        family,
+        len(lengths),
+        tuple(reasons),
+        sum(lengths),
+        num_trained,
+        num_unended,
+        num_doubtful,
+        spread,
+        num_unwritten,
     )

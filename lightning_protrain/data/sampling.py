@@ -4,17 +4,17 @@
 A *step* takes `batch_size` rows for each rank. The rows of a kind that fill no whole step are shared out as evenly as
 they can be; a rank that gets none of them repeats a row without training it. So every row is trained exactly once an
 epoch, all ranks have the same number of batches, and none is empty. A loss that is a mean over the tokens of all ranks
-weighs such smaller batches rightly.
+weighs such smaller batches rightly. Evaluation does the same in the order of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_protrain.data.packing import Blocks
 
@@ -148,3 +148,34 @@ class EpochSampler(Sampler[list[int]]):
                 f"batches have changed since: {was}. Resume with the same data, or from the end of an epoch."
             )
         self.epoch, self.position = state["epoch"], state["position"]
+
+
+class ShareSampler(DistributedSampler[Any]):
+    """The rows of one rank in evaluation: every `world_size`-th in their order, none of them twice.
+
+    All ranks have the same number of batches, as a forward may be collective: a rank that would have one less gets
+    `~0`, which asks for a row of which nothing is scored, see [Note: Leftovers]. Lightning leaves samplers of this base
+    class as they are, whatever `Trainer(use_distributed_sampler=...)` says, and has others repeat rows.
+
+    Args:
+        rows: Of all ranks.
+        batch_size: Rows of a batch.
+        rank: Which share.
+        world_size: Number of shares.
+
+    Raises:
+        ValueError: `rank` is none of `world_size`.
+    """
+
+    def __init__(self, rows: Sized, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(rows, world_size, rank, shuffle=False)  # type: ignore[arg-type]
+        self.indices = list(range(rank, len(rows), world_size))
+        most_rows = -(-len(rows) // world_size)
+        if -(-len(self.indices) // batch_size) < -(-most_rows // batch_size):
+            self.indices.append(~0)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)

@@ -20,9 +20,20 @@ from lightning_protrain.data.masking import MaskOptions, trainable_turns
 from lightning_protrain.data.proof import leaking_roles, prove
 from lightning_protrain.data.recognition import family_named, find_family
 from lightning_protrain.data.rendering import Renderer
+from lightning_protrain.data.scaffolds import with_scaffolds, with_tags
 from lightning_protrain.data.scanner import scan
 from lightning_protrain.data.vision import ImageEncoder, usable_keys, with_media
+from lightning_protrain.data.vocabulary import Vocabulary
 
+_SET = "It is set for training; leave it out."
+_RESERVED = {
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "tokenize", "return_dict"), _SET),
+    **dict.fromkeys(("return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"), _SET),
+    **dict.fromkeys(("tokenizer_kwargs", "add_special_tokens", "padding", "truncation"), _SET),
+    **dict.fromkeys(("messages", "conversation", "tools"), "It comes from the rows of the data; leave it out."),
+    "chat_template": "Use the option `chat_template`.",
+    "max_length": "Use the option `max_length`.",
+}
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
@@ -53,6 +64,7 @@ class ChatSettings:
             raise ValueError(f"on_untrainable must be one of {choices}, got {self.on_untrainable!r}.")
         if self.family is not None:
             family_named(self.family)
+        _check_variables(self.template_kwargs)
         assert self.template is None or self.template  # read now, so that a missing file is told now
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
         empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
@@ -97,6 +109,16 @@ class ChatSettings:
         return path.read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A chat format on one tokenizer and its template."""
+
+    renderer: Renderer
+    markers: Markers
+    leaking: frozenset[str]
+    unproven: Mapping[str, str]
+
+
 class Chats:
     """What the settings become on one tokenizer; each once.
 
@@ -108,7 +130,7 @@ class Chats:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self._known: dict[str, tuple[Renderer, Markers, frozenset[str]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
         """How conversations are encoded.
@@ -120,30 +142,45 @@ class Chats:
         Raises:
             ValueError: No family is known or proven to fit, or the one that is given does not fit.
         """
-        key = f"{settings.format} {processor is not None}"
+        quiet = not settings.options.train_thinking
+        key = f"{settings.format} {quiet} {processor is not None}"
         if key not in self._known:
-            self._known[key] = self._prove(settings, processor)
-        renderer, markers, leaking = self._known[key]
-        _check_options(settings.options, markers)
-        return ChatEncoder(renderer, markers, settings.options, settings.max_length, settings.on_untrainable, leaking)
+            self._known[key] = self._prove(settings, processor, quiet)
+        known = self._known[key]
+        # Refuses roles without boundaries.
+        trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
+        return ChatEncoder(
+            known.renderer,
+            known.markers,
+            settings.options,
+            settings.max_length,
+            settings.on_untrainable,
+            known.leaking,
+            known.unproven,
+        )
 
-    def _prove(self, settings: ChatSettings, processor: Any) -> tuple[Renderer, Markers, frozenset[str]]:
+    def _prove(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Known:
         template = settings.template or getattr(processor, "chat_template", None)
-        family, source = settings.boundaries, "role_boundaries"
-        if family is None and settings.family is not None:
+        everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
+        vocabulary = Vocabulary(self._tokenizer)
+        if settings.boundaries is not None:
+            family, source = settings.boundaries, "role_boundaries"
+            markers = resolve(family, vocabulary, strict=True)
+            if markers.roles:
+                markers = with_scaffolds(markers, vocabulary, everything.ids)
+        elif settings.family is not None:
             family, source = family_named(settings.family), "given by name"
-        if family is None:
-            everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
-            (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"
+            markers = resolve(family, vocabulary)
         else:
-            markers = resolve(family, self._tokenizer, strict=settings.boundaries is not None)
+            (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"
+        if quiet:
+            markers = with_tags(markers, vocabulary, everything.ids)
         renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
-        if source != "recognised":
-            prove(renderer.ids, self._tokenizer, markers)
+        unproven = prove(renderer.ids, vocabulary, markers)
         if processor is not None:
             markers = with_media(markers, processor)
-        _say(settings, markers, source)
-        return renderer, markers, leaking_roles(renderer.ids, self._tokenizer, markers)
+        _say(settings, markers, source, unproven)
+        return _Known(renderer, markers, leaking_roles(renderer.ids, vocabulary, markers), unproven)
 
     def _texts(self, family: Family) -> list[str]:
         """What begins and ends turns and what tools say in them, and media."""
@@ -197,30 +234,33 @@ class Chats:
         return kinds
 
 
-def _check_options(options: MaskOptions, markers: Markers) -> None:
-    """Refuses what these markers cannot tell.
+def _check_variables(given: Mapping[str, Any]) -> None:
+    """Refuses variables of the template that are none.
 
     Raises:
-        ValueError: A role without boundaries, or thinking without markers of thinking.
+        ValueError: An argument of rendering or tokenizing.
     """
-    trainable_turns(scan(np.empty(0, dtype=np.int32), markers), markers, options)
-    if not options.train_thinking and not any(part.kind == "thinking" for part in markers.exclusions):
-        raise ValueError(
-            f"train_thinking=False, but it is not known how the chat format {markers.family!r} marks thinking on this "
-            "tokenizer. Leave train_thinking out; or, with `role_boundaries`, name a `family` instead."
-        )
+    for name in given:
+        if name in _RESERVED:
+            raise ValueError(
+                f"chat_template_kwargs names {name!r}, which is no variable of a chat template. {_RESERVED[name]}"
+            )
 
 
-def _say(settings: ChatSettings, markers: Markers, source: str) -> None:
-    """One line: family, knobs, where the boundaries come from, and the ids."""
+def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> None:
+    """One line: family, knobs, where the boundaries come from, the ids, and what it is not proven for."""
     roles = "; ".join(
         f"{role.role} {_ids(role.starts)} to {_ids(role.ends) or 'the next turn'}" for role in markers.roles
     )
     options = settings.options
+    endless = any(role.role in options.roles and not role.ends for role in markers.roles)
+    ends = " Its trained turns have no end marker: where to stop is not learnt." if endless else ""
+    doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
     rank_zero_info(
         f"Chat format {markers.family!r} ({source}). roles_to_train={list(options.roles)}, "
         f"train_on_inputs={options.train_on_inputs}, train_on_eos={options.train_on_eos}, train_on={options.train_on}, "
-        f"train_thinking={options.train_thinking}, on_untrainable={settings.on_untrainable}. Markers: {roles}."
+        f"train_thinking={options.train_thinking}, on_untrainable={settings.on_untrainable}. Markers: {roles}.{ends}"
+        + (f" Not proven, so that conversations with it are untrainable: {doubts}." if doubts else "")
     )
 
 

@@ -83,7 +83,7 @@ def _tables(spec: DatasetSpec) -> _Tables:
     if not isinstance(spec.path, str):
         return _only_train(spec, [open_table(file) for path in spec.paths for file in _named_files(path)])
     if spec.path == "stdlib":
-        return _only_train(spec, [RowList(list(stdlib_conversations()), "stdlib", Path())])
+        return _only_train(spec, [RowList(list(stdlib_conversations(max_rows=spec.max_rows)), "stdlib", Path())])
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return _choose(_folder_splits(path), spec.split, spec.path)
@@ -100,6 +100,10 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _nothing_there(name: str, reason: object = "") -> ValueError:
+    file = Path(name).expanduser()
+    if file.is_file():
+        kind = f"a {file.suffix} file" if file.suffix else "a file without a suffix"
+        return ValueError(f"{name!r} is {kind}: {', '.join(SUFFIXES)} files are read. Convert it, or rename it.")
     return ValueError(
         f'No data set {name!r}. Give "stdlib", the path of a .jsonl, .json or .parquet file, a glob or a list of such '
         "files, a folder of them or one written by `datasets.Dataset.save_to_disk`, or a name on the Hugging Face Hub."

@@ -42,7 +42,10 @@ class DatasetSpec:
         on_malformed: Whether a row that is no conversation is an error, or left out and counted.
         max_rows: At most this many rows of each split, the first ones; None takes all.
         repeat: How often the training rows occur in an epoch.
-        train_on_inputs: This and the following: see `ChatDataModule`, whose value None takes.
+        family: This and the following: see `ChatDataModule`, whose value None takes.
+        chat_template: Of this data set alone; the tokenizer is that of all.
+        chat_template_kwargs: Further variables of the template.
+        train_on_inputs: Whether everything is learnt.
         roles_to_train: Roles whose turns are learnt.
         train_on_eos: Which terminators of turns are learnt.
         train_on: All turns, or the last one only.
@@ -66,6 +69,9 @@ class DatasetSpec:
     on_malformed: Literal["error", "skip"] = "error"
     max_rows: int | None = None
     repeat: int = 1
+    family: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     train_on_inputs: bool | None = None
     roles_to_train: list[str] | None = None
     train_on_eos: Literal["turn", "all", "last", "none"] | None = None
@@ -122,9 +128,9 @@ class DatasetSpec:
 
     @property
     def masking(self) -> dict[str, Any]:
-        """The knobs of masking that this data set sets itself, by name."""
+        """The knobs that this data set sets itself, of what `ChatDataModule` sets for all, by name."""
         names = [spec.name for spec in fields(self)]
-        knobs = names[names.index("train_on_inputs") :]
+        knobs = names[names.index("family") :]
         return {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
 
 

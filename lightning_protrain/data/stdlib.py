@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ SKIPPED_FOLDERS = frozenset(
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def stdlib_conversations(folder: str | Path | None = None, max_characters: int = 600) -> list[Conversation]:
+def stdlib_conversations(
+    folder: str | Path | None = None, max_characters: int = 600, max_rows: int | None = None
+) -> list[Conversation]:
     """One question and answer per docstring: "What does `json.dumps` do?" and the docstring's first paragraphs.
 
     The sources are parsed, never imported. The order is that of the sorted paths and of the definitions within a file,
@@ -29,18 +33,21 @@ def stdlib_conversations(folder: str | Path | None = None, max_characters: int =
     Args:
         folder: Where the modules lie; None takes the running interpreter's standard library.
         max_characters: Whole paragraphs are taken until this length; a longer first paragraph is cut there, at a word.
+        max_rows: Files are read until there are so many, and at least 100; None reads all.
 
     Raises:
         ValueError: The folder holds fewer than 100 docstrings, as where Python was installed without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
     answers: dict[str, str] = {}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        if not _is_skipped(path.relative_to(root).parts[:-1]):
-            for name, docstring in _docstrings(path, root):
-                answer = _shorten(docstring, max_characters)
-                if answer:
-                    answers.setdefault(answer, name)
+    enough = math.inf if max_rows is None else max(max_rows, MIN_DOCSTRINGS)
+    for path in sorted(_sources(root), key=lambda path: path.parts):
+        for name, docstring in _docstrings(path, root):
+            answer = _shorten(docstring, max_characters)
+            if answer:
+                answers.setdefault(answer, name)
+        if len(answers) >= enough:
+            break
     if len(answers) < MIN_DOCSTRINGS:
         raise ValueError(
             f"Only {len(answers)} docstrings under {root}, at least {MIN_DOCSTRINGS} are needed. Install Python with "
@@ -57,8 +64,11 @@ def stdlib_conversations(folder: str | Path | None = None, max_characters: int =
     ]
 
 
-def _is_skipped(folders: tuple[str, ...]) -> bool:
-    return any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
+def _sources(root: Path) -> Iterator[Path]:
+    """The modules below `root`; skipped folders, the largest of all, are not even listed."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _docstrings(path: Path, root: Path) -> Iterator[tuple[str, str]]:

@@ -105,17 +105,30 @@ class JsonLines(Table):
 
     def decode(self, raw: bytes, where: str) -> Any:
         try:
-            row = json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+            row = json.loads(raw.removeprefix(_BOM).decode("utf-8"), object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             raise MalformedRow(
                 f"{where}: not UTF-8 (byte 0x{raw.removeprefix(_BOM)[error.start]:02x} at {error.start}). Save the "
                 "file as UTF-8."
             ) from error
         except (ValueError, RecursionError) as error:
-            cut = self._open_end and not raw.endswith(b"\n")
-            advice = "The last line is cut off: write the file again." if cut else "Write one JSON object per line."
+            advice = "Write one JSON object per line."
+            if b"\r" in raw.rstrip():
+                advice = "Lines end in a carriage return alone: save the file with line feeds."
+            elif self._open_end and not raw.endswith(b"\n"):
+                advice = "The last line is cut off: write the file again."
             raise MalformedRow(f"{where}: not valid JSON ({error}). {advice}") from error
         return _checked_text(row, raw, where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; one that names a key twice would lose a value in silence."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in made if names.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} {names.count(twice)} times, keep one")
+    return made
 
 
 def _refuse_empty(path: Path) -> None:
@@ -273,7 +286,11 @@ def _open_parquet(path: Path) -> Table:
     try:
         return ArrowTable(Dataset.from_parquet(str(path)), str(path), path.parent)
     except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is no Parquet file that can be read: {error.__cause__ or error}.") from error
+        why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{path} is no Parquet file that can be read: {why}. Write it again, with rows, and with columns of "
+            "different names."
+        ) from error
 
 
 def _open_json(path: Path) -> Table:
@@ -283,7 +300,9 @@ def _open_json(path: Path) -> Table:
     try:
         if first.removeprefix(_BOM).lstrip().startswith(b"["):
             text = path.read_bytes().decode("utf-8-sig")
-            return RowList(json.loads(text), str(path), path.parent, escapes="\\ud" in text.lower())
+            return RowList(
+                json.loads(text, object_pairs_hook=_object), str(path), path.parent, escapes="\\ud" in text.lower()
+            )
         json.loads(first.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error

@@ -40,6 +40,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
+        if type(tokenizer).__name__ == "MistralCommonBackend":
+            # As it is by default it refuses conversations that the assistant ends.
+            tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"No tokenizer could be loaded from {str(name)!r}: {error}. Give a folder or a name on the Hugging Face "

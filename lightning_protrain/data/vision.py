@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -18,6 +20,7 @@ from lightning_protrain.data.encoding import ChatEncoder
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.images import open_images
 from lightning_protrain.data.markers import Markers
+from lightning_protrain.data.rendering import Rendered
 
 # What a processor calls the tokens that stand for media.
 _MEDIA_TOKENS = (
@@ -80,26 +83,49 @@ class ImageEncoder:
         """
         rendered = self.chat.renderer.render(conversation)
         images = open_images(conversation, where)
+        made = self.process(rendered, images, where)
+        ids = made.pop("input_ids")[0].numpy().astype(np.int32)
+        made.pop("attention_mask", None)
+        extras = {name: _tensor(value) for name, value in made.items()}
+        return self.finish(conversation, rendered, ids, extras)
+
+    def process(self, rendered: Rendered, images: Sequence[Image.Image], where: str) -> Any:
+        """What the processor makes of a text and its images, as tensors.
+
+        Raises:
+            MalformedRow: It refuses them.
+        """
         given: dict[str, Any] = {"add_special_tokens": False, **self.options}
         if rendered.sanitized:
             given["sanitize_control_tokens"] = True
         try:
-            made = self.processor(
-                text=[rendered.text], images=[images] if images else None, return_tensors="pt", **given
-            )
+            return self.processor(text=[rendered.text], images=list(images) or None, return_tensors="pt", **given)
         except (ValueError, IndexError, TypeError) as error:
             raise MalformedRow(
                 f"{where}: the processor refuses {len(images)} images and this text: {error}. Give one image for each "
                 "place of one."
             ) from error
-        ids = made.pop("input_ids")[0].numpy().astype(np.int32)
-        made.pop("attention_mask", None)
-        extras = {name: _tensor(value) for name, value in made.items()}
+
+    def finish(
+        self, conversation: Conversation, rendered: Rendered, ids: NDArray[np.int32], extras: Mapping[str, Tensor]
+    ) -> Encoded | UntrainableError:
+        """What of tokens is trained, and as much of it as `max_length` allows.
+
+        Args:
+            conversation: Whose they are.
+            rendered: The text that they come from.
+            ids: Tokens, those of images among them, [length].
+            extras: What goes with them to the model.
+
+        Raises:
+            ValueError: The weights of messages cannot be told apart.
+        """
+        images = len(conversation.get("images", ()))
         media = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
         (masked,) = self.chat.mask([conversation], [rendered], [ids])
         if isinstance(masked, UntrainableError):
             return masked
-        return self.chat.cut(replace(masked, extras=extras, images=len(images), images_stop=_stop(media, len(images))))
+        return self.chat.cut(replace(masked, extras=extras, images=images, images_stop=_stop(media, images)))
 
 
 def _tensor(value: Any) -> Tensor:
@@ -108,46 +134,3 @@ def _tensor(value: Any) -> Tensor:
 
 def _stop(media: Any, num_images: int) -> int:
     return int(media[-1]) + 1 if num_images and len(media) else 0
-
-
-class ImageRows(Sequence[Encoded]):
-    """Examples that are made when they are asked for, by whoever asks: a worker process, mostly.
-
-    A conversation that cannot be trained on is an example without a trained token, or an error.
-
-    Args:
-        rows: Conversations.
-        encoder: Makes the examples.
-        name: Of the data set, for messages.
-    """
-
-    def __init__(self, rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -> None:
-        self.rows = rows
-        self.encoder = encoder
-        self.name = name
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        where = self._where(index)
-        try:
-            result = self.encoder.encode(self.rows[index], where)
-        except ValueError as error:
-            # Broken pixels behind a header that was right, or what template or processor refuse.
-            result = UntrainableError(str(error))
-        if isinstance(result, Encoded):
-            return result
-        if self.encoder.chat.on_untrainable == "error":
-            raise ValueError(
-                f"{where}: {result}. Correct the row, raise `max_length`, or let `on_untrainable` be drop."
-            )
-        rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
-        # A token that nothing is learnt from, so that the batch keeps its rows.
-        return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
-
-    def _where(self, index: int) -> str:
-        where = getattr(self.rows, "where", None)
-        return str(where(index)) if where is not None else f"{self.name}, row {index}"

@@ -4,8 +4,8 @@
 A *box* is all points between two corners. Whoever knows the function gives for every box a bound: no point in it has a
 smaller value; of a box that is one point, the value itself. The boxes with the smallest bounds are divided, those whose
 bound is above the best value found so far are dropped with all their points. So the result is the least of all, however
-loose the bounds are: loose ones only take longer. Among equal values the point that is first in lexicographic order
-wins, as if all had been enumerated.
+loose the bounds are: loose ones only take longer. Whoever knows where no point of a box is allowed cuts that part off
+first. Among equal values the point that is first in lexicographic order wins, as if all had been enumerated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ Flags = NDArray[np.bool_]
 Bound = Callable[[Integers, Integers], Floats]
 # Corners (D, K), (D, K) to one promising point in each box, (D, K).
 Probe = Callable[[Integers, Integers], Integers]
+# Corners (D, K), (D, K) to those of what is left of each box, where only points that are not allowed are cut off.
+Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # About so many boxes are evaluated at one time: enough to hide what a round costs, few enough to learn between rounds.
-BATCH = 512
-PIECES = 12
+# After some rounds they are too few.
+BATCH = 128
+PIECES = 8
+PATIENCE, MOST_DOUBLINGS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,20 @@ class Minimum:
     rounds: int
 
 
+def whole(low: Integers, high: Integers) -> tuple[Integers, Integers]:
+    """Cuts nothing off."""
+    return low, high
+
+
 def minimize(
-    bound: Bound, probe: Probe, low: Integers, high: Integers, below: float = np.inf, batch: int = BATCH
+    bound: Bound,
+    probe: Probe,
+    low: Integers,
+    high: Integers,
+    below: float = np.inf,
+    batch: int = BATCH,
+    cut: Cut = whole,
+    weights: Floats | None = None,
 ) -> Minimum:
     """Finds the least value in some boxes, see [Note: Branch and bound].
 
@@ -56,46 +72,55 @@ def minimize(
         low: Least corners of the boxes that are searched, (D, K).
         high: Their greatest corners, (D, K), inclusive; a box where it is below `low` is empty.
         below: Only smaller values are of interest.
-        batch: About how many boxes are evaluated at one time.
+        batch: About how many boxes are evaluated at one time, at first.
+        cut: What is left of boxes; those of which nothing is left are not evaluated.
+        weights: By how much values differ, about, from one point to the next in each direction, (D, 1): there boxes are
+            divided first; None: as `divide` has it.
     """
-    keep = (low <= high).all(axis=0)
-    low, high = low[:, keep], high[:, keep]
-    bounds = np.full(low.shape[1], -np.inf)
     value = below
     point: tuple[int, ...] = ()
     evaluations = rounds = 0
-    while bounds.size:
-        order = np.lexsort((*low[::-1], bounds))
-        num_parents = min(order.size, max(batch // PIECES, 1))
-        chosen, waiting = order[:num_parents], order[num_parents:]
-        probes = probe(low[:, chosen], high[:, chosen])
-        new_low, new_high = divide(low[:, chosen], high[:, chosen], max(batch // num_parents, 2))
-        new_low, new_high = np.hstack((new_low, probes)), np.hstack((new_high, probes))
-        new_bounds = bound(new_low, new_high)
-        evaluations, rounds = evaluations + new_bounds.size, rounds + 1
+    waiting = low[:, :0], high[:, :0], np.zeros(0)
+    new = probed = _nonempty(*cut(*_nonempty(low, high)))
+    while probed[0].size:
+        probes = probe(*probed)
+        corners = np.hstack((new[0], probes)), np.hstack((new[1], probes))
+        bounds = bound(*corners)
+        evaluations, rounds = evaluations + bounds.size, rounds + 1
+        value, point = _better(*corners, bounds, value, point)
 
-        value, point = _better(new_low, new_high, new_bounds, value, point)
-        new_low, new_high = new_low[:, :-num_parents], new_high[:, :-num_parents]
-        new_bounds = new_bounds[:-num_parents]
-        boxes = (new_low < new_high).any(axis=0)
-        low = np.hstack((low[:, waiting], new_low[:, boxes]))
-        high = np.hstack((high[:, waiting], new_high[:, boxes]))
-        bounds = np.hstack((bounds[waiting], new_bounds[boxes]))
-        keep = _may_improve(low, bounds, value, point)
-        low, high, bounds = low[:, keep], high[:, keep], bounds[keep]
+        boxes = np.flatnonzero((new[0] < new[1]).any(axis=0))
+        low, high = (np.hstack((old, some[:, boxes])) for old, some in zip(waiting, new, strict=False))
+        bounds = np.hstack((waiting[2], bounds[boxes]))
+        keep = np.flatnonzero(_may_improve(low, bounds, value, point))
+        if not keep.size:
+            break
+        order = keep[np.lexsort((*low[::-1, keep], bounds[keep]))]
+        size = batch << min(rounds // PATIENCE, MOST_DOUBLINGS)
+        num_parents = min(order.size, max(size // PIECES, 1))
+        chosen, rest = order[:num_parents], order[num_parents:]
+        waiting = low[:, rest], high[:, rest], bounds[rest]
+        probed = low[:, chosen], high[:, chosen]
+        new = _nonempty(*cut(*divide(*probed, max(size // num_parents, 2), weights)))
     return Minimum(value, point, evaluations, rounds)
 
 
-def divide(low: Integers, high: Integers, pieces: int) -> tuple[Integers, Integers]:
+def divide(low: Integers, high: Integers, pieces: int, weights: Floats | None = None) -> tuple[Integers, Integers]:
     """Divides each box into about so many smaller ones, the longest sides first; a point stays as it is.
 
-    Sides are compared with the longest ones in the same direction: none is left whole because it has few points.
+    Args:
+        low: Least corners, (D, K).
+        high: Greatest corners, (D, K).
+        pieces: About how many there should be of each.
+        weights: Of sides in each direction, (D, 1); None: sides are compared with the longest ones in the same
+            direction, so that none is left whole because it has few points.
 
     Returns:
         Corners of all pieces, (D, K'); those of one box are next to each other.
     """
     sides = high - low + 1
-    weights = 1.0 / sides.max(axis=1, keepdims=True)
+    if weights is None:
+        weights = 1.0 / sides.max(axis=1, keepdims=True)
     ways = np.ones_like(sides)
     columns = np.arange(sides.shape[1])
     for _ in range(max(pieces.bit_length() - 1, 1)):
@@ -114,6 +139,11 @@ def divide(low: Integers, high: Integers, pieces: int) -> tuple[Integers, Intege
         new_low[axis] = start[axis] + index * sides[axis] // ways[axis]
         new_high[axis] = start[axis] + (index + 1) * sides[axis] // ways[axis] - 1
     return new_low, new_high
+
+
+def _nonempty(low: Integers, high: Integers) -> tuple[Integers, Integers]:
+    some = (low <= high).all(axis=0)
+    return low[:, some], high[:, some]
 
 
 def _better(

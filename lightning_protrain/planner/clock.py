@@ -86,11 +86,7 @@ class Columns:
             what is under way is held on the device, so it is bounded.
         held: How far it may run ahead of its own.
         land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
-        land_early: The same of the main thread, which puts it off: what it does while the position's gradients land.
-        land_rest: What of the position's own is left at the end of backward.
         add: Of the worker for adding those gradients to those of the micro-batch before.
-        add_early: The same of the main thread, as `land_early`.
-        add_rest: As `land_rest`.
         norm: Of the host for their norm.
         scale: Of the host for scaling them.
         host_step: Of the host's optimizer step of their chunks.
@@ -114,11 +110,7 @@ class Columns:
     ahead: Seconds
     held: Seconds
     land: Seconds
-    land_early: Seconds
-    land_rest: Seconds
     add: Seconds
-    add_early: Seconds
-    add_rest: Seconds
     norm: Seconds
     scale: Seconds
     host_step: Seconds
@@ -266,13 +258,10 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
     comes, lands, tails = (_only_where(part) for part in (columns.swap_in, columns.download, columns.download))
     tails, holds, keeps = tails + columns.tail, lands - columns.ahead, lands - columns.held
     behind = steps and (training.overlap == "backward" or (training.overlap == "forward" and training.clips))
+    work = columns.add if adds else columns.land
     if behind:
-        beside = columns.norm if training.overlap == "forward" else columns.host_step
-        work, rest = (columns.add if adds else columns.land) + beside, np.zeros_like(columns.land)
-    else:
-        work, rest = (columns.add_early, columns.add_rest) if adds else (columns.land_early, columns.land_rest)
+        work = work + (columns.norm if training.overlap == "forward" else columns.host_step)
     begins = _only_where(work)
-    landed = np.empty(rows.shape)
     stepped = np.empty(rows.shape) if behind and training.overlap == "backward" else None
 
     time = up = down = host = before = start
@@ -285,23 +274,14 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
-        launched = down + holds[index]
-        time = np.maximum(time, launched)
-        if not behind:
-            # The main thread deals with what landed longest ago, and only then launches more of backward.
-            host = np.maximum(np.maximum(host, launched), down + begins[index]) + work[index]
-            time = np.maximum(time, host)
+        time = np.maximum(time, down + holds[index])
         down = np.maximum(down, begun + lands[index]) + columns.download[index]
         down = np.maximum(down, time + tails[index])
         time = np.maximum(time, down + keeps[index])
-        if behind:
-            host = np.maximum(host, down + begins[index]) + work[index]
+        host = np.maximum(host, down + begins[index]) + work[index]
         if stepped is not None:
             stepped[index] = host
-        landed[index] = down
         ends[index], before = time, entered
-    for index in np.flatnonzero(rest.any(axis=1))[::-1]:
-        host = np.maximum(host, landed[index] + _only_where(rest[index])) + rest[index]
     known = np.maximum(down, host)
     return _Ended(time, known, np.maximum(time, known), down, stepped)
 

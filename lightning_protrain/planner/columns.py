@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,8 +113,8 @@ def columns_of(
         tail=largest / rate_download,
         ahead=np.maximum(landing.hold_bytes - largest - np.append(largest[1:], [[0.0]], axis=0), 0.0) / rate_download,
         held=np.maximum(largest, landing.hold_bytes) / rate_download,
-        **_sums("land", landing.cast_bytes, landing, hardware),
-        **_sums("add", landing.sum_bytes, landing, hardware),
+        land=_column(landing.cast_bytes) / hardware.host_memory,
+        add=_column(landing.sum_bytes) / hardware.host_memory,
         norm=NORM * _column(landing.stepped_bytes) / hardware.host_memory,
         scale=SCALE * _column(landing.stepped_bytes) / hardware.host_memory,
         # Who steps chunk by chunk writes their copies, too; else they are made afterwards.
@@ -126,32 +124,6 @@ def columns_of(
         swap_in=swapped / rate_backward,
         device_step=np.array([_on_device(landing.resident, hardware, training)]),
     )
-
-
-def _sums(name: str, touched: list[int], landing: _Landing, hardware: HardwareProfile) -> dict[str, Any]:
-    """The three fields of what the host does with gradients that have landed; it touches so many bytes for that.
-
-    The main thread does it to the oldest as soon as more than `landing.pending_bytes` wait.
-    """
-    early, rest = [0.0] * len(touched), [0.0] * len(touched)
-    waiting: deque[tuple[int, float]] = deque()  # positions, and bytes that have landed there
-    total = 0.0
-    for position in reversed(range(len(touched))):
-        if touched[position]:
-            waiting.append((position, landing.nbytes[position]))
-            total += landing.nbytes[position]
-        while total > landing.pending_bytes:
-            oldest, nbytes = waiting.popleft()
-            done = min(nbytes, total - landing.pending_bytes)
-            early[position] += done * touched[oldest] / landing.nbytes[oldest]
-            total -= done
-            if done < nbytes:
-                waiting.appendleft((oldest, nbytes - done))
-    for position, nbytes in waiting:
-        rest[position] = nbytes * touched[position] / landing.nbytes[position]
-    rate = hardware.host_memory
-    fields: dict[str, Sequence[float]] = {name: touched, f"{name}_early": early, f"{name}_rest": rest}
-    return {key: _column(values) / rate for key, values in fields.items()}
 
 
 def _column(values: Iterable[float]) -> Seconds:
@@ -211,13 +183,11 @@ class _Landing:
         stepped_bytes: Bytes of their gradients on the host.
         copy_bytes: Bytes read and written to make what is streamed of them.
         hold_bytes: The most that is held on the device while it lands.
-        pending_bytes: The most that waits on the host's main thread to be added or cast.
         resident: Parameters of resident chunks that have gradients.
     """
 
     num_positions: InitVar[int]
     hold_bytes: int = 0
-    pending_bytes: int = 0
     resident: list[ParameterInfo] = field(default_factory=list)
     nbytes: list[int] = field(init=False)
     largest: list[int] = field(init=False)
@@ -258,7 +228,6 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
                 found.stepped[last[index]] += info.numel
                 found.stepped_bytes[last[index]] += info.nbytes
                 found.copy_bytes[last[index]] += info.nbytes + 2 * info.numel if chunk.streamed_dtype else 0
-    found.pending_bytes = 2 * max((chunk.nbytes for chunk in plan.chunks if not chunk.resident), default=0)
     found.hold_bytes = sorted(sizes)[-2] if len(sizes) > 1 else 0
     return found
 

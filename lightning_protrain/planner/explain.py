@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightning_protrain.planner.prediction import Prediction
+
+# Characters: a terminal is 80 wide, and a longer name of the module around them would hide the names of the units.
+MAX_SHARED_NAME = 12
 
 
 class _Chunk(Protocol):
@@ -128,16 +132,18 @@ def short_seconds(seconds: float) -> str:
 
 def unit_table(plan: Explained) -> Table:
     """What every unit gets; equal neighbours are one row."""
+    rows = _rows(plan)
+    shared = _shared_parent([row.name for row in rows])
     table = Table(title="Plan", title_justify="left")
-    table.add_column("unit")
+    table.add_column(f"unit of {shared}" if shared else "unit")
     for column in ("chunks", "size", "where"):
         table.add_column(column, justify="left" if column == "where" else "right")
     table.add_column("activations")
-    for run in _runs(_rows(plan)):
+    for run in _runs(rows):
         first = run[0]
         sizes = first.resident + first.streamed
         table.add_row(
-            _run_name(run),
+            _run_name(run)[len(shared) :].removeprefix("."),
             f"{len(run)} x {len(sizes)}" if len(run) > 1 else str(len(sizes)),
             f"{len(run)} x {short_bytes(sum(sizes))}" if len(run) > 1 else short_bytes(sum(sizes)),
             _where(first),
@@ -217,6 +223,13 @@ def _rows(plan: Explained) -> list[_Row]:
     for chunk in plan.chunks:
         (resident if chunk.resident else streamed)[chunk.unit].append(chunk.nbytes)
     return [_Row(name, policies.get(name, ""), tuple(resident[name]), tuple(streamed[name])) for name in names]
+
+
+def _shared_parent(names: Sequence[str]) -> str:
+    """The module that all of them are in, if its name is long enough to push what tells them apart out of the table."""
+    parents = [name.split(".")[:-1] for name in names]
+    shared = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
+    return shared if len(shared) > MAX_SHARED_NAME else ""
 
 
 def _runs(rows: Sequence[_Row]) -> list[list[_Row]]:

@@ -1,22 +1,27 @@
-"""What candidates of the search take on the device and on the host, for many of them at once."""
+"""What candidates of the search take on the device and on the host, for many of them at once.
+
+[Note: Fewest offloaded]
+What a candidate takes at least, with the fewest buffers, does not fall with resident chunks once every table of bytes
+is replaced by its least from there on. So for each layout of policies there is a number of offloaded chunks below
+which nothing fits: halving finds it, and boxes of candidates are cut there.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from math import ceil
+from functools import cached_property
+from mmap import PAGESIZE
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.activations import ActivationCurve, gradient_bytes
+from lightning_protrain.planner.activations import Activations
 from lightning_protrain.planner.buffers import Buffers
 from lightning_protrain.planner.chunks import users_of
-from lightning_protrain.planner.host import _own_bytes, _pages, _weights
-from lightning_protrain.planner.memory import resident_bytes
-from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan
-from lightning_protrain.planner.policies import lay_out
+from lightning_protrain.planner.host import _pages
+from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms
+from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapped_bytes
 
@@ -31,6 +36,7 @@ class Footprint:
         profile: One step with forward and backward.
         layout: The model.
         chunks: All its chunks in execution order, all offloaded.
+        sizes: Those of `chunks`.
         places: Indices of the blocks that may swap, in the order in which they are taken.
         hardware: Whether copies run beside computation.
         state_bytes: Bytes of optimizer states for each trainable element.
@@ -48,6 +54,7 @@ class Footprint:
         profile: ModelProfile,
         layout: ModelLayout,
         chunks: Sequence[ChunkPlan],
+        sizes: Sizes,
         places: Sequence[int],
         hardware: HardwareProfile,
         state_bytes: float,
@@ -56,30 +63,27 @@ class Footprint:
         foreach: bool = False,
     ) -> None:
         self.buffers = Buffers(layout, chunks)
-        self.swap_bytes = swap_table(profile, layout, chunks)
+        self.swap_bytes = swap_table(profile, layout, sizes)
+        self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
+        self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
         num_blocks = len(layout.blocks)
         self._rank = np.full(num_blocks, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
         self._places_before = np.searchsorted(np.array(places, dtype=np.int64), np.arange(num_blocks))
-        self._curve = _Curve(
-            profile,
-            layout,
-            chunks,
-            partial(_assign, num_blocks, tuple(places)),
-            hardware.asynchronous,
-            accumulate,
-            alpha,
-            foreach,
-        )
-        resident = _prefix([resident_bytes(layout, chunk, state_bytes) for chunk in chunks])
-        gradients = _prefix([gradient_bytes(layout, chunk) for chunk in chunks])
-        held = self._curve.held(np.arange(len(chunks) + 1))
+        self._activations = Activations(profile, layout, sizes, hardware.asynchronous, accumulate, alpha, foreach)
+        resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
+        held = self._activations.held(np.arange(len(chunks) + 1))
         self._fixed = resident + held + layout.buffer_bytes
-        self._states = resident + gradients + _in_flight(layout, chunks) + layout.buffer_bytes
+        self._resident, self._in_flight = resident + gradients, _in_flight(layout, sizes)
+        self._states = self._resident + self._in_flight + layout.buffer_bytes
         # The least if at least the first p are resident.
         self._least_fixed, self._least_states = _least_after(self._fixed), _least_after(self._states)
-        self._host = _host_states(layout, chunks, state_bytes, accumulate, hardware.asynchronous)
-        self._least_host = np.minimum.accumulate(self._host, axis=1)
+
+    @cached_property
+    def _host(self) -> tuple[Integers, Integers]:
+        """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
+        table = _host_states(self._layout, self._sizes, self._state_bytes, self._accumulates, self._asynchronous)
+        return table, np.minimum.accumulate(table, axis=1)
 
     def swaps(self, num_swap: Integers) -> Flags:
         """Which blocks swap, (B, K)."""
@@ -105,99 +109,127 @@ class Footprint:
             fewest: Resident chunks.
             point: Whether there are exactly so many of them, or so many or more: then it is what no plan is below.
         """
-        peaks = self._curve.peaks(num_checkpoint, num_swap, fewest)
+        width = len(self._rank) + 1
+        pairs, pair = np.unique(num_swap * width + num_checkpoint, return_inverse=True)
+        swap, checkpoint = np.divmod(pairs, width)
+        levels = self._activations.levels(self.checkpoints(swap, checkpoint), self.swaps(swap))
+        peaks = self._activations.highest(levels, pair.reshape(-1), fewest)
         fixed = np.where(point, self._fixed[fewest], self._least_fixed[fewest])
         states = np.where(point, self._states[fewest], self._least_states[fewest])
-        swapped = np.pad(self.swapped(num_swap, fewest), ((1, 1), (0, 0)))
-        return np.maximum(peaks + fixed, states + (swapped[1:] + swapped[:-1]).max(axis=0))
+        return np.maximum(peaks + fixed, states + self._neighbours(num_swap, fewest))
+
+    def fewest_offloaded(
+        self, num_swap: Integers, num_checkpoint: Integers, known: Integers, budget: int, beside: Integers
+    ) -> Integers:
+        """Offloaded chunks below which no candidate fits the device, (K,); N + 1 where none fits at all.
+
+        Args:
+            num_swap: Swapping blocks.
+            num_checkpoint: Checkpointing blocks.
+            known: Chunks that are offloaded at least: the result is of interest from there on.
+            budget: Bytes of the device.
+            beside: Bytes of the fewest chunk buffers if the first p are resident, (N + 1,).
+        """
+        levels = self._activations.levels(self.checkpoints(num_swap, num_checkpoint), self.swaps(num_swap))
+        fixed, states = _least_after(self._fixed + beside), _least_after(self._states + beside)
+        columns = np.arange(len(num_swap))
+        # Of resident chunks, `fits` fit (-1: none), `over` are too many.
+        fits, over = np.full_like(known, -1), len(beside) - known
+        while (over - fits > 1).any():
+            middle = np.maximum((fits + over) // 2, 0)
+            taken = self._activations.highest(levels, columns, middle) + fixed[middle]
+            enough = np.maximum(taken, states[middle] + self._neighbours(num_swap, middle)) <= budget
+            fits, over = np.where(enough, middle, fits), np.where(enough, over, middle)
+        return len(beside) - 1 - fits
 
     def host(self, num_swap: Integers, fewest: Integers, most: Integers) -> Integers:
         """Bytes on the host, (K,), of plans with `fewest` to `most` resident chunks at least."""
-        training, loading = np.where(fewest == most, self._host[:, most], self._least_host[:, most])
+        states, least = self._host
+        training, loading = np.where(fewest == most, states[:, most], least[:, most])
         return np.maximum(training + self.swapped(num_swap, fewest).sum(axis=0), loading)
 
+    def terms(self, num_swap: int, persistent: int, buffers: int) -> MemoryTerms:
+        """What `memory_terms` says of one candidate."""
+        swap, at = np.array([num_swap]), np.array([persistent])
+        return MemoryTerms(
+            resident_states=int(self._resident[persistent]),
+            chunk_buffers=int(self.buffers.bytes(at, np.array([buffers]))[0]),
+            gradients_in_flight=int(self._in_flight[persistent]),
+            module_buffers=self._layout.buffer_bytes,
+            swapped_activations=int(self._neighbours(swap, at)[0]),
+        )
 
-class _Curve(ActivationCurve):
-    """The same for hundreds of pairs of counts: policies are compared all at once."""
-
-    def _policies_of(self, num_swap: int, num_checkpoint: int) -> tuple[Flags, Flags, int]:
-        key = num_swap, num_checkpoint
-        if key not in self._policies and not self._reserve.kept:
-            blocks = np.array([*self._assignment(num_swap, num_checkpoint), BlockPolicy.KEEP])
-            policies = blocks[self._positions.block]
-            reserve = self._reserve.total({})
-            self._policies[key] = policies == BlockPolicy.CHECKPOINT, policies == BlockPolicy.SWAP, reserve
-        return super()._policies_of(num_swap, num_checkpoint)
+    def _neighbours(self, num_swap: Integers, persistent: Integers) -> Integers:
+        """What two neighbours swap at most, (K,)."""
+        if not num_swap.any():
+            return np.zeros_like(num_swap)
+        swapped = np.pad(self.swapped(num_swap, persistent), ((1, 1), (0, 0)))
+        most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
+        return most
 
 
-def swap_table(profile: ModelProfile, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Integers:
+def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
     """Host bytes that one call of each block swaps if the first p chunks are resident, (B, N + 1).
 
     What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
     """
     index_of = {block.name: index for index, block in enumerate(layout.blocks)}
-    streamed = {fqn: index for index, chunk in enumerate(chunks) if chunk.streamed_dtype for fqn in chunk.parameters}
-    table = np.zeros((len(index_of), len(chunks) + 1), dtype=np.int64)
+    chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, -1).tolist()
+    table = np.zeros((len(index_of), len(sizes.nbytes) + 1), dtype=np.int64)
     for call in profile.calls:
         if call.name in index_of:
-            nbytes = np.full(len(chunks) + 1, call.swap_bytes, dtype=np.int64)
-            for fqn, cast in call.saved_casts:
-                nbytes[: streamed.get(fqn, -1) + 1] -= swapped_bytes(cast)
             row = table[index_of[call.name]]
-            np.maximum(row, nbytes, out=row)
+            fewer = np.zeros_like(row)
+            for fqn, cast in call.saved_casts:
+                if (chunk := chunk_of[sizes.place[fqn]]) >= 0:
+                    fewer[chunk] += swapped_bytes(cast)
+            np.maximum(row, call.swap_bytes - np.cumsum(fewer[::-1])[::-1], out=row)
     return table
 
 
-def _assign(num_blocks: int, places: tuple[int, ...], num_swap: int, num_checkpoint: int) -> tuple[BlockPolicy, ...]:
-    return lay_out(num_blocks, places[:num_swap], num_checkpoint)
-
-
-def _in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Integers:
+def _in_flight(layout: ModelLayout, sizes: Sizes) -> Integers:
     """Gradients in flight, as in `memory_terms`, if the first p chunks are resident, (N + 1,)."""
     users = users_of(layout)
-    found = np.zeros(len(chunks) + 1, dtype=np.int64)
-    shared, largest = 0, [0, 0]
-    for index in range(len(chunks) - 1, -1, -1):
-        for fqn in chunks[index].parameters if chunks[index].trainable else ():
-            info = layout.parameter(fqn)
-            if len(info.sites) > 1 or len(users[fqn]) > 1:
-                shared += info.streamed_nbytes
-            else:
-                largest = sorted([*largest, info.streamed_nbytes])[-2:]
-        found[index] = shared + sum(largest)
-    return found
+    infos = (layout.parameter(fqn) for fqn in sizes.place)
+    shared = np.array([len(info.sites) > 1 or len(users[info.fqn]) > 1 for info in infos], dtype=np.bool_)
+    trained, count = np.where(sizes.trainable[sizes.chunk], sizes.streamed, 0), len(sizes.nbytes)
+    together = totals(sizes.chunk, np.where(shared, trained, 0), count)
+    alone = np.where(shared, 0, trained)
+    largest = np.zeros(count + 1, dtype=np.int64)
+    np.maximum.at(largest, sizes.chunk, alone)
+    two = np.maximum.accumulate(largest[::-1])[::-1] + second_largest(alone, sizes.chunk, count)
+    return two + np.append(np.cumsum(together[::-1])[::-1], 0)
 
 
 def _host_states(
-    layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float, accumulate: int, asynchronous: bool
+    layout: ModelLayout, sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
     The larger ones of `host_bytes` and of `host_terms` and `loading_terms`.
     """
-    whole = sum(info.nbytes for info in layout.parameters)
-    table = np.zeros((2, len(chunks) + 1), dtype=np.int64)
-    table[1, -1] = whole
-    states = placed = copies = gradients = elements = weights = largest = 0
-    pool = _Pool(asynchronous)
-    for index in range(len(chunks) - 1, -1, -1):
-        chunk = chunks[index]
-        infos = [layout.parameter(fqn) for fqn in chunk.parameters]
-        own = _own_bytes(layout, chunk)
-        copied = 0 if chunk.streamed_dtype is None else chunk.nbytes
-        states += resident_bytes(layout, chunk, state_bytes) + gradient_bytes(layout, chunk) + copied
-        placed += _weights(layout, chunk)
-        copies += _pages(chunk.nbytes) if copied or chunk.streamed_dtype else 0
-        weights += sum(info.nbytes for info in infos)
-        largest = max(largest, _pages(own))
-        if chunk.trainable:
-            gradients += _pages(own)
-            elements += sum(info.numel for info in infos)
-        pool.add(chunk.nbytes, chunk.trainable and (accumulate > 1 or chunk.streamed_dtype is not None))
-        terms = placed + copies + gradients + ceil(state_bytes * elements) + pool.nbytes
-        resident = 0 if asynchronous else whole - weights
-        table[0, index] = max(states, terms)
-        table[1, index] = max(whole, placed + largest + resident) + copies
+    count = len(sizes.nbytes)
+    weights = totals(sizes.chunk, sizes.own, count)
+    whole = int(weights.sum())
+    copied = np.where(sizes.low, sizes.nbytes, 0)
+    copies = _after(np.where(sizes.low, _in_pages(sizes.nbytes), 0))
+    own_pages = _in_pages(sizes.own_bytes)
+    placed = _after(np.where(sizes.low, weights, _in_pages(sizes.nbytes)))
+    optimizer = np.ceil(state_bytes * _after(np.where(sizes.trainable, sizes.elements, 0))).astype(np.int64)
+    states = _after(sizes.resident_bytes(state_bytes) + sizes.gradient_bytes + copied)
+    pool = np.zeros(count + 1, dtype=np.int64)
+    growing, waits = _Pool(asynchronous), (sizes.trainable & (accumulates | sizes.low)).tolist()
+    for index, nbytes in reversed(list(enumerate(sizes.nbytes.tolist()))):
+        growing.add(nbytes, waits[index])
+        pool[index] = growing.nbytes
+    gradients = _after(np.where(sizes.trainable, own_pages, 0))
+    largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
+    resident = 0 if asynchronous else whole - _after(weights)
+    table = np.stack(
+        (np.maximum(states, placed + copies + gradients + optimizer + pool),
+         np.maximum(whole, placed + largest + resident) + copies)
+    )  # fmt: skip
+    table[:, -1] = 0, whole
     return table
 
 
@@ -224,8 +256,13 @@ class _Pool:
         return _pages(size) * min(self._counts[size], self._pending // max(size, 1) + 2)
 
 
-def _prefix(values: Sequence[int]) -> Integers:
-    return np.array([0, *np.cumsum(values, dtype=np.int64)], dtype=np.int64)
+def _in_pages(nbytes: Integers) -> Integers:
+    return np.maximum(-(-nbytes // PAGESIZE), 1) * PAGESIZE
+
+
+def _after(values: Integers) -> Integers:
+    """Sums of all but the first p, (N + 1,)."""
+    return np.append(np.cumsum(values[::-1])[::-1], 0)
 
 
 def _least_after(values: Integers) -> Integers:

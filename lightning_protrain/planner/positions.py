@@ -98,13 +98,15 @@ class Positions:
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         block = [NOWHERE if entry.between else index_of.get(entry.unit, NOWHERE) for entry in segments]
         swap_bytes = profile.swap_bytes(streamed)
-        low = {info.fqn for info in layout.parameters if info.streamed_dtype is not None}
+        low = frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
+        own = np.array([_casts(it, low) for it in segments], dtype=np.int64)
+        only = np.array([all(fqn in low for fqn, _ in it.casts) for it in segments], dtype=np.bool_)
 
         def array(value: Callable[[Segment], int]) -> Integers:
             return np.array([value(segment) for segment in segments], dtype=np.int64)
 
         def own_casts(value: Callable[[Segment], int]) -> Integers:
-            return array(lambda it: min(value(it), _casts(it, low)) if low.issuperset(dict(it.casts)) else 0)
+            return np.where(only, np.minimum(array(value), own), 0)
 
         held = array(lambda it: it.held_bytes)
         shared = np.where(_held_before(segments), held, 0)
@@ -214,5 +216,5 @@ def _held_before(segments: Sequence[Segment]) -> Flags:
     return np.array(found)
 
 
-def _casts(segment: Segment, names: frozenset[str] | set[str]) -> int:
+def _casts(segment: Segment, names: frozenset[str]) -> int:
     return sum(nbytes for fqn, nbytes in segment.casts if fqn in names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,10 +11,10 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.clock import Training
-from lightning_protrain.planner.footprint import Footprint, swap_table
-from lightning_protrain.planner.memory import memory_terms
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.footprint import Footprint
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import lay_out, swap_interval, swap_places
+from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
@@ -94,16 +93,21 @@ class Packing:
     def __init__(self, problem: Problem, chunk_bytes: int | None, num_swap: int | None) -> None:
         self.problem, self.chunk_bytes = problem, chunk_bytes
         self.chunks = pack_chunks(problem.layout, chunk_bytes)
-        self.places = _places(problem, self.chunks, num_swap)
+        self.places = _places(problem, num_swap)
         needed = chunks_of(problem.layout, self.chunks)
         # The last chunk that each block needs: without it resident the block is streamed.
         self._last_chunk = np.array([max(needed[block.name], default=-1) for block in problem.layout.blocks], np.int64)
 
     @cached_property
+    def sizes(self) -> Sizes:
+        """Of the chunks and what is in them."""
+        return Sizes.of(self.problem.layout, self.chunks)
+
+    @cached_property
     def candidates(self) -> Candidates:
         """What takes how long."""
         problem = self.problem
-        return Candidates(problem.profile, problem.layout, self.chunks, problem.hardware, problem.training)
+        return Candidates(problem.profile, problem.layout, self.chunks, self.sizes, problem.hardware, problem.training)
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -113,6 +117,7 @@ class Packing:
             problem.profile,
             problem.layout,
             self.chunks,
+            self.sizes,
             self.places,
             problem.hardware,
             problem.state_bytes,
@@ -143,20 +148,22 @@ class Packing:
             chunks=chunks,
             blocks=blocks,
             num_chunk_buffers=buffers,
-            memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
+            memory=self.footprint.terms(num_swap, persistent, buffers),
             shapes={info.fqn: info.shape for info in layout.parameters},
         )
 
 
-def _places(problem: Problem, chunks: Sequence[ChunkPlan], num_swap: int | None) -> tuple[int, ...]:
+def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
     """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
     names = [block.name for block in problem.layout.blocks]
-    nbytes = swap_table(problem.profile, problem.layout, chunks)[:, 0]
-    able = [bool(name) and size > 0 for name, size in zip(names, nbytes.tolist(), strict=True)]
+    low = frozenset(info.fqn for info in problem.layout.parameters if info.streamed_dtype is not None)
+    swapped = problem.profile.swap_bytes(low)
+    nbytes = [max(swapped.get(name, 0), 0) for name in names]
+    able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
     rate = min(problem.hardware.upload, problem.hardware.download)
     computes = dict.fromkeys(names, 0.0)
     for segment in problem.profile.segments:
         if segment.unit in computes:
             computes[segment.unit] += problem.hardware.seconds(segment.forward.operations)
-    transfers = [size / rate if can else 0.0 for size, can in zip(nbytes.tolist(), able, strict=True)]
+    transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
     return swap_places(able, swap_interval(transfers, list(computes.values())), num_swap)

@@ -6,8 +6,9 @@ laid out as in [Note: Layout of policies]. Of the chunk buffers it has as many a
 With the number of swapped blocks fixed, a box of candidates is bounded by one that has the best of
 all: the fewest checkpoints and offloaded chunks for the time; the most of both for the memory, and so for the buffers.
 Memory need not rise with resident chunks (the last ones take their buffers with them), so tables of the least from some
-number on stand for it. Among candidates of equal time, the one with fewer swapped blocks, then checkpoints, then
-offloaded chunks is taken, and the first of the sizes of chunks: where everything fits and costs nothing, all stays.
+number on stand for it. Boxes are cut where with the most checkpoints nothing fits: see [Note: Fewest offloaded]. Among
+candidates of equal time, the one with fewer swapped blocks, then checkpoints, then offloaded chunks is taken, and the
+first of the sizes of chunks: where everything fits and costs nothing, all stays.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     spaces = [Space(packing, knobs) for packing in packings(problem, knobs)]
     seconds, best, evaluations, rounds = np.inf, None, 0, 0
     for space in spaces:
-        found = minimize(space.seconds, space.probe, *space.roots(), below=seconds)
+        found = minimize(
+            space.seconds, space.corner, *space.roots(), below=seconds, cut=space.cut, weights=space.weights
+        )
         evaluations, rounds = evaluations + found.evaluations, rounds + found.rounds
         if found.point:
             seconds, best = found.value, (space, found.point)

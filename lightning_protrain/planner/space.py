@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lightning_protrain.planner.branch import Bound
 from lightning_protrain.planner.clock import simulate
-from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Packing
@@ -71,6 +70,16 @@ class Space:
     def _quantum(self) -> float:
         return RESOLUTION * self.packing.candidates.computation
 
+    @cached_property
+    def _beside(self) -> Integers:
+        """Bytes of the fewest chunk buffers if the first p chunks are resident, (N + 1,)."""
+        return self._buffer_bytes(np.arange(self.num_chunks + 1))
+
+    @cached_property
+    def weights(self) -> Floats:
+        """About how many seconds one more swapped block, checkpoint or offloaded chunk may take, (3, 1)."""
+        return np.array([1.0, *self.packing.candidates.each])[:, None]
+
     def roots(self) -> tuple[Integers, Integers]:
         """Least and greatest corners of one box for each number of swapped blocks, (3, K)."""
         knobs = self.knobs
@@ -90,7 +99,7 @@ class Space:
         """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
         boxes = self._boxes(low, high)
         seconds = np.full(boxes.swap.size, np.inf)
-        allowed = np.flatnonzero(self._allowed(boxes) & (self.host(boxes) <= self._host_budget))
+        allowed = np.flatnonzero(self._allowed(boxes) & self.fits_host(boxes))
         if not allowed.size:
             return seconds
         boxes = boxes.only(allowed)
@@ -99,10 +108,7 @@ class Space:
         allowed, boxes, buffers = allowed[fits], boxes.only(fits), buffers[fits]
         if not allowed.size:
             return seconds
-        in_order = np.minimum(self.packing.candidates.in_order_from, self.num_chunks)
-        seconds[allowed] = self._simulate(boxes, buffers, np.maximum(boxes.persistent, in_order))
-        for index in np.flatnonzero(boxes.point & (boxes.persistent < in_order)).tolist():
-            seconds[allowed[index]] = self._one(boxes, index, int(buffers[index]))
+        seconds[allowed] = self._simulate(boxes, buffers)
         return seconds
 
     def bytes(self, what: Callable[[_Boxes], Integers], limit: Callable[[_Boxes], Flags]) -> Bound:
@@ -116,7 +122,7 @@ class Space:
 
     def device(self, boxes: _Boxes) -> Integers:
         """The least bytes on the device, with the fewest buffers, (K,)."""
-        return self._taken(boxes) + self._least_buffers(boxes)
+        return self._taken(boxes) + self._beside[boxes.persistent]
 
     def host(self, boxes: _Boxes) -> Integers:
         """The least bytes on the host, (K,)."""
@@ -132,11 +138,29 @@ class Space:
 
     def fits_host(self, boxes: _Boxes) -> Flags:
         """Whether a candidate of the box may fit the host."""
+        if self._host_budget == UNLIMITED:
+            return self.anywhere(boxes)
         return self.host(boxes) <= self._host_budget
 
     def fits_both(self, boxes: _Boxes) -> Flags:
         """Whether a candidate of the box may fit both."""
         return self.fits_device(boxes) & self.fits_host(boxes)
+
+    def cut(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
+        """What is left of boxes without candidates that do not fit the device, see [Note: Fewest offloaded]."""
+        if self._device_budget == UNLIMITED:
+            return low, high
+        width = len(self.packing.problem.layout.blocks) + 1
+        pairs, pair = np.unique(low[0] * width + high[1], return_inverse=True)
+        swap, checkpoint = np.divmod(pairs, width)
+        known = np.full_like(pairs, self.num_chunks)
+        np.minimum.at(known, pair.reshape(-1), low[2])
+        fewest = self.packing.footprint.fewest_offloaded(swap, checkpoint, known, self._device_budget, self._beside)
+        return np.stack((low[0], low[1], np.maximum(low[2], fewest[pair.reshape(-1)]))), high
+
+    def corner(self, low: Integers, high: Integers) -> Integers:
+        """In each box the candidate with the most checkpoints and the fewest offloaded chunks."""
+        return np.stack((high[0], high[1], low[2]))
 
     def probe(self, low: Integers, high: Integers) -> Integers:
         """In each box the candidate with the most checkpoints and as few offloaded chunks as fit, about."""
@@ -158,7 +182,7 @@ class Space:
         """The plan of a candidate with the fewest buffers."""
         corner = np.array(point, dtype=np.int64)[:, None]
         boxes = self._boxes(corner, corner)
-        return self._plan(boxes, 0, int(self._fewest_buffers(boxes)[0]))
+        return self._plan(boxes, 0, int(self._fewest_buffers(boxes.persistent)[0]))
 
     def _boxes(self, low: Integers, high: Integers) -> _Boxes:
         assert (low[0] == high[0]).all(), "boxes with several numbers of swapped blocks"
@@ -181,37 +205,34 @@ class Space:
     def _taken(self, boxes: _Boxes) -> Integers:
         return self.packing.footprint.device(boxes.swap, boxes.most, boxes.fewest, boxes.point)
 
-    def _fewest_buffers(self, boxes: _Boxes) -> Integers:
+    def _fewest_buffers(self, persistent: Integers) -> Integers:
         pinned = self.knobs.num_chunk_buffers
-        least = self.packing.footprint.buffers.least[boxes.persistent]
+        least = self.packing.footprint.buffers.least[persistent]
         return least if pinned is None else np.full_like(least, pinned)
 
-    def _least_buffers(self, boxes: _Boxes) -> Integers:
-        return self.packing.footprint.buffers.bytes(boxes.persistent, self._fewest_buffers(boxes))
+    def _buffer_bytes(self, persistent: Integers) -> Integers:
+        """Bytes of the fewest buffers, (K,)."""
+        return self.packing.footprint.buffers.bytes(persistent, self._fewest_buffers(persistent))
 
     def _buffers(self, boxes: _Boxes) -> Integers:
         """How many chunk buffers points have, and boxes at most; -1 where there are too few."""
         buffers, pinned = self.packing.footprint.buffers, self.knobs.num_chunk_buffers
         room = self._device_budget - self._taken(boxes)
         if pinned is not None:
-            return np.where(self._least_buffers(boxes) <= room, pinned, -1)
+            return np.where(self._beside[boxes.persistent] <= room, pinned, -1)
         found = buffers.at_most(boxes.persistent, room)
         found[boxes.point] = buffers.most(boxes.persistent[boxes.point], room[boxes.point])
         return found
 
-    def _simulate(self, boxes: _Boxes, buffers: Integers, persistent: Integers) -> Floats:
+    def _simulate(self, boxes: _Boxes, buffers: Integers) -> Floats:
         problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
         checkpoints = np.pad(footprint.checkpoints(boxes.swap, boxes.least), ((0, 1), (0, 0)))
         swapped = np.pad(footprint.swapped(boxes.swap, boxes.fewest), ((0, 1), (0, 0)))
         at = candidates.block
-        columns = candidates.columns(persistent, boxes.fewest, buffers, checkpoints[at], swapped[at], ~boxes.point)
+        columns = candidates.columns(
+            boxes.persistent, boxes.fewest, buffers, checkpoints[at], swapped[at], ~boxes.point
+        )
         return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))
-
-    def _one(self, boxes: _Boxes, index: int, buffers: int) -> float:
-        """The time of a candidate that uses chunks out of order, see [Note: In order]."""
-        problem, plan = self.packing.problem, self._plan(boxes, index, buffers)
-        columns = columns_of(problem.profile, problem.layout, plan, problem.hardware, problem.training)
-        return float(self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))[0])
 
     def _rounded(self, seconds: Floats) -> Floats:
         """Times that differ by nothing but the order of additions are the same."""

@@ -16,7 +16,7 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 __all__ = ["Columns", "StepTime", "Training", "columns_of", "simulate", "step_time"]
 
 # What the host does, and what the links carry.
-HOST = ("land", "land_early", "land_rest", "add", "add_early", "add_rest", "norm", "scale", "host_step")
+HOST = ("land", "add", "norm", "scale", "host_step")
 LINKS = (
     "upload_forward",
     "late_forward",

@@ -138,6 +138,25 @@ CATALOGUE: tuple[GPU, ...] = (
         vendor="amd"),
 )  # fmt: skip
 
+# Compute capability of each NVIDIA GPU; the kernels that PyTorch chooses depend on it.
+# https://developer.nvidia.com/cuda-gpus
+CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
+    (7, 0): ("V100 SXM 16GB", "V100 SXM 32GB"),
+    (7, 5): ("T4",),
+    (8, 0): ("A100 40GB", "A100 80GB PCIe", "A100 80GB SXM"),
+    (8, 6): ("RTX 3060", "RTX 3080", "RTX 3090", "RTX 3090 Ti", "RTX A5000", "RTX A6000", "A10", "A10G"),
+    (8, 9): ("RTX 4060 Ti 16GB", "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4090", "RTX 6000 Ada", "L4", "L40S"),
+    (9, 0): ("H100 PCIe", "H100 SXM", "H200"),
+    (10, 0): ("B200",),
+    (12, 0): ("RTX 5090",),
+}
+
+
+def capability(name: str) -> tuple[int, int] | None:
+    """Compute capability of the GPU that the catalogue calls exactly `name`; None: it has none, or is not there."""
+    return next((found for found, names in CAPABILITIES.items() if name in names), None)
+
+
 # Words of a name that say nothing.
 _NOISE = {"nvidia", "geforce", "rtx", "tesla", "amd", "instinct", "radeon", "gpu", "graphics", "generation", "oam"}
 

@@ -3,67 +3,96 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.profiler.liveness import Activation, LiveBytes
-from lightning_protrain.profiler.operations import count_flops, operation_cost
-from lightning_protrain.profiler.records import (
-    ModelLayout,
-    ModelProfile,
-    ParameterUse,
-    UnitCall,
-    UnitInfo,
-    swapped_bytes,
-)
-from lightning_protrain.profiler.segments import SegmentRecorder
+from lightning_protrain.profiler.attention import Capability
+from lightning_protrain.profiler.measuring import RealMode
+from lightning_protrain.profiler.recorder import Recorder, in_backward
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiler.snapshot import unchanged as unchanged
-from lightning_protrain.profiler.tracing import MetaMode, ShapeTensor
+from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
+from lightning_protrain.profiler.synthetic import synthetic_step
+from lightning_protrain.profiler.tracing import DataDependentError, MetaMode
 
-_ATEN = torch.ops.aten
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 def profile_model(
     model: nn.Module,
     layout: ModelLayout,
-    step: Callable[[], object],
+    step: Callable[[], object] | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
+    capability: Capability | None = None,
+    measure: bool = True,
+    say: Callable[[str], object] = _warn,
 ) -> ModelProfile:
     """Runs one training step for its shapes; see [Note: Tensors without values] in `tracing`.
 
-    The model is as it was afterwards, also if the step fails: parameters, buffers, gradients, attributes, versions and
-    random states. What the step does to anything else (a logger, a file) it does.
+    A step that needs values (a shape that depends on them, a decision upon them) is run a second time with real
+    tensors on `device`, see [Note: Measured steps]; that is said, and `ModelProfile.measured` says why. The model is as
+    it was afterwards, also if the step fails: parameters, buffers, gradients, attributes, versions and random states.
+    What the step does to anything else (a logger, a file) it does.
 
     Args:
-        model: The model; it may live on the meta device. Its parameters are neither read nor copied.
+        model: The model; it may live on the meta device. Traced, its parameters are neither read nor copied.
         layout: What `describe_model` says about it.
         step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss or a mapping with
             it as `"loss"`, as `training_step` does. If it has not gone through backward itself, that is done here.
+            None: one of a model of transformers on a batch that is made for it, see [Note: Synthetic batches].
         forward_context: Around the step: the autocast of the precision.
         device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
+        capability: Compute capability of a CUDA GPU that is planned for and is not `device`: attention saves what its
+            kernels save, see [Note: Attention kernels]. A step that is measured has the kernels of `device`.
+        measure: Whether a step that cannot be traced is measured.
+        say: Is told if it is, before it begins.
 
     Raises:
-        UntraceableError: The step needs floating-point values, with the operation and the unit; or the device is
-            absent.
+        ValueError: No batch can be made for the model.
+        UntraceableError: The device is absent; or the step cannot be traced, with the operation and the unit, and is
+            not to be measured. What the step itself raises is raised.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
-    mode = MetaMode(tensors, device)
-    recorder = _Recorder(mode, {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}, buffers)
+    mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
+    run = functools.partial(_recorded_step, model, layout, step or synthetic_step(model), forward_context)
+    try:
+        return run(mode)
+    except DataDependentError as error:
+        if not measure:
+            raise
+        reason = str(error)
+    where = str(mode.device)
+    say(f"The training step is measured on {where!r} with real tensors, which takes as long as one: {reason}")
+    units = {unit.name: sum(layout.parameter(fqn).nbytes for fqn in unit.parameters) for unit in layout.units}
+    profile = run(RealMode([*model.parameters(), *buffers], device, 2 * max(units.values(), default=0)))
+    return replace(profile, measured=reason)
+
+
+def _recorded_step(
+    model: nn.Module,
+    layout: ModelLayout,
+    step: Callable[[], object],
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    mode: MetaMode | RealMode,
+) -> ModelProfile:
+    """Forward and backward under `mode`."""
+    parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
+    recorder = Recorder(mode, parameters, model.buffers())
     mode.observer = recorder
     with unchanged(model), mode, torch.enable_grad():
-        for unit in layout.units:
-            module = model.get_submodule(unit.name)
-            vars(module)["forward"] = _recording(module.forward, unit, recorder)
+        units = {id(model.get_submodule(unit.name)): unit for unit in layout.units}
+        for module in list(model.modules()):
+            vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)
         recorder.watch_gradients()
         with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack):
             outputs = step()
@@ -77,222 +106,19 @@ def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:
+    """The forward of a module, which may be a unit; what is recomputed may begin at any."""
 
-
-def _recording(forward: Callable[..., Any], unit: UnitInfo, recorder: _Recorder) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if _in_backward():  # recomputation of a checkpoint
+        if in_backward():  # recomputation of a checkpoint
             with recorder.lifted():  # `Tensor.backward` takes function modes off while it runs
                 return forward(*args, **kwargs)
+        if unit is None:
+            return forward(*args, **kwargs)
         with recorder.call(unit, (args, kwargs)) as call:
             outputs = forward(*args, **kwargs)
             recorder.give_out(call, outputs)
         return outputs
 
     return recorded
-
-
-@dataclass
-class _Call:
-    """A call that runs, or has run; bytes by storage."""
-
-    unit: UnitInfo
-    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
-    outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
-    saved: dict[StorageWeakRef, int] = field(default_factory=dict)
-    # By version of the contents too.
-    swapped: dict[tuple[StorageWeakRef, int], int] = field(default_factory=dict)
-    live_before: int = 0
-    live_peak: int = 0
-    flops: int = 0
-
-
-class _Recorder:
-    """Counts what a trace does. Storages are held weakly, and so that no address ever stands for two of them."""
-
-    def __init__(self, mode: MetaMode, parameters: dict[str, Tensor], buffers: Iterable[Tensor]) -> None:
-        self._mode = mode
-        self._named = parameters
-        # By address of a storage, which the mode keeps alive: the parameters in it.
-        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
-        for fqn, parameter in parameters.items():
-            self._parameters.setdefault(mode.storage(parameter)._cdata, []).append((fqn, parameter))
-        self._states = {*self._parameters, *(mode.storage(mode.stand_in(buffer))._cdata for buffer in buffers)}
-        self._casts: dict[str, list[str]] = {fqn: [] for fqn in parameters}
-        self._direct_uses: Counter[str] = Counter()
-        self._saves: Counter[str] = Counter()
-        self._dtype_reads: Counter[str] = Counter()
-        self._copies: dict[StorageWeakRef, str] = {}
-        self._live = LiveBytes()
-        self._segments = SegmentRecorder(self._live)
-        self._accumulated = False
-        self._step = _Call(UnitInfo("", False, ()))
-        self._outside: dict[StorageWeakRef, int] = {}
-        self._calls: list[_Call] = []
-        self._running: list[_Call] = []
-
-    def lifted(self) -> AbstractContextManager[Any]:
-        """Within it, stand-ins take the place of tensors from outside, where that has been taken off."""
-        return self._mode.lifted()
-
-    @contextmanager
-    def call(self, unit: UnitInfo, inputs: object) -> Iterator[_Call]:
-        """Around the forward of a unit."""
-        call = _Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
-        is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
-        if is_segment:
-            self._segments.enter(unit.name, self._activations(inputs))
-        self._calls.append(call)
-        self._running.append(call)
-        self._mode.scopes.append(unit.name)
-        try:
-            yield call
-        finally:
-            self._running.pop()
-            self._mode.scopes.pop()
-            if is_segment:
-                self._segments.leave()
-
-    def watch_gradients(self) -> None:
-        """Lets go of gradients of parameters as soon as they are accumulated."""
-        for fqn, parameter in self._named.items():
-            stand_in = self._mode.stand_in(parameter)
-            if stand_in.requires_grad:
-                stand_in.register_post_accumulate_grad_hook(functools.partial(self._accumulate, fqn))
-
-    def _accumulate(self, fqn: str, parameter: Tensor) -> None:
-        assert isinstance(parameter.grad, ShapeTensor)
-        self._accumulated = True
-        self._segments.accumulated(fqn)
-        activation = self._live.find(self._mode.storage(parameter.grad))
-        if activation is not None:  # else the gradient was added to what is there
-            activation.is_gradient = True
-            # The program may want to look at it. What takes its place was made by no operation.
-            parameter.grad = parameter.grad.elsewhere()
-
-    def run_backward(self, outputs: object) -> None:
-        """Goes through backward from the loss in `outputs`, if the step has not done it itself."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and not self._accumulated:
-            loss.backward()
-
-    def check_conserved(self) -> None:
-        """To be called when what the step gave has been let go."""
-        self._live.check_conserved()
-
-    def give_out(self, call: _Call, outputs: object) -> None:
-        """Notes what the forward of a unit returns."""
-        call.outputs = self._bytes_of(outputs)
-
-    def dtype_read(self, tensor: Tensor) -> None:
-        """Part of `tracing.Observer`."""
-        self._dtype_reads.update(fqn for fqn, _ in self._parameters.get(self._mode.storage(tensor)._cdata, ()))
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Part of `tracing.Observer`."""
-        with torch._C.DisableTorchFunction():
-            self._operation(func, args, kwargs, result)
-
-    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        before = self._live.now
-        read = {tensor.untyped_storage()._cdata for tensor in inputs}
-        made = {tensor.untyped_storage()._cdata for tensor in outputs}
-        for tensor in outputs:
-            if tensor.untyped_storage()._cdata not in read:
-                self._live.add(tensor.untyped_storage())
-        flops = count_flops(func, args, kwargs, result)
-        self._segments.operation(operation_cost(func, flops, inputs, outputs), before)
-        if _in_backward():
-            return
-        for call in (self._step, *self._running):
-            call.flops += flops
-            call.live_peak = max(call.live_peak, self._live.now)
-        for key in read & self._parameters.keys():
-            if func._schema.is_mutable or key not in made:  # else a view
-                self._count_use(key, func, inputs, kwargs, outputs)
-
-    def _count_use(
-        self, key: int, func: Any, inputs: list[Tensor], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
-        for fqn, parameter in self._parameters[key]:
-            whole = (inputs[0].shape, inputs[0].stride()) == (parameter.shape, parameter.stride())
-            if func is _ATEN._to_copy.default and kwargs.keys() == {"dtype"} and whole:
-                self._casts[fqn].append(str(kwargs["dtype"]).removeprefix("torch."))
-                self._copies[StorageWeakRef(outputs[0].untyped_storage())] = fqn
-            else:
-                self._direct_uses[fqn] += 1
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves `tensor`; what it is to keep."""
-        storage = self._mode.storage(tensor)
-        activation = self._live.find(storage)
-        if _in_backward():
-            return tensor if activation is None else self._live.shadow(tensor, activation)
-        self._saves.update(fqn for fqn, _ in self._parameters.get(storage._cdata, ()))
-        if storage._cdata not in self._states:
-            key, nbytes = StorageWeakRef(storage), storage.nbytes()
-            self._step.saved[key] = nbytes
-            if not any(call.unit.is_block for call in self._running):
-                self._outside[key] = nbytes
-            for call in self._running:
-                call.swapped[key, tensor._version] = swapped_bytes(nbytes)
-                if key not in call.inputs:
-                    call.saved[key] = nbytes
-            if activation is not None:
-                self._segments.save(activation, self._copies.get(key))
-                return self._live.shadow(tensor, activation)
-        return tensor
-
-    def profile(self) -> ModelProfile:
-        """What was counted."""
-        in_blocks = set[StorageWeakRef]().union(*(call.saved for call in self._calls if call.unit.is_block))
-        outside = {key: nbytes for key, nbytes in self._outside.items() if key not in in_blocks}
-        return ModelProfile(
-            calls=tuple(self._call(order, call) for order, call in enumerate(self._calls)),
-            parameters=tuple(
-                ParameterUse(fqn, tuple(casts), self._direct_uses[fqn], self._saves[fqn], self._dtype_reads[fqn])
-                for fqn, casts in self._casts.items()
-            ),
-            outside_saved_bytes=sum(outside.values()),
-            outside_saved_casts=self._saved_casts(outside),
-            saved_bytes=sum(self._step.saved.values()),
-            flops=self._step.flops,
-            peak_bytes=self._step.live_peak,
-            segments=self._segments.segments(),
-        )
-
-    def _call(self, order: int, call: _Call) -> UnitCall:
-        return UnitCall(
-            name=call.unit.name,
-            order=order,
-            saved_bytes=sum(call.saved.values()),
-            saved_casts=self._saved_casts(call.saved),
-            input_bytes=sum(call.inputs.values()),
-            output_bytes=sum(call.outputs.values()),
-            flops=call.flops,
-            peak_bytes=call.live_peak - call.live_before,
-            swap_bytes=sum(call.swapped.values()),
-        )
-
-    def _saved_casts(self, saved: dict[StorageWeakRef, int]) -> tuple[tuple[str, int], ...]:
-        return tuple((self._copies[key], nbytes) for key, nbytes in saved.items() if key in self._copies)
-
-    def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
-        """Bytes of all tensors in `values` that are not the model's, by storage."""
-        found = (storage for storage in self._storages(values) if storage._cdata not in self._states)
-        return {StorageWeakRef(storage): storage.nbytes() for storage in found}
-
-    def _activations(self, values: object) -> list[Activation]:
-        """Those among the tensors in `values` that operations made."""
-        found = (self._live.find(storage) for storage in self._storages(values))
-        return [activation for activation in found if activation is not None]
-
-    def _storages(self, values: object) -> list[torch.UntypedStorage]:
-        with torch._C.DisableTorchFunction():
-            leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-            return [self._mode.storage(self._mode.stand_in(leaf)) for leaf in leaves]

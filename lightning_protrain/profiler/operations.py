@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _ATEN = torch.ops.aten
 
@@ -132,8 +132,26 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> i
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
+def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
 def _rnn_flops(tensor: Tensor, input_weight: Tensor, hidden_weight: Tensor, *rest: Any) -> int:
     return 2 * tensor.shape[0] * tensor.shape[1] * (input_weight.numel() + hidden_weight.numel())
+
+
+def _rnn_backward_flops(*args: Any) -> int:
+    """One product for the gradient of what is multiplied, and one for that of the weight."""
+    return 2 * _rnn_flops(*args)
+
+
+def _cudnn_rnn_flops(tensor: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
+    """All layers and directions at once; a packed batch has all its steps in the first dimension."""
+    return 2 * (tensor.numel() // tensor.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _cudnn_rnn_backward_flops(*args: Any) -> int:
+    return 2 * _cudnn_rnn_flops(*args)
 
 
 _NORMALIZATIONS = (
@@ -158,9 +176,15 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     **{operation: partial(_loss, operation) for operation in _LOSSES},
     **{operation: partial(_normalization, operation) for operation in _NORMALIZATIONS},
 }
+# Of these, what holds on the CPU alone: on a GPU meta kernels are right.
+CPU_ONLY = frozenset([*_LOSSES, *_NORMALIZATIONS])
 # What torch's registry of costs lacks.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._grouped_mm.default: _grouped_mm_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
     _ATEN.mkldnn_rnn_layer.default: _rnn_flops,
+    _ATEN.mkldnn_rnn_layer_backward.default: _rnn_backward_flops,
+    _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,
+    _ATEN._cudnn_rnn_backward.default: _cudnn_rnn_backward_flops,
 }

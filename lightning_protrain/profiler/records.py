@@ -262,6 +262,9 @@ class ModelProfile:
         segments: Forward and backward in the order of forward; empty if the step ran no backward.
         samples: Of the batch: the first dimension of its tensors; 0: not known.
         tokens: Of the batch: elements of its `input_ids`; 0: not known.
+        attention: How often forward ran each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
+            `"cudnn"` of a CUDA device, `"flash_cpu"`, or `"math"`, which any device has.
+        measured: Why the step ran with real tensors on the real device; empty: it was traced for its shapes.
     """
 
     calls: tuple[UnitCall, ...]
@@ -274,6 +277,8 @@ class ModelProfile:
     segments: tuple[Segment, ...] = ()
     samples: int = 0
     tokens: int = 0
+    attention: tuple[tuple[str, int], ...] = ()
+    measured: str = ""
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
         """Host bytes that one call of each unit swaps, the largest of its calls.

@@ -43,12 +43,13 @@ class _Pass:
         self.unsaved = max(self.unsaved, live)
         self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
 
-    def reach(self, live: LiveBytes) -> None:
-        self.peak = max(self.peak, live.now)
-        self.peak_with_gradients = max(self.peak_with_gradients, live.now + live.held_gradients)
-        self.without_casts = max(self.without_casts, live.now - live.casts)
-        self.unsaved = max(self.unsaved, live.now - live.kept)
-        unsaved_without_casts = live.now - live.kept - live.casts + live.kept_casts
+    def reach(self, live: LiveBytes, workspace: int) -> None:
+        now = live.now + workspace
+        self.peak = max(self.peak, now)
+        self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
+        self.without_casts = max(self.without_casts, now - live.casts)
+        self.unsaved = max(self.unsaved, now - live.kept)
+        unsaved_without_casts = now - live.kept - live.casts + live.kept_casts
         self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
 
     def record(self) -> Pass:
@@ -111,19 +112,20 @@ class SegmentRecorder:
         self._latest = ended
         self._open("", (), between=True)
 
-    def operation(self, cost: Cost | None, before: int) -> None:
+    def operation(self, cost: Cost | None, before: int, workspace: int = 0) -> None:
         """An operation has run.
 
         Args:
             cost: What it takes; None if that is nothing.
             before: Bytes that were live before it.
+            workspace: Bytes that it allocated and freed within itself.
         """
         if torch._C._current_graph_task_id() == -1:
             run = self._segments[-1].forward
             self._in_backward = None
         else:
             run = self._of_node(before)
-        run.reach(self._live)
+        run.reach(self._live, workspace)
         if cost is not None:
             run.costs[cost] += 1
 

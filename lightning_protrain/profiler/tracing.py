@@ -16,17 +16,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_protrain.profiler.operations import SHAPE_RULES, mask_positions, written_tensors
+from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
+from lightning_protrain.profiler.operations import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
+from lightning_protrain.profiler.standins import Observer, StandIns
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -36,37 +37,14 @@ _PUTS = (_ATEN.index_put.default, _ATEN._unsafe_index_put.default)
 _IN_PLACE_PUTS = (_ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _RESIZES = (_ATEN.resize_, _ATEN.resize_as_, _ATEN.set_)
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# These look at memory without an operation that a dispatch mode could see.
-_READS = {
-    torch.Tensor.tolist: "Tensor.tolist",
-    torch.Tensor.numpy: "Tensor.numpy",
-    torch.Tensor.__array__: "Tensor.__array__",
-    torch.Tensor.data_ptr: "Tensor.data_ptr",
-    torch.Tensor.__format__: "Tensor.__format__",
-}
-_DTYPE_OF_FIRST = (
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.element_size,
-    torch.Tensor.type,
-    torch.result_type,
-)
-_DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
 
 
 class UntraceableError(ValueError):
     """A trace cannot do what the program does."""
 
 
-class Observer(Protocol):
-    """What a trace reports to."""
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation has run: its arguments and result are real and meta tensors."""
-
-    def dtype_read(self, tensor: Tensor) -> None:
-        """The program looks at the dtype of `tensor`, given as it holds it."""
+class DataDependentError(UntraceableError):
+    """It cannot because the program needs what only real tensors have: values, memory or a kernel."""
 
 
 class ShapeTensor(Tensor):
@@ -95,11 +73,6 @@ class ShapeTensor(Tensor):
         self.elem = elem
         return self
 
-    def elsewhere(self) -> ShapeTensor:
-        """One like it, with memory of its own that no operation has made."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            return ShapeTensor(_like(self.elem), self.device)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise UntraceableError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
@@ -117,6 +90,8 @@ class MetaMode(TorchDispatchMode):
         unknown: Tensors whose values the trace must not read, though they may be integers or of one element: the
             parameters and floating-point buffers of a model.
         device: The device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
+        capability: Of the CUDA device that the step is to run on, where that is another one; it decides the kernels of
+            attention, see [Note: Attention kernels].
 
     Attributes:
         observer: Is told about everything that happens, if there is one.
@@ -130,9 +105,11 @@ class MetaMode(TorchDispatchMode):
         self,
         unknown: Iterable[Tensor] = (),
         device: torch.device | str = "cpu",
+        capability: Capability | None = None,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
+        self._capability = capability
         if not torch.get_device_module(self.device).is_available():
             raise UntraceableError(
                 f"A trace for {str(self.device)!r} needs that device: autograd asks it for streams. Trace for 'cpu', "
@@ -146,7 +123,7 @@ class MetaMode(TorchDispatchMode):
         self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
         # Real storages that were made within.
         self._own: set[StorageWeakRef] = set()
-        self._lift = _StandIns(self)
+        self._lift = StandIns(self)
         for tensor in unknown:
             self._replace(tensor)
 
@@ -166,15 +143,21 @@ class MetaMode(TorchDispatchMode):
         for known in (self._journal, self._storages, self._stand_ins, self._own):
             known.clear()
 
-    def lifted(self) -> TorchFunctionMode:
+    def lifted(self) -> StandIns:
         """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
-        return _StandIns(self)
+        return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The storage that stands for the memory of `tensor`, as `observe` sees it."""
         with torch._C.DisableTorchFunction():
             own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
+
+    def elsewhere(self, gradient: Tensor) -> Tensor | None:
+        """What takes the place of the gradient of a parameter: one like it, with memory that no operation has made."""
+        assert isinstance(gradient, ShapeTensor)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return ShapeTensor(_like(gradient.elem), self.device)
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether `tensor` has true values: it is real, and integer or of one element."""
@@ -204,10 +187,23 @@ class MetaMode(TorchDispatchMode):
         self._stand_ins[id(tensor)] = (tensor, stand_in)
         return stand_in
 
-    def refuse(self, operation: str, reason: str) -> UntraceableError:
+    def check_read(self, name: str, value: object) -> None:
+        """Part of `standins.Source`."""
+        if isinstance(value, ShapeTensor):
+            raise self.refuse(name, "reads the values of a tensor")
+
+    def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Part of `standins.Source`."""
+        if self._capability is None:
+            return func(*args, **kwargs)
+        call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)
+        with torch.autocast(self.device.type, enabled=False):
+            return run_kernel(cuda_kernel(call, self._capability), call)
+
+    def refuse(self, operation: str, reason: str) -> DataDependentError:
         """The error for what a trace cannot do."""
         scope = repr(self.scopes[-1] or "the model") if self.scopes else "code outside all blocks"
-        return UntraceableError(
+        return DataDependentError(
             f"{operation} in {scope} {reason}. A trace knows shapes, integers and bools, but no floating-point values."
         )
 
@@ -312,7 +308,8 @@ class MetaMode(TorchDispatchMode):
             count = int(args[1].expand(shape).sum())
             return args, lambda tensor, *_, **__: tensor.new_empty(count)
         elif kwargs.get("output_size") is not None or not _DEPENDS_ON_VALUES & set(func.tags):
-            return args, SHAPE_RULES.get(func) if self.device == _CPU else None
+            on_cpu = self.device == _CPU and self._capability is None
+            return args, SHAPE_RULES.get(func) if on_cpu or func not in CPU_ONLY else None
         raise self.refuse(str(func), "needs the values of a tensor")
 
     def _meta(self, tensor: Tensor) -> Tensor:
@@ -341,37 +338,6 @@ class MetaMode(TorchDispatchMode):
         if storage._cdata not in self._journal and self.is_known(tensor):
             self._journal[storage._cdata] = (storage, None)
             self._undo.callback(storage.copy_, storage.clone())
-
-
-class _StandIns(TorchFunctionMode):
-    """Puts stand-ins in the place of tensors from outside, above autograd and autocast."""
-
-    def __init__(self, mode: MetaMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._mode.observer is not None:
-            for tensor in _asked_for_dtype(func, args):
-                self._mode.observer.dtype_read(tensor)
-        args, kwargs = self._lifted(args), self._lifted(kwargs or {})
-        if func in _READS and isinstance(args[0], ShapeTensor):
-            raise self._mode.refuse(_READS[func], "reads the values of a tensor")
-        return func(*args, **kwargs)
-
-    def _lifted(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._mode.stand_in(value)
-        if type(value) in (tuple, list):
-            return type(value)(map(self._lifted, value))
-        if type(value) is dict:
-            return {key: self._lifted(inner) for key, inner in value.items()}
-        return value
-
-
-def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    asked = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
-    return [value for value in asked if isinstance(value, Tensor)]
 
 
 def _may_be_known(result: object) -> bool:

@@ -23,7 +23,7 @@ from lightning_protrain.runtime.chunk import Chunk, Site, Slot
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
-from lightning_protrain.runtime.recompute import stop_caching
+from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
 from lightning_protrain.runtime.schedule import Capacity
 from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.runtime.unit import Unit
@@ -56,10 +56,12 @@ def apply_plan(
         The handle that runs steps and takes everything off again.
 
     Raises:
-        ValueError: A parameter has no data yet (meta device), or a plan is applied already.
+        ValueError: A parameter has no data yet (meta device), a plan is applied already, or a module is compiled that
+            would have streaming, swapping or recomputation traced.
     """
     refuse_meta(model)
     _refuse_applied(model)
+    _refuse_compiled(model, plan, layout)
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
@@ -211,6 +213,17 @@ def _refuse_applied(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), Interception):
             raise ValueError(f"A plan is applied to {name!r} already. Remove it first (end the fit that applied it).")
+
+
+def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
+    """Neither a unit that the runtime must know nor a module around one may be compiled."""
+    offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
+    changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
+    units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]
+    parts = [unit.name.split(".") for unit in units]
+    around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
+    for name in around:
+        refuse_compiled(model.get_submodule(name), name)
 
 
 def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:

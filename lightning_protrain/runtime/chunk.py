@@ -184,6 +184,7 @@ class Chunk:
         self._reads_stepped = False
         self._device = device
         self._fence: Any = None
+        self._latest: Any = None
         self._low_dtype: torch.dtype | None = getattr(torch, plan.streamed_dtype) if plan.streamed_dtype else None
         low_size = self._low_dtype.itemsize if self._low_dtype is not None else 0
         sizes = [low_size * parameter.numel() or parameter.nbytes for parameter in parameters]
@@ -221,7 +222,7 @@ class Chunk:
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._device.upload(self._source, self._target, after)
+        self._fence = self._latest = self._device.upload(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -232,10 +233,7 @@ class Chunk:
         Raises:
             RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
         """
-        if self._reads_stepped:
-            for slot in self.slots:
-                slot.read_version = slot.host._version
-            self._reads_stepped = False
+        self.note_step()
         changed = []
         outdated = False
         for slot in self.slots:
@@ -266,6 +264,13 @@ class Chunk:
             self._fence = None
             self.state = ChunkState.LIVE
 
+    def note_step(self) -> None:
+        """The pending step has ended: an upload that came after it has read what is there before anybody looks."""
+        if self._reads_stepped:
+            for slot in self.slots:
+                slot.read_version = slot.host._version
+            self._reads_stepped = False
+
     def release(self) -> None:
         """Frees the device storage; the views of it that autograd holds come back to life with the next fetch."""
         if self.state is ChunkState.HOST:
@@ -286,7 +291,7 @@ class Chunk:
     def _renew_copies(self) -> None:
         stale = [slot for slot in self.slots if slot.copy is not None and slot.copied_version != slot.host._version]
         if stale:
-            self._device.settle()  # An upload may still read what is written over here.
+            self._device.land(self._latest)  # The upload before may still read what is written over here.
         for slot in stale:
             slot.renew_copy()
 
@@ -373,7 +378,7 @@ class Chunk:
             slot.pointer, slot.copied_version, slot.seen_version = host.data_ptr(), -1, -1
             self._device.note_host(host)
             return
-        self._device.settle()  # An upload may still read what is written over here.
+        self._device.land(self._latest)  # The upload before may still read what is written over here.
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.

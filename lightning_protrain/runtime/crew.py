@@ -50,11 +50,7 @@ class Crew:
             BaseException: What one of the calls raised, when the others have ended.
         """
         before = torch.get_num_threads()
-        task = _Task(work, others)
-        if others:
-            self._start(others)
-            for _ in range(others):
-                self._tasks.put(task)
+        task = self._offer(work, others) if others else None
         if before > 1:
             torch.set_num_threads(1)
         try:
@@ -62,7 +58,7 @@ class Crew:
         finally:
             if before > 1:
                 torch.set_num_threads(before)
-            errors = task.finish()
+            errors = task.finish() if task else ()
         for error in errors:
             raise error
 
@@ -73,6 +69,13 @@ class Crew:
                 self._tasks.put(None)
             while self._threads:
                 self._threads.pop().join()
+
+    def _offer(self, work: _Work, others: int) -> _Task:
+        self._start(others)
+        task = _Task(work, others)
+        for _ in range(others):
+            self._tasks.put(task)
+        return task
 
     def _start(self, number: int) -> None:
         if len(self._threads) >= number:

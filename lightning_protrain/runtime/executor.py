@@ -29,6 +29,7 @@ import torch
 
 from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.early import EarlyFetch
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
@@ -86,6 +87,7 @@ class Executor:
         self._swap = swap
         self._updates = updates
         self._residency = Residency(chunks, capacity, device, updates, say)
+        self._early = EarlyFetch(chunks, self._residency, updates, self._give_up)
         self._landing = Landing(chunks, device, self.begin_backward, updates, self._is_past, self._num_uses)
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
@@ -128,8 +130,10 @@ class Executor:
         self._cursor = 0
         self._timeline = self._orders[training].timeline
         try:
+            self._early.begin(self._timeline, training)
             yield
         finally:
+            self._early.drop()
             self._scope.open = False
         self._compare_order(self._scope)
         if not training:
@@ -163,6 +167,7 @@ class Executor:
             else:
                 self._advance(unit)
                 self._notice_call(unit)
+            self._early.end()
             self._residency.require(unit, self._timeline, self._cursor, recomputing)
             unit.follow()
             self._register_twins(unit)
@@ -180,8 +185,13 @@ class Executor:
         unit.end_uses()
         for index in unit.chunks:
             self._chunks[index].write_back()
-        if not in_backward() and (self._scope is None or not self._scope.open):
+        if in_backward():
+            return
+        if self._scope is None or not self._scope.open:
             self._residency.release(set(unit.chunks) - self._residency.pinned())
+        elif self._swap is not None:
+            # Its buffers are free now, before the compute stream waits for what swapped blocks copy out.
+            self._residency.prefetch(self._timeline, self._cursor)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +199,7 @@ class Executor:
         """Called before anything else of a backward; its end calls `end_backward`."""
         if self._backward_runs:
             return
+        self._early.end()
         self._updates.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._backward_runs = True
@@ -222,12 +233,16 @@ class Executor:
         self._backward, self._backward_number = unit, number
         self._residency.pin(unit, number)
         self._residency.require(unit, self._timeline, self._cursor, in_backward=True)
-        if self._swap is not None:
-            self._swap.before_backward(number, self._backward_next.get(number), end)
-        unit.follow()
         position = self._backward_positions.get(number)
         if position is not None:
             self._cursor = position + 1
+            if self._swap is not None:
+                # What the next call needs first comes first: its weights, then its activations, then what is farther.
+                self._residency.prefetch(self._timeline, self._cursor, self._timeline.later(self._cursor))
+        if self._swap is not None:
+            self._swap.before_backward(number, self._backward_next.get(number), end)
+        unit.follow()
+        if position is not None:
             self._residency.prefetch(self._timeline, self._cursor)
 
     def end_backward(self) -> None:
@@ -310,6 +325,11 @@ class Executor:
         for index in indices:
             if self._updates.job(index) is None:
                 self._chunks[index].distrust_copies()
+
+    def _give_up(self, indices: Iterable[int]) -> None:
+        """What has been fetched of these chunks is fetched again when it is needed."""
+        self.settle()
+        self._distrust(indices)
 
     def _is_past(self, index: int) -> bool:
         """Whether backward has reached the earliest call that reads the chunk: none is left to come."""

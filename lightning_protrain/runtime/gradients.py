@@ -3,8 +3,14 @@
 [Note: Landing]
 Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that the
 device holds one gradient at a time. With an older gradient on the host (accumulation) the sum is made there, in the
-same order as autograd makes it. When all gradients of a chunk are on their way, they may be taken over by whoever steps
-the chunk early: waiting for them and adding them up is then the work of the host's worker.
+same order as autograd makes it. When all gradients of a chunk are on their way, waiting for them and adding them up is
+the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
+waits only for host memory.
+
+[Note: In flight]
+The plan has room for the two largest gradients: for those on their way to the host, and for the one that is computed
+next. How large that one is tells the order of the backward before; where it is another one, the largest is expected. So
+the device waits for the host only where a gradient that is about to be computed would not fit beside those that land.
 
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
@@ -14,13 +20,16 @@ until backward ends. What cannot be brought into autograd's own order is refused
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_protrain.device import Device
+from lightning_protrain.host import Job
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.gradient_memory import GradientMemory
 from lightning_protrain.runtime.guard import below_guard
@@ -35,6 +44,46 @@ class _Sum:
     index: int
     slot: Slot
     part: Tensor
+
+
+class _InFlight:
+    """How much may land while the next gradient is computed, see [Note: In flight].
+
+    Args:
+        sizes: Bytes of all gradients that land.
+
+    Attributes:
+        hold_bytes: What may land while the largest one is computed.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        largest = sorted(sizes)[-2:]
+        self._total = sum(largest)
+        self.hold_bytes = largest[0] if len(largest) > 1 else 0
+        # In the order of landing, with their bytes: in the backward before, and in this one.
+        self._expected: list[tuple[Slot, int]] = []
+        self._seen: list[tuple[Slot, int]] = []
+        self._as_expected = True
+
+    def land(self, slot: Slot, nbytes: int) -> int:
+        """What may be under way, this gradient included, until the next one comes."""
+        at = len(self._seen)
+        self._seen.append((slot, nbytes))
+        self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is slot
+        if not self._as_expected:
+            return self.hold_bytes
+        following = self._expected[at + 1 : at + 2]
+        return self._total - following[0][1] if following else self._total
+
+    def end(self) -> None:
+        """A backward has ended."""
+        if self._seen:
+            self._expected = self._seen
+        self.forget()
+
+    def forget(self) -> None:
+        """A backward has not ended as it should, or the next one begins."""
+        self._seen, self._as_expected = [], True
 
 
 class Landing:
@@ -67,9 +116,8 @@ class Landing:
         self._num_uses = num_uses
         two_chunks = 2 * max((chunk.nbytes for chunk in chunks), default=0)
         self._pending_bytes = two_chunks if pending_bytes is None else pending_bytes
-        # Those that land take no more than the second largest, while the next one is computed: two of the largest.
-        sizes = sorted(slot.twin.nbytes for chunk in chunks if chunk.plan.trainable for slot in chunk.slots)
-        device.hold_bytes = sizes[-2] if len(sizes) > 1 else 0
+        self._in_flight = _InFlight([s.twin.nbytes for c in chunks if c.plan.trainable for s in c.slots])
+        device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
@@ -78,6 +126,8 @@ class Landing:
         self._missing: dict[int, set[Slot]] = {}
         # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
         self._sums: deque[_Sum] = deque()
+        # Those of whole chunks, which the worker makes, with the bytes that wait for it; and the bytes of both.
+        self._jobs: deque[tuple[Job, int]] = deque()
         self._sum_bytes = 0
         self._fences: dict[int, list[object]] = {}
         self._latest: dict[int, object] = {}
@@ -89,6 +139,7 @@ class Landing:
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
         self._finish_copies()
+        self._in_flight.end()
         self._updates.end_backward()
         for slot, older in self._aside.items():
             if older is not None:
@@ -100,9 +151,12 @@ class Landing:
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
+        self._in_flight.forget()
         self._land_fences()
         for item in self._sums:
             self._device.land(item.fence)
+        while self._jobs:
+            self._jobs.popleft()[0].exception()
         for slot, older in self._aside.items():
             slot.host.grad = older
         self._sums.clear()
@@ -137,6 +191,7 @@ class Landing:
             raise _refusal(slot, "it is also used by several calls of its block")
         index, place = self._places[slot]
         self._landed.add(slot)
+        self._device.hold_bytes = self._in_flight.land(slot, twin.nbytes)
         older = host.grad
         if grad.is_sparse:
             self._land_latest(index)
@@ -153,30 +208,34 @@ class Landing:
             self._sums.append(_Sum(fence, index, slot, part))
             self._sum_bytes += part.nbytes
             self._latest[index] = fence
-            self._add(self._pending_bytes if fence is not None else 0)
+            if fence is None:
+                self._add(0)
         if host._post_accumulate_grad_hooks:
             self._call_user_hooks(slot)
-        if self._updates.takes_landings:
+        if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)
+        self._add(self._pending_bytes)
 
     def _hand_over(self, index: int, slot: Slot) -> None:
-        """Gives the gradients of the chunk away, if this was the last of them, see [Note: Landing]."""
+        """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
         slots = self._chunks[index].slots
         missing = self._missing.get(index)
         if missing is None:
             missing = self._missing[index] = {other for other in slots if other.host.requires_grad}
         missing.discard(slot)
-        if missing or not self._updates.wants(index) or not self._is_past(index):
+        if missing or not self._is_past(index):
             return
         if self._aside and any(other in self._aside for other in slots):
             return
-        fences, latest = self._fences.pop(index, []), self._latest.pop(index, None)
+        wanted = self._updates.wants(index)
         sums = [item for item in self._sums if item.index == index]
-        if sums:
-            self._sums = deque(item for item in self._sums if item.index != index)
+        if not wanted and not sums:
+            return
+        latest = self._latest.pop(index, None)
+        fences = self._fences.pop(index, []) if wanted else []
+        self._sums = deque(item for item in self._sums if item.index != index)
         for item in sums:
             item.fence = latest  # All copies to the block have ended then, see [Note: Gradient memory].
-            self._sum_bytes -= item.part.nbytes
 
         def land() -> None:
             for fence in fences:
@@ -184,10 +243,19 @@ class Landing:
             for item in sums:
                 self._add_up(item)
 
-        self._updates.landed(index, land)
+        nbytes = sum(item.part.nbytes for item in sums)
+        if wanted:
+            self._sum_bytes -= nbytes
+            self._updates.landed(index, land)
+        else:
+            self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
 
     def _add(self, keep_bytes: int) -> None:
-        """Adds landed gradients, oldest first, until no more than `keep_bytes` wait."""
+        """Has landed gradients added, oldest first, until no more than `keep_bytes` wait."""
+        while self._jobs and (self._sum_bytes > keep_bytes or keep_bytes == 0):
+            job, nbytes = self._jobs.popleft()
+            self._sum_bytes -= nbytes
+            job.result()
         while self._sums and (self._sum_bytes > keep_bytes or keep_bytes == 0):
             item = self._sums.popleft()
             self._sum_bytes -= item.part.nbytes
@@ -236,6 +304,11 @@ class Landing:
         latest = self._latest.get(index)
         if latest is not None:
             self._device.land(latest)
+
+
+def _without_gradients(work: Callable[[], None]) -> None:
+    with below_guard(), torch.no_grad():
+        work()
 
 
 def _refusal(slot: Slot, reason: str) -> RuntimeError:

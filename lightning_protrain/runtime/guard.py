@@ -25,6 +25,9 @@ _DESCRIPTIONS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad")
 )
+# Gradients are no weights.
+_GRADIENT: Any = Tensor.grad
+GRADIENTS = frozenset((_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__))
 
 
 class Guard:
@@ -32,10 +35,12 @@ class Guard:
 
     Args:
         finish: Waits for all pending updates and calls `leave` for their parameters; it may raise instead.
+        free: What may be done without that, beside asking for descriptions.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], free: frozenset[Any] = frozenset()) -> None:
         self._finish = finish
+        self._free = _DESCRIPTIONS | free
         self._classes: dict[type, type] = {}
         self._plain: dict[int, type] = {}
 
@@ -59,10 +64,10 @@ class Guard:
 
     def _watched(self, plain: type) -> type:
         if plain not in self._classes:
-            finish = self._finish
+            finish, free = self._finish, self._free
 
             def touch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-                if func not in _DESCRIPTIONS:
+                if func not in free:
                     finish()
                 with below_guard():
                     return func(*args, **(kwargs or {}))

@@ -98,9 +98,8 @@ class HostStep:
             )
         kernel = self._kernel(optimizer, group)
         with torch.no_grad():
-            fused = [update for update in updates if _is_dense(update)] if kernel else []
-            if len(fused) < len(updates):
-                rest = [update for update in updates if not (kernel and _is_dense(update))]
+            fused, rest = _sorted_out(updates) if kernel else ([], updates)
+            if rest:
                 clip.apply([update.gradient for update in rest])
                 _own_step(optimizer, group, rest)
             if kernel and fused:
@@ -226,11 +225,16 @@ def _parts(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
             yield part
 
 
-def _is_dense(update: Update) -> bool:
-    """Whether a kernel can go through the memory of the parameter from its begin to its end."""
-    parameter = update.parameter
-    dense = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
-    return dense and parameter.dtype.is_floating_point and update.gradient.layout == torch.strided
+def _sorted_out(updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
+    """Those that a kernel can take, going through the memory of a parameter from its begin to its end; and the rest."""
+    dense: list[Update] = []
+    rest: list[Update] = []
+    for update in updates:
+        parameter = update.parameter
+        whole = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
+        taken = whole and parameter.dtype.is_floating_point and update.gradient.layout == torch.strided
+        (dense if taken else rest).append(update)
+    return dense, rest
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:

@@ -80,8 +80,10 @@ def fused_host_step(
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
     The groups are split when the closure has run: only then the gradients are known, and what it changes in the groups
-    (a learning rate) is the user's. They are put back at the end. Nothing is split where the accelerator is the CPU
-    itself, where the user chose an implementation, or where the optimizer has no fused one. See [Note: Host step].
+    (a learning rate) is the user's. They are put back when the step has ended, before any hook on it sees them: order
+    and indices of parameters, and so `state_dict()`, are always those of the user's groups. Nothing is split where the
+    accelerator is the CPU itself, where the user chose an implementation, or where the optimizer has no fused one. See
+    [Note: Host step].
 
     Args:
         optimizer: Whose step follows.
@@ -90,6 +92,9 @@ def fused_host_step(
         stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
     """
     groups = optimizer.param_groups
+
+    def put_back(*_: Any) -> None:
+        optimizer.param_groups = groups
 
     def then_split() -> Any:
         result = closure()
@@ -101,10 +106,13 @@ def fused_host_step(
             optimizer.param_groups = [part for group in optimizer.param_groups for part in _split(group)]
         return result
 
+    handle = optimizer.register_step_post_hook(put_back)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     try:
         yield then_split
     finally:
-        optimizer.param_groups = groups
+        handle.remove()
+        put_back()
 
 
 class PartGroups:

@@ -136,12 +136,13 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
     """A compiled module would have streaming and recomputation traced, too.
 
     Raises:
-        ValueError: The user has compiled the module in place.
+        ValueError: The user has compiled the module, in place or not.
     """
-    if module._compiled_call_impl is not None:
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         raise ValueError(
-            f"{name!r} is compiled (`module.compile()`), and the plan streams, swaps or checkpoints it. Remove the "
-            'call, or give plan="resident".'
+            f"{name or type(module).__name__!r} is compiled (`module.compile()` or `torch.compile`), and the plan "
+            "streams, swaps or checkpoints it or what is inside of it. Remove the call, or give "
+            'plan="resident".'
         )
 
 

@@ -7,7 +7,7 @@ chunks, at those that are live and at the next few uses; how many blocks the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
@@ -89,8 +89,14 @@ class Residency:
             chunk.prefetched = False
             self._wait(index, in_backward)
 
-    def prefetch(self, timeline: Timeline, position: int) -> None:
-        """Fetches what is needed from `position` on, as far as there is room."""
+    def prefetch(self, timeline: Timeline, position: int, but: Set[int] = frozenset()) -> None:
+        """Fetches what is needed from `position` on, as far as there is room.
+
+        Args:
+            timeline: When each chunk is needed.
+            position: First position that has not begun.
+            but: Chunks that are not fetched now.
+        """
         known = (position, frozenset(self.live), frozenset(self.pinned()))
         choice = timeline.choices.get(known)
         if choice is None:  # A step like the one before chooses the same.
@@ -101,7 +107,8 @@ class Residency:
         releases, fetches = choice
         self.release(releases)
         for index in fetches:
-            self._fetch(index, ahead=True)
+            if index not in but:
+                self._fetch(index, ahead=True)
 
     def release(self, indices: Iterable[int]) -> None:
         """Frees the device memory of chunks."""

@@ -38,6 +38,7 @@ class Timeline:
                 self._positions.setdefault(chunk, []).append(position)
                 self._uses.append((position, chunk))
             self._starts.append(len(self._uses))
+        self._last = len(self._starts) - 1
 
     def next_use(self, chunk: int, position: int) -> int:
         """First position at or after `position` that needs `chunk`, or `NEVER`."""
@@ -45,9 +46,14 @@ class Timeline:
         found = bisect_left(positions, position)
         return positions[found] if found < len(positions) else NEVER
 
+    def later(self, position: int) -> Set[int]:
+        """Chunks that are needed, but not at `position`."""
+        here = self._uses[self._starts[min(position, self._last)] : self._starts[min(position + 1, self._last)]]
+        return self._positions.keys() - {chunk for _, chunk in here}
+
     def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
         """(position, chunk) of every use from `position` on; as long as nobody asks for more, it costs nothing."""
-        for at in range(self._starts[min(position, len(self._starts) - 1)], len(self._uses)):
+        for at in range(self._starts[min(position, self._last)], len(self._uses)):
             yield self._uses[at]
 
 

@@ -119,9 +119,13 @@ class SlabPool:
         """Has `slab` cool down when `owner` has died."""
         weakref.finalize(owner, self._cooling.append, slab).atexit = False
 
-    def cool(self) -> None:
-        """Gives the host memory of dead graphs back; the host waits for the last copy, which has long begun."""
-        while self._cooling:
+    def cool(self, wait: bool = True) -> None:
+        """Gives the host memory of dead graphs back.
+
+        Args:
+            wait: Whether the host waits for the last copy from or to it; else what is under way stays.
+        """
+        while self._cooling and (wait or self._device.has_ended(self._cooling[0].fence)):
             self._device.land(self._cooling[0].fence)
             self._cooling.popleft()
 

@@ -37,6 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import PAGE
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.slabs import CallSlabs, Slab, SlabPool
 
 # A smaller tensor takes more host memory, which is given in pages, than it frees on the device.
@@ -139,7 +140,8 @@ class ActivationSwap:
         begin = self._issued
         if swap_bytes:
             self._slabs.cool()
-            own = frozenset(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
+            with below_guard():  # Which weights they are can be known while they are stepped.
+                own = frozenset(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
             self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), own))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
@@ -163,13 +165,16 @@ class ActivationSwap:
                 self._fetch(stored)
 
     def settle(self) -> None:
-        """Between forwards and backwards: nothing is under way, nothing swapped is on the device, unused slabs go."""
+        """Between forwards and backwards: nothing swapped is on the device, and the compute stream has waited for it.
+
+        The host waits for nothing: it does so before it gives a slab to somebody else.
+        """
         self._leave(self._leaving)
         for call in list(self._calls.values()):
             self._forget(call)
         for copy in list(self._arriving.values()):
             self._give_up(copy)
-        self._slabs.cool()
+        self._slabs.cool(wait=False)
 
     def close(self) -> None:
         """After the device has ended all copies: gives back what was taken beyond the plan."""

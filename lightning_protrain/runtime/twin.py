@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -185,6 +186,9 @@ class _Low:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and _is_below_autograd():
+            with below_guard():  # what autograd's engine runs, which a dispatch mode runs again
+                return func(*args, **kwargs)
         if func in _SHARED:
             with below_guard():
                 return func(*args, **kwargs)
@@ -228,6 +232,12 @@ def low_class(plain: type) -> type:
     if plain is nn.Parameter:
         return LowTwin
     return type(plain)(plain.__name__, (_Low, plain), {"__module__": plain.__module__})
+
+
+def _is_below_autograd() -> bool:
+    """Whether a dispatch mode runs an operation; in inference mode autograd is left out for everybody."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return excluded and not torch.is_inference_mode_enabled()
 
 
 def _is_trained(low: Any) -> bool:

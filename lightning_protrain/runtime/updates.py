@@ -88,10 +88,12 @@ class Updates:
 
     Attributes:
         torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
+        when_touched: Called when somebody has looked at a weight whose step was pending.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:
         self.torn: str | None = None
+        self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
         self._guard = Guard(self._touched)
@@ -235,6 +237,7 @@ class Updates:
             return
         error = update.job.exception()
         self._guard.leave(slot.host for slot in update.slots)
+        self._chunks[index].note_step()
         if error is not None:
             self.torn = self.torn or f"the optimizer raised {error!r} for {update.slots[0].fqn!r}"
             error.add_note(f"It was raised by the optimizer, in the step of {update.slots[0].fqn!r} on the host.")
@@ -290,6 +293,8 @@ class Updates:
         self.finish_all()
         for chunk in touched:
             chunk.distrust_copies()
+        for function in self.when_touched:
+            function()
 
     def _submit(self, index: int, armed: _Armed, land: Callable[[], None] | None) -> None:
         slots = tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))

@@ -102,7 +102,7 @@ class SimulatedDevice(StreamDevice):
         self._mode = _Attribution(self)
         self._copying: dict[str, SimulatedStream] = {}
         self._links = {towards_host: Link() for towards_host in (False, True)}
-        super().__init__(torch.device("cpu"), HostMemory(self._lock, lambda address: None), self._new_stream)
+        super().__init__(torch.device("cpu"), self.new_host_memory(), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
 
     def __enter__(self) -> SimulatedDevice:
@@ -177,6 +177,10 @@ class SimulatedDevice(StreamDevice):
             if nbytes:
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(255)
 
+    def new_host_memory(self) -> HostMemory:
+        """Known as host memory until it is closed."""
+        return HostMemory(self._lock, self._unlock)
+
     def note_host(self, tensor: Tensor) -> None:
         if tensor.numel():
             self._host_ranges[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -225,6 +229,10 @@ class SimulatedDevice(StreamDevice):
     def _lock(self, address: int, size: int) -> bool:
         self._host_ranges[address] = size
         return True
+
+    def _unlock(self, address: int) -> None:
+        del self._host_ranges[address]
+        self._histories.pop(address, None)  # The system may give the address to anything.
 
     def _device_key(self, storage: torch.UntypedStorage) -> int:
         """What stands for a storage as long as it lives, and for no other."""

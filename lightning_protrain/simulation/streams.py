@@ -41,8 +41,8 @@ class SimulatedEvent:
     passed: bool = False
 
     def query(self) -> bool:
-        """Whether everything before it has run."""
-        return self.passed
+        """Whether everything before it has run, and the host has come as far on the virtual clock."""
+        return self.passed and self.time <= self.stream.host.stream.time
 
     def synchronize(self) -> None:
         """The host waits for it."""

@@ -8,9 +8,26 @@ import numpy as np
 import pytest
 
 from benchmarks import masking
-from benchmarks.masking import SHAPES, Shape, Timing, conversations, main, markers_of, measure, render
+from benchmarks.masking import (
+    SHAPES,
+    Preparation,
+    Shape,
+    Timing,
+    conversations,
+    main,
+    markers_of,
+    measure,
+    prepare,
+    render,
+    render_preparation,
+)
+from lightning_protrain.data.features import JOINED
+from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.stdlib import stdlib_conversations
+from lightning_protrain.data.tokenizer import train_tokenizer
 
 SMALL = (Shape("small", "chatml", 5, 2, 64), Shape("small", "llama3", 20, 3, 80))
+PREPARED = Preparation("short", tokens=57.2, encode=100.0, alone=1.0, checked=4.0)
 TIMING = Timing("some", 1234, ours=(2.0, 3.0), plain=(50.0, 60.0), loop=(10.0, 11.0), wanted=30.0)
 
 
@@ -53,8 +70,27 @@ def test_the_table() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     monkeypatch.setattr(masking, "SHAPES", SMALL)
+    monkeypatch.setattr(masking, "preparations", lambda rounds: [PREPARED])
     monkeypatch.setattr(masking, "write_result", lambda *arguments: kept.append(arguments))
     main(["--rounds", "1", "--slow-rounds", "1", "--results", "masking"])
     assert capsys.readouterr().out.count("| small |") == 2
     assert kept[0][0] == "masking"
     assert [row["shape"] for row in kept[0][3]["rows"]] == ["small", "small"]
+    assert kept[0][3]["preparation"][0]["met"]
+
+
+def test_the_preparation_of_rows_is_measured() -> None:
+    rows = stdlib_conversations()[:60]
+    encoder = Chats(train_tokenizer(rows, 400), None).encoder(ChatSettings(max_length=10_000))
+    entry = prepare("some", rows, encoder, 2)
+    assert entry.tokens > 10
+    assert 0 < entry.checked < entry.encode
+    assert 0 < entry.alone < entry.encode
+    unlike = replace(encoder, unproven={JOINED: "nobody tried"})
+    with pytest.raises(ValueError, match=r"some: a row is not trained.*nobody tried"):
+        prepare("some", [{"messages": rows[0]["messages"][:1] + rows[0]["messages"]}], unlike, 1)
+
+
+def test_the_table_of_preparation() -> None:
+    assert "| short | 57 | 100 | 1 | 4 | 1.0% | 4.0% | yes |" in render_preparation([PREPARED])
+    assert render_preparation([replace(PREPARED, checked=5.0)]).endswith("| no |")

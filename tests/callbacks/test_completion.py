@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_protrain.callbacks.completion import SampleCompletion
 from lightning_protrain.module import CausalLMModule
+from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
+from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
 class ModeKeeper(Callback):
@@ -24,12 +29,25 @@ class ModeKeeper(Callback):
         self.modes.append([module.training for module in pl_module.modules()])
 
 
+class Board(DummyLogger):
+    """Keeps the text that it is given, as TensorBoard does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str, int]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace(add_text=lambda tag, text, global_step: self.texts.append((tag, text, global_step)))
+
+
 def test_every_prompt_is_answered_with_decoded_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = Speaker()
     fit(module, chat_data(tmp_path), SampleCompletion(["One [bold]?", "Two?"], max_new_tokens=7))
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.replace("\u2502", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["Answers", "after", "2", "steps"] in lines
     # The stand-in repeats the prompt's tokens: roles and text, without the special ones.
-    assert lines[-4:] == ["> One [bold]?", "userOne [bold]?assistant", "> Two?", "userTwo?assistant"]
+    assert lines[-3:-1] == [["One", "[bold]?", "userOne", "[bold]?assistant"], ["Two?", "userTwo?assistant"]]
     assert module.max_new_tokens == [7, 7]
 
 
@@ -67,7 +85,7 @@ def test_a_real_model_answers_within_the_limit(tmp_path: Path, capsys: pytest.Ca
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
     module = Measured(config={"model_type": "llama", **sizes}, warmup_steps=0)
     fit(module, chat_data(tmp_path), SampleCompletion(["Question 1?"], max_new_tokens=5))
-    assert "> Question 1?\n" in capsys.readouterr().out
+    assert "Question 1?" in capsys.readouterr().out
     assert len(lengths) == 1
     assert 1 <= lengths[0] <= 5
 
@@ -99,3 +117,82 @@ def test_a_datamodule_without_tokenizer_is_refused_before_training(tmp_path: Pat
 def test_wrong_arguments_are_refused(prompts: list[str], length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SampleCompletion(prompts, length)
+
+
+def test_streamed_weights_answer_the_same_after_every_step(tmp_path: Path) -> None:
+    """No callback but ours reads weights here, so that an optimizer step may still be under way."""
+
+    def answers(strategy: Any) -> list[str]:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
+        module = CausalLMModule(config={"model_type": "llama", **sizes}, warmup_steps=0, learning_rate=0.03)
+        callback, board = SampleCompletion(["Question 1?"], 6, in_validation=True), Board()
+        fit(module, chat_data(tmp_path), callback, logger=board, strategy=strategy, max_steps=4)
+        return [text for _, text, _ in board.texts]
+
+    plain = answers("auto")
+    assert len(plain) == 4
+    assert len(set(plain)) > 1
+    for overlap in ("forward", "backward", "off"):
+        assert answers(ProTrainStrategy(plan="offload", overlap_optimizer=overlap)) == plain
+
+
+def test_tensorboard_holds_the_text(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoardLogger(tmp_path)
+    fit(Speaker(), chat_data(tmp_path), SampleCompletion(["One?"], in_validation=True), logger=logger)
+    found = events.EventAccumulator(logger.log_dir)
+    found.Reload()
+    texts = [(each.step, each.tensor_proto.string_val[0]) for each in found.Tensors("answers/One?/text_summary")]
+    assert texts == [(1, b"    userOne?assistant"), (2, b"    userOne?assistant")]
+
+
+def answer_on_rank(rank: int, folder: Path, failing: int | None) -> list[str]:
+    class Failing(Speaker):
+        def generate(self, *args: Any, **options: Any) -> torch.Tensor:
+            if rank == failing:
+                raise OSError("broken")
+            return super().generate(*args, **options)
+
+    trainer = trainer_on_rank(
+        rank, 2, max_steps=2, val_check_interval=1, callbacks=[SampleCompletion(["One?"], 4, True)]
+    )
+    trainer.fit(Failing(), chat_data(folder))
+    return [str(trainer.global_step)]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_on_two_ranks(tmp_path: Path, failing: int | None) -> None:
+    chat_data(tmp_path).setup("fit")  # the tokenizer is made once
+    outcomes = run_ranks(answer_on_rank, 2, tmp_path, tmp_path, failing)
+    assert all(each.seconds < BOUND for each in outcomes)
+    if failing is None:
+        assert values(outcomes) == [["2"], ["2"]]
+    else:
+        assert outcomes[failing].error == "OSError: broken"
+        assert f"after 1 steps failed on rank {failing} (OSError: broken)" in str(outcomes[1 - failing].error)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "protrain"])
+def test_after_each_validation_as_text_for_tensorboard(tmp_path: Path, strategy: str) -> None:
+    board = Board()
+    callback = SampleCompletion(["One?"], in_validation=True)
+    fit(Speaker(), chat_data(tmp_path), callback, logger=board, max_steps=3, strategy=strategy)
+    assert board.texts == [("answers/One?", "    userOne?assistant", step) for step in (1, 2, 3)]
+
+
+def test_answers_in_validation_leave_the_training_as_it_is(tmp_path: Path) -> None:
+    class Drawing(CausalLMModule):
+        def generate(self, *args: Any, **options: Any) -> torch.Tensor:
+            torch.rand(3)
+            return super().generate(*args, **options)
+
+    def weights(*callbacks: Callback) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
+        module = Drawing(config={"model_type": "llama", "attention_dropout": 0.2, **sizes}, warmup_steps=0)
+        fit(module, chat_data(tmp_path), *callbacks, strategy="protrain", max_steps=3)
+        return module.state_dict()
+
+    plain, sampled = weights(), weights(SampleCompletion(["One?"], 4, in_validation=True))
+    assert all(torch.equal(plain[name], sampled[name]) for name in plain)

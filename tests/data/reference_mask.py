@@ -20,8 +20,13 @@ def excluded(ids: Sequence[int], turn: Turn, border: int, markers: Markers, opti
             stop = opened[0] if opened and opened[0] <= turn.end else None
             if stop is not None and part.end:
                 closed = [match(part.end, ids, place, border) for place in range(stop, turn.end)]
-                first = next((found[0] for found in closed if found), turn.end + 1)
-                stop = first if first <= turn.end else turn.end
+                first = next((found[0] for found in closed if found), None)
+                last = match(part.end, ids, turn.end, border) if part.kind == "thinking" and first is None else None
+                if first is None and last and last[0] <= turn.stop:
+                    first = last[0]
+                elif first is None or first > turn.end:
+                    first = turn.end
+                stop = first
             if stop is not None:
                 yield from range(max(at, turn.content), stop)
             if part.kind == "scaffold":

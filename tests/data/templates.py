@@ -191,6 +191,17 @@ KIMI = (
     + _calls("<|tool_call_begin|>", "<|tool_call_end|>")
     + "<|im_end|>{%- endfor %}{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{%- endif %}"
 )
+# Thoughts and calls are turns of their own.
+SOLAR = (
+    _LOOP
+    + "{%- if m.role == 'tool' %}<|begin|>tool<|tool_response|>{{ m.content }}<|end|>{%- elif m.role == 'assistant' %}"
+    "{%- if m.reasoning_content and loop.last %}<|begin|>assistant<|think|>{{ m.reasoning_content }}<|end|>{%- endif %}"
+    "{%- if m.tool_calls %}<|begin|>assistant<|tool_calls|>"
+    + _calls("<|tool_call:begin|>", "<|tool_call:end|>")
+    + "<|calls|>{%- else %}<|begin|>assistant<|content|>{{ m.content }}<|end|>{%- endif %}"
+    "{%- else %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|begin|>assistant{%- endif %}"
+)
 PADDLEOCR = (
     "{{ '<|begin_of_sentence|>' }}"
     + _LOOP
@@ -297,6 +308,15 @@ FORMATS = {
     "idefics3": Format("idefics3", IDEFICS3, ("<|im_start|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>"),
     "llava": Format("llava", LLAVA, ("<s>", "</s>", "<image>"), "</s>"),
     "kimi": Format("kimi", KIMI, _KIMI, "<|im_end|>"),
+    "solar": Format(
+        "solar",
+        SOLAR,
+        (
+            *("<|begin|>", "<|content|>", "<|think|>", "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:end|>"),
+            *("<|tool_response|>", "<|calls|>", "<|end|>"),
+        ),
+        "<|end|>",
+    ),
     "paddleocr": Format("paddleocr-vl", PADDLEOCR, ("<|begin_of_sentence|>", "</s>"), "</s>"),
     "zephyr": Format("zephyr", ZEPHYR, ("</s>",), "</s>"),
     "granite": Format(

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 
 from lightning_protrain.data.agreement import (
+    LEAKED,
     LEAKING,
     NO_CALLS,
+    NO_TEXT,
     NOT_PROVEN,
+    THINKS,
     UntrainableError,
     WeightsError,
+    check_trained,
     check_turns,
+    speakers,
     turn_weights,
 )
+from lightning_protrain.data.features import SEVERAL, SYSTEM
 
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
 
@@ -145,3 +151,106 @@ def test_weights_have_the_turns_read(flags: tuple[dict[str, Any], dict[str, Any]
     assert _check(row, ["A0", "A1"]) == 1
     with pytest.raises(UntrainableError, match="turns and messages differ"):
         _check(row, ["A1", "x"])
+
+
+def test_text_beside_a_call_that_is_left_out_is_untrainable() -> None:
+    row = _row("u", {"role": "a", "content": "I look.", "tool_calls": [CALL]})
+    assert _check(row, ["I look. lookup()"]) == 1
+    with pytest.raises(UntrainableError) as refusal:
+        _check(row, ["lookup()"])
+    assert refusal.value.reason == NO_TEXT
+
+
+# --- a batch at once --------------------------------------------------------------------------------------------------
+
+USUAL = ["ua", "sua", "uaua", "suaua"]
+UNUSUAL = ["u", "a", "sa", "au", "uau", "uua", "uaa", "usa", "ssua", "uata", "tua", "us"]
+
+
+def test_usual_rows_are_told_from_others_in_one_batch() -> None:
+    names = [name for pair in zip(UNUSUAL, USUAL * 3, strict=True) for name in pair]
+    found = speakers([_row(*name) for name in names], ("assistant",))
+    assert found.usual.tolist() == [name in USUAL for name in names]
+    assert found.num_messages.tolist() == [name.count("a") for name in names]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"weight": 1.0}, {"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": "<think>hm</think>A"}],
+)
+def test_a_message_with_more_than_text_is_not_usual(fields: dict[str, Any]) -> None:
+    rows = [_row("u", "a"), _row("u", {"role": "a", **fields}), _row("u", "a")]
+    found = speakers(rows, ("assistant",))
+    assert found.usual.tolist() == [True, False, True]
+    assert found.num_messages.tolist() == [1, 1, 1]
+
+
+def test_what_is_not_proven_is_not_usual() -> None:
+    rows = [_row(*name) for name in USUAL]
+    assert speakers(rows, ("assistant",), {SYSTEM}).usual.tolist() == [True, False, True, False]
+    assert speakers(rows, ("assistant",), {SEVERAL}).usual.tolist() == [True, True, False, False]
+    rows = [{**_row("u", "a"), "tools": [{}]}, _row("u", {"role": "a", "content": "<thought>hm"}), {"messages": []}]
+    assert speakers(rows, ("assistant",)).usual.tolist() == [False, True, False]
+    assert speakers(rows, ("assistant",), quiet=True).usual.tolist() == [False, False, False]
+
+
+def test_other_roles_may_be_trained() -> None:
+    found = speakers([_row(*"uaua"), _row(*"suata")], ("user", "tool"))
+    assert found.usual.tolist() == [False, False]
+    assert found.num_messages.tolist() == [2, 2]
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trained", "leaks"),
+    [
+        ("lookup() It is 20 degrees", False),
+        ("It is 20 degrees in Rome today It is 20 degrees", True),
+        ("What is the weather in Rome? It is 20 degrees", True),
+        ("20 is all it says.", False),
+    ],
+)
+def test_what_others_said_is_not_trained_unless_it_was_repeated(trained: str, leaks: bool) -> None:
+    row = _row(
+        {"role": "u", "content": "What is the weather in  Rome?"},
+        {"role": "a", "content": "", "tool_calls": [CALL]},
+        {"role": "t", "content": "It is 20 degrees in Rome today"},
+        {"role": "a", "content": "It is 20 degrees"},
+    )
+    if not leaks:
+        check_trained(row, ("assistant",), trained, quiet=False)
+        row["messages"][-1]["content"] = "What is the weather in Rome? It is 20 degrees in Rome today"
+        check_trained(row, ("assistant",), row["messages"][-1]["content"], quiet=False)
+        return
+    with pytest.raises(UntrainableError) as refusal:
+        check_trained(row, ("assistant",), trained, quiet=False)
+    assert refusal.value.reason == LEAKED
+
+
+@pytest.mark.parametrize(
+    ("trained", "fits"),
+    [
+        ("So be it.", True),
+        ("hm So be it.", False),
+        ("<think> So be it.", False),
+        ("</think> So be it.", False),
+        ("So be", False),
+    ],
+)
+def test_thoughts_are_not_trained_where_they_are_left_out(trained: str, fits: bool) -> None:
+    row = _row("u", {"role": "a", "content": "So be it.", "reasoning_content": "hm"})
+    check_trained(row, ("assistant",), trained, quiet=False)
+    if fits:
+        check_trained(row, ("assistant",), trained, quiet=True)
+        return
+    with pytest.raises(UntrainableError) as refusal:
+        check_trained(row, ("assistant",), trained, quiet=True)
+    assert refusal.value.reason == THINKS
+
+
+def test_an_answer_need_not_be_trained_where_not_all_are() -> None:
+    check_trained(_row("u", "a", "u", "a"), ("assistant",), "A1", quiet=True, whole=False)
+    with pytest.raises(UntrainableError, match="where the answer is 'A0'"):
+        check_trained(_row("u", "a", "u", "a"), ("assistant",), "A1", quiet=True)

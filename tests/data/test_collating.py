@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain.data.collating import Collator, Row, Rows, is_packed
+from lightning_protrain.data.collating import WEIGHT_UNITS, Collator, Row, Rows, is_packed
 from lightning_protrain.data.packing import pack, single_blocks
 from tests.data.test_examples import encoded
 
@@ -47,8 +47,9 @@ def test_weights_are_zero_where_nothing_is_trained() -> None:
     weighted = encoded(6, weights=np.full(6, 0.5, np.float32), trained=np.array([1, 1, 0, 0, 1, 1], bool))
     plain = encoded(4, 1, trained=np.ones(4, bool))
     batch = Collator(0, 8, weighted=True)([Row((weighted,)), Row((plain,))])
-    assert batch["loss_weights"].tolist() == [[0, 0.5, 0, 0, 0.5, 0.5, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0]]
-    assert batch["loss_weights"].dtype == torch.float32
+    weights = batch["loss_weights"]
+    assert weights.dtype == torch.int64, "what is no float is not rounded when a batch is cast to half precision"
+    assert (weights / WEIGHT_UNITS).tolist() == [[0, 0.5, 0, 0, 0.5, 0.5, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0]]
     with pytest.raises(ValueError, match="weights, which would be lost"):
         Collator(0, 8)([Row((weighted,))])
 

@@ -64,5 +64,5 @@ def test_another_seed_chooses_other_rows() -> None:
 
 
 def test_one_row_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match="1 conversations cannot be divided"):
+    with pytest.raises(ValueError, match=r"1 conversation cannot be divided.*Give at least 2"):
         split_rows([GOOD], 0.5, 0)

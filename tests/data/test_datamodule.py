@@ -16,17 +16,12 @@ from lightning_protrain.data import datamodule as module
 from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.specs import DatasetSpec
+from lightning_protrain.data.tokenizer import CHAT_TEMPLATE
+from lightning_protrain.module import CausalLMModule
 from tests.data.conftest import conversation
 
 
-@pytest.fixture
-def chats(rows: list[Conversation], tmp_path: Path) -> str:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def _data(chats: str, **options: Any) -> ChatDataModule:
+def _data(chats: Any, **options: Any) -> ChatDataModule:
     options = {"vocab_size": 300, "max_length": 64, "batch_size": 4, "val_fraction": 0.2, **options}
     return ChatDataModule(chats, cache_dir="cache", **options)
 
@@ -76,14 +71,9 @@ class Recorder(LightningModule):
 
 
 def _trainer(**options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=bool(options.get("callbacks")),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
+        accelerator="cpu", enable_checkpointing=bool(options.get("callbacks")), **quiet, **{"devices": 1, **options}
     )
 
 
@@ -202,6 +192,30 @@ def test_ranks_see_disjoint_rows(chats: str, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(indices[0] + indices[1]) == list(range(32))
 
 
+def test_data_sets_may_have_templates_of_their_own(chats: str) -> None:
+    """The same rows in two formats: whatever ends the turns of one does not end those of the other."""
+    template = CHAT_TEMPLATE.replace("message['role'] + '<|im_sep|>'", "message['role'] + '\\n'").replace(
+        "assistant<|im_sep|>", "assistant\\n"
+    )
+    data = _data(
+        [DatasetSpec(chats, max_rows=8), DatasetSpec(chats, max_rows=8, chat_template=template)], val_fraction=0.1
+    )
+    data.setup("fit")
+    assert [report.family for report in data.reports[:2]] == ["phi4", "chatml"]
+    first, second = (part[0] for part in data.examples["train"])
+    texts = [data.tokenizer.decode(one.input_ids.tolist()) for one in (first, second)]
+    assert texts[1] == texts[0].replace("<|im_sep|>", "\n")
+    assert first.input_ids[first.trained].tolist() == second.input_ids[second.trained].tolist()
+
+
+def test_a_data_set_may_name_its_family(chats: str) -> None:
+    with pytest.raises(ValueError, match="no chat family 'chatlm'"):
+        _data([chats, DatasetSpec(chats, family="chatlm")])
+    data = _data([DatasetSpec(chats, family="llama3")])
+    with pytest.raises(ValueError, match="llama3"):
+        data.setup("fit")
+
+
 def test_a_second_run_reads_the_tokenizer_from_the_cache(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _data(chats).prepare_data()
     # Neither the seed nor the share of validation rows changes what the tokenizer is trained on.
@@ -219,6 +233,12 @@ def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -
     data.setup("fit")
     assert data.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert not Path("cache").exists()
+
+
+def test_a_data_set_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps(conversation("Q", "A")) + "\n")
+    with pytest.raises(ValueError, match=r"one.jsonl': 1 conversation cannot be divided"):
+        _data(str(tmp_path / "one.jsonl")).setup("fit")
 
 
 def test_what_became_of_the_data_is_told_once(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +277,23 @@ def test_several_data_sets_with_their_own_knobs(chats: str, tmp_path: Path) -> N
         *("chats.jsonl, train", "other.jsonl, train"),
         *("chats.jsonl, validation", "other.jsonl, validation"),
     ]
+
+
+def test_a_fit_with_a_tokenizer_of_mistral_common(chats: str, mistral_folder: str) -> None:
+    """From the folder to the weights; its control tokens are no text, its template is code."""
+    data = _data(chats, tokenizer=mistral_folder, num_workers=0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = CausalLMModule(config={"model_type": "mistral", "num_key_value_heads": 1, **sizes}, learning_rate=0.1)
+    trainer = _trainer(max_steps=2, limit_val_batches=1)
+    trainer.fit(model, datamodule=data)
+    assert trainer.global_step == 2
+    assert model.model.config.vocab_size == len(data.tokenizer) == 131072
+    assert {report.family for report in data.reports} == {"mistral"}
+    encoded = data.examples["train"][0][0]
+    assert data.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()).endswith("Done.</s>")
+    (shown,) = data.show(1)
+    assert [piece.text.strip() for piece in shown.pieces if piece.kind == "marker"][-1] == "</s>"
+    assert "".join(piece.text for piece in shown.pieces).replace(" ", "").startswith("<s>[INST]What")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -31,6 +31,8 @@ CASES = {
         "<A>",
         ("<E>",),
     ),
+    "several tokens as an end": (_template("<U>", "<A>", "<S><E>"), "<A>", ("<S><E>", "<E>")),
+    "the end of a thought before every answer": (_template("<U>", "</think>", "<E>", "<A>"), "<A></think>", ("<E>",)),
     "another end of the last": (
         (
             "{%- for m in messages %}{%- if m.role == 'user' %}<U>{{ m.content }}{%- else %}<A>{{ m.content }}"

@@ -21,6 +21,7 @@ from lightning_protrain.data.encoding import (
     encode_rows,
 )
 from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.features import CALLS
 from lightning_protrain.data.settings import Chats, ChatSettings
 from lightning_protrain.data.truncation import Dropped
 from tests.data.conftest import conversation
@@ -123,6 +124,11 @@ def test_a_marker_of_plain_text_in_a_message_is_noticed() -> None:
 def test_cutting_keeps_a_prefix_or_says_why_not(chats: Chats, max_length: int) -> None:
     row = conversation("What is one plus one?", "Two.", "Still two.")
     whole = _one(chats.encoder(_settings()), row)
+    (bordered,) = chats.encoder(_settings(max_length=max_length)).mask(
+        [row], [chats.encoder(_settings()).renderer.render(row)], [whole.input_ids]
+    )
+    assert isinstance(bordered, Encoded)
+    assert len(bordered.borders) > 3
     (cut,) = chats.encoder(_settings(max_length=max_length)).encode([row])
     if isinstance(cut, UntrainableError):
         assert cut.reason == Dropped.NOTHING_TRAINED.value
@@ -131,7 +137,7 @@ def test_cutting_keeps_a_prefix_or_says_why_not(chats: Chats, max_length: int) -
     assert len(cut) <= max_length
     assert np.array_equal(cut.input_ids, whole.input_ids[: len(cut)])
     assert np.array_equal(cut.trained, whole.trained[: len(cut)])
-    assert all(not first < len(cut) < stop for first, stop in whole.borders)
+    assert all(not first < len(cut) < stop for first, stop in bordered.borders)
     ended = cut.input_ids[-1] == whole.input_ids[-1] or not cut.trained[-1]
     assert cut.num_unended == (0 if ended else 1)
 
@@ -354,12 +360,13 @@ def test_who_is_not_told_from_the_assistant_is_refused() -> None:
         {"role": "assistant", "start": "ASSISTANT:", "end": None},
     ]
     encoder = Chats(tokenizer, None).encoder(_settings(role_boundaries=boundaries))
-    assert "tool" in encoder.leaking
+    assert {"tool", "system"} <= encoder.leaking
     good = [("user", "?"), ("assistant", "One.")]
-    results = encoder.encode([_chat(good), _chat([*good, ("tool", "secret"), ("assistant", "Two.")])])
-    assert isinstance(results[0], Encoded)
-    assert isinstance(results[1], UntrainableError)
-    assert results[1].reason == LEAKING
+    late = [_chat([*good, (role, "secret"), ("assistant", "Two.")]) for role in ("system", "tool")]
+    plain, *refused = encoder.encode([_chat(good), *late])
+    assert isinstance(plain, Encoded)
+    reasons = [result.reason for result in refused if isinstance(result, UntrainableError)]
+    assert reasons == [LEAKING, f"the chat format is not proven for {CALLS}"]
 
 
 @pytest.mark.parametrize("place", ["key", "id"])

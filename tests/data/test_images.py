@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.images import check_image, image_source, open_image, open_images
+from lightning_protrain.data.images import check_image, image_size, image_source, open_image, open_images
 
 COLOUR = (200, 100, 50)
 
@@ -67,6 +67,7 @@ def test_a_pil_image_stays(tmp_path: Path) -> None:
     [
         (None, "row 3, image 0 is null"),
         ({}, "row 3, image 0 is null"),
+        ({"file_name": "a.png"}, "row 3, image 0 is an object with 'file_name'. Give it a `path` or `bytes`"),
         ({"bytes": None, "path": None}, "row 3, image 0 is null"),
         ("", "row 3, image 0 is a str"),
         (7, "row 3, image 0 is a int"),
@@ -169,3 +170,48 @@ def test_the_images_of_a_conversation_open_in_order() -> None:
     assert open_images({"messages": []}, "row 3") == []
     with pytest.raises(MalformedRow, match=r"row 3, image 1 .* does not open"):
         open_images({"messages": [], "images": [images[0], b"x"]}, "row 3")
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_header_tells_the_size_that_the_image_will_have(turn: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = turn
+    content = _bytes(_image(size=(6, 4)), kind, exif=exif)
+    assert image_size(content, "x") == open_image(content, "x").size == ((6, 4) if turn < 5 else (4, 6))
+
+
+def test_a_size_needs_no_pixels(tmp_path: Path) -> None:
+    noise = Image.effect_noise((60, 40), 50)
+    for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP"):
+        content = _bytes(noise.convert("L" if kind == "GIF" else "RGB"), kind)
+        # A TIFF may have its header at the end.
+        assert image_size(content if kind in ("TIFF", "WEBP") else content[:900], kind) == (60, 40)
+    assert image_size(noise, "x") == (60, 40)
+    with pytest.raises(MalformedRow, match=r"row 3, image 1 .* does not open"):
+        image_size(b"no image", "row 3, image 1")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_file_that_is_cut_off_is_found_before_training(kind: str, share: float, tmp_path: Path) -> None:
+    noise = Image.effect_noise((60, 40), 50).convert("L" if kind == "GIF" else "RGB")
+    content = _bytes(noise, kind)
+    cut = content[: int(share * len(content))].rstrip(b";")
+    (tmp_path / "cut").write_bytes(cut)
+    for source in (cut, str(tmp_path / "cut")):
+        with pytest.raises(MalformedRow, match=r"row 3, image 1 .* does not open: .*\. Correct the path or store"):
+            check_image(source, "row 3, image 1")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
+def test_what_follows_a_whole_image_does_not_matter(kind: str) -> None:
+    content = _bytes(_image(), kind)
+    check_image(content, "x")
+    check_image(content + bytes(1000), "x")
+
+
+def test_a_message_names_no_address_in_memory() -> None:
+    with pytest.raises(MalformedRow) as refused:
+        check_image(b"hallo", "row 3, image 1")
+    assert str(refused.value).startswith("row 3, image 1 (5 bytes) does not open: it is no image of a kind that Pillow")

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_protrain.data.collating import Batch, Collator
-from lightning_protrain.data.loader import WEIGHT_UNITS, TrainLoader, count_trained
+from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, Collator
+from lightning_protrain.data.loader import TrainLoader, count_trained
 from lightning_protrain.data.packing import Blocks, pack, single_blocks
 from lightning_protrain.data.sampling import EpochSampler
 from tests.data.test_examples import encoded
@@ -142,7 +142,10 @@ def test_the_window_may_change_between_epochs() -> None:
 
 
 def test_weights_are_counted_instead_of_tokens() -> None:
-    batch = {"labels": torch.tensor([[5, 5, -100, 5]]), "loss_weights": torch.tensor([[9.0, 0.25, 9.0, 2.0]])}
+    batch = {
+        "labels": torch.tensor([[5, 5, -100, 5]]),
+        "loss_weights": torch.tensor([[9, 1, 9, 8]]) * (WEIGHT_UNITS // 4),
+    }
     assert count_trained([batch, batch]) == 2 * 2.25 * WEIGHT_UNITS
     with pytest.raises(KeyError):
         count_trained([batch, {"labels": batch["labels"]}])

@@ -56,7 +56,7 @@ PLANTED = {
     "no exclusions": ("_excluded", lambda *_: (np.empty(0, dtype=np.int64),) * 2),
     "exclusions overlap": ("without_overlap", lambda position, stop: slice(None)),
     "the last turn of the row": (
-        "_last_of_segment",
+        "last_of_segment",
         lambda _row, _spans, turns: turns & (np.cumsum(turns) == turns.sum()),
     ),
     "shared terminators": ("_shared_terminators", lambda _row, spans, *_: np.zeros(spans.role.size, dtype=bool)),
@@ -242,7 +242,6 @@ def test_thinking() -> None:
     assert kept([1, ASSISTANT, NEWLINE, OPEN, 200, CLOSE, NEWLINES, 201, 2], CHATML, off) == [NEWLINES, 201, 2]
     assert kept([1, ASSISTANT, NEWLINE, 199, OPEN, 200], CHATML, off) == [199]
     assert kept([6, 50, 5, 35, 8, 200, 7, 6, 50, 5, 36, 8, 201, 2], STYLES["harmony"].markers, off) == [
-        7,
         5,
         36,
         8,

@@ -89,7 +89,7 @@ def test_text_is_escaped() -> None:
 
 def test_every_trained_piece_is_marked_as_such() -> None:
     spans = _read()[1].spans
-    assert ("trained", "Yes.\nIt is.") in spans
+    assert ("trained", "Yes.\u21b5\nIt is.") in spans, "a line break has no colour of its own"
     assert ("marker trained", "<|im_end|>") in spans
     assert ("media", "<image> x 576") in spans
     assert ("marker", "<|im_start|>user\u21b5\n") in spans

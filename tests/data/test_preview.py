@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lightning_protrain.data.preview import Piece, Shown, render, show
+from lightning_protrain.data.preview import Piece, Shown, render, show, visible
 from lightning_protrain.data.report import count
 from lightning_protrain.data.tokenizer import train_tokenizer
 
@@ -49,5 +49,19 @@ def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[bold]" in output, "no markup is read out of a conversation"
     assert "\x1b[1;32m" in output
+    assert "\x1b[1;32m\u00c4 <b>\u21b5" in output, "a trained line break is a sign in the colour of what is trained"
     for part in ("tokens trained", "chats, train", "1 cut", "10 / 10 / 20 / 20", "20.0%"):
         assert part in output
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"),
+    [
+        (Piece("a\n\nb", True, "text"), "a\u21b5\n\u21b5\nb"),
+        (Piece("a\nb", False, "text"), "a\nb"),
+        (Piece("<|user|>\n", False, "marker"), "<|user|>\u21b5\n"),
+        (Piece("</s>\n", True, "marker"), "</s>\u21b5\n"),
+    ],
+)
+def test_line_breaks_that_count_are_visible(piece: Piece, text: str) -> None:
+    assert visible(piece) == text

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary, parse_boundaries
 from lightning_protrain.data.families import FAMILIES
+from lightning_protrain.data.features import CALLS, MARKERS, QUIET, SEVERAL
 from lightning_protrain.data.markers import resolve
 from lightning_protrain.data.probes import TemplateRender
 from lightning_protrain.data.proof import NotProven, prove
@@ -13,11 +14,11 @@ from tests.data import tokenizers
 from tests.data.templates import FORMATS
 
 
-def _prove(family: Family, name: str, strict: bool = False) -> None:
+def _prove(family: Family, name: str, strict: bool = False) -> dict[str, str]:
     form = FORMATS[name]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
     vocabulary = Vocabulary(tokenizer)
-    prove(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
+    return prove(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
 
 
 def _changed(name: str, role: str, **fields: object) -> Family:
@@ -28,7 +29,7 @@ def _changed(name: str, role: str, **fields: object) -> Family:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_family_is_proven_on_a_vocabulary_whose_merges_cross_words_and_lines(name: str) -> None:
-    _prove(FAMILIES[FORMATS[name].family], name)
+    assert _prove(FAMILIES[FORMATS[name].family], name) == {}
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "deepseek-distill"])
@@ -36,7 +37,7 @@ def test_a_family_is_proven_with_spaces_before_words(name: str) -> None:
     form = FORMATS[name]
     tokenizer = tokenizers.metaspace(form.template, form.controls, form.eos)
     vocabulary = Vocabulary(tokenizer)
-    assert prove(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) is None
+    assert prove(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) == {}
 
 
 # One planted fault each: what upstream scanners get wrong.
@@ -77,7 +78,23 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OPTIONAL = {
+    "one end only": CALLS,
+    "tool output in the turn": CALLS,
+    "answer after a result": CALLS,
+    "thinking kept": QUIET,
+}
+
+
+@pytest.mark.parametrize("fault", OPTIONAL)
+def test_a_planted_fault_of_a_feature_is_remembered(fault: str) -> None:
+    name, family, message = FAULTS[fault]
+    unproven = _prove(family, name)
+    assert list(unproven) == [OPTIONAL[fault]]
+    assert message in unproven[OPTIONAL[fault]]
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - OPTIONAL))
 def test_a_planted_fault_is_found(fault: str) -> None:
     name, family, message = FAULTS[fault]
     with pytest.raises(NotProven, match=message) as refused:
@@ -94,14 +111,14 @@ def test_boundaries_of_a_user_are_proven_too() -> None:
 
 
 def test_no_boundaries_need_no_proof() -> None:
-    assert _prove(parse_boundaries([]), "chatml", strict=True) is None
+    assert _prove(parse_boundaries([]), "chatml", strict=True) == {}
 
 
 def test_a_template_that_does_not_know_a_role_proves_nothing_of_it() -> None:
     template = "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + (m.content or '') + '<E>' }}{%- endfor %}"
     tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>"), "<E>")
     family = Family("f", (RoleBoundary("assistant", ("<A>",), ("<E>",)), RoleBoundary("user", ("<U>",))))
-    assert prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) is None
+    assert prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) == {}
 
 
 def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
@@ -114,11 +131,39 @@ def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    with pytest.raises(NotProven, match="markers in a user's text"):
-        prove(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
+    unproven = prove(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
+    assert list(unproven) == [MARKERS]
 
 
 def test_a_template_that_raises_is_an_error() -> None:
     tokenizer = tokenizers.byte_level("{{ raise_exception('never') }}", ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
     with pytest.raises(ValueError, match=r"cannot be checked: the chat template refuses .*never"):
         prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+
+
+def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
+    template = (
+        "{%- if messages | length > 2 %}{{ raise_exception('one turn only') }}{%- endif %}" + FORMATS["chatml"].template
+    )
+    tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
+    unproven = prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    assert "one turn only" in unproven.pop(SEVERAL)
+    assert not unproven
+
+
+def test_thoughts_alone_can_be_proven() -> None:
+    name, family, message = FAULTS["thinking kept"]
+    tokenizer = tokenizers.byte_level(FORMATS[name].template, FORMATS[name].controls, FORMATS[name].eos)
+    assert message in prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer), quiet=True)[QUIET]
+
+
+def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
+    template = (
+        "{%- for m in messages %}{%- if m.role == 'tool' %}{{ '[' + m.content + ']' }}{%- else %}"
+        "{%- if m.role != 'assistant' or loop.previtem.role != 'tool' %}{{ '<|im_start|>' + m.role + '\n' }}{%- endif %}"
+        "{{ m.content }}{%- if not m.tool_calls %}{{ '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
+    unproven = prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    assert "'willow0', which the assistant does not say, is trained" in unproven[CALLS]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_protrain.data.rendering import Renderer
 from tests.data import llava
 from tests.data.conftest import conversation
-from tests.data.tokenizers import mistral_common
+from tests.data.tokenizers import byte_level, mistral_common
 
 START, SEP, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 MARKERS = (f"{START}assistant{SEP}", f"{START}user{SEP}", END)
@@ -115,3 +115,14 @@ def test_mistral_common_renders_and_encodes_at_once() -> None:
     control = renderer.tokenizer.convert_tokens_to_ids("[/INST]")
     assert ids.count(control) == 1
     assert renderer.render(row).text.count("[/INST]") == 2
+
+
+@pytest.mark.parametrize(("marker", "is_token"), [("<|im_start|>assistant<think>", True), ("<think>", False)])
+def test_a_thought_in_an_answer_is_marked_though_turns_begin_with_the_same_tag(marker: str, is_token: bool) -> None:
+    template = "{%- for m in messages %}<|im_start|>{{ m.role + m.content }}<|im_end|>{%- endfor %}"
+    tokenizer = byte_level(template, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>")
+    renderer = Renderer(tokenizer, (marker, END))
+    think, start = tokenizer.convert_tokens_to_ids(["<think>", "<|im_start|>"])
+    ids = _ids(renderer, conversation("<think>", "<think>hm</think>A"))
+    assert ids.count(think) == is_token, "the user's is text"
+    assert _ids(renderer, conversation("?", "<|im_start|>assistant<think>")).count(start) == 2 + (marker == "<think>")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.data.packing import pack, single_blocks
-from lightning_protrain.data.sampling import EpochSampler
+from lightning_protrain.data.sampling import EpochSampler, ShareSampler
 
 _LENGTHS = np.random.default_rng(0).integers(1, 100, 103)
 
@@ -118,3 +118,23 @@ def test_other_batches_are_refused_in_mid_epoch_only(options: dict[str, int]) ->
 def test_bad_arguments_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _sampler(**options)
+
+
+@given(count=st.integers(1, 60), batch_size=st.integers(1, 9), world_size=st.integers(1, 5))
+def test_every_row_is_evaluated_once_in_as_many_batches_on_every_rank(
+    count: int, batch_size: int, world_size: int
+) -> None:
+    shares = [ShareSampler(range(count), batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    indices = [list(share) for share in shares]
+    assert sorted(index for share in indices for index in share if index >= 0) == list(range(count))
+    assert all(share == sorted(share, key=lambda index: (index < 0, index)) for share in indices), "in their order"
+    assert all(index % world_size == rank for rank, share in enumerate(indices) for index in share if index >= 0)
+    assert len({-(-len(share) // batch_size) for share in shares}) == 1
+    for share in indices:
+        # A row that is not scored stands alone in the last batch, where there would be none.
+        assert share.count(~0) == (~0 in share) == (len(share) % batch_size == 1 % batch_size and share[-1] == ~0)
+
+
+def test_a_share_of_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        ShareSampler(range(3), 2, rank=2, world_size=2)

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data import settings as module
+from lightning_protrain.data.agreement import THINKS, UntrainableError
 from lightning_protrain.data.settings import Chats, ChatSettings
 
 OWN = [
@@ -73,10 +74,81 @@ def test_roles_are_a_list() -> None:
         ChatSettings(roles_to_train="assistant")  # type: ignore[arg-type]
 
 
-def test_thinking_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    settings = ChatSettings(role_boundaries=OWN, train_thinking=False)
-    with pytest.raises(ValueError, match="train_thinking=False, but it is not known how the chat format"):
-        Chats(tokenizer, None).encoder(settings)
+@pytest.mark.parametrize("boundaries", [None, OWN])
+def test_thoughts_in_tags_are_left_out_of_any_format(tokenizer: PreTrainedTokenizerFast, boundaries: Any) -> None:
+    encoder = Chats(tokenizer, None).encoder(ChatSettings(role_boundaries=boundaries, train_thinking=False))
+    user = {"role": "user", "content": "A?"}
+    for before in ("", "\n", "Well. ", "(", "So:"):
+        content = f"{before}<think>hm, why not seven?</think>B."
+        (encoded,) = encoder.encode([{"messages": [user, {"role": "assistant", "content": content}]}])
+        if isinstance(encoded, UntrainableError):
+            assert encoded.reason == THINKS
+            continue
+        kept = tokenizer.decode(encoded.input_ids[encoded.trained].tolist())
+        assert kept.removesuffix("<|im_end|>") == f"{before}B."
+    for content in ("why not seven?</think>B.", "<think>why not seven? B."):
+        (encoded,) = encoder.encode([{"messages": [user, {"role": "assistant", "content": content}]}])
+        assert isinstance(encoded, UntrainableError)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("add_generation_prompt", "set for training"),
+        ("tokenize", "set for training"),
+        ("tools", "comes from the rows"),
+        ("chat_template", "Use the option `chat_template`"),
+    ],
+)
+def test_what_is_no_variable_of_a_template_is_refused(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"chat_template_kwargs names '{name}'.*{hint}"):
+        ChatSettings(template_kwargs={"enable_thinking": False, name: True})
+
+
+def test_an_empty_thought_of_the_template_is_not_trained_with_boundaries(tokenizer: PreTrainedTokenizerFast) -> None:
+    for thought in ("<think>\\n\\n</think>\\n\\n", "<seed:think></seed:think>"):
+        template = tokenizer.chat_template.replace(
+            "message['content']",
+            f"('{thought}' if message['role'] == 'assistant' and loop.last else '') + message['content']",
+        )
+        assert template != tokenizer.chat_template
+        own = [OWN[0], OWN[1] | {"include_end": True}]
+        assert (
+            _kept(Chats(tokenizer, None), ChatSettings(chat_template=template, role_boundaries=own)) == "B.<|im_end|>"
+        )
+
+
+def test_what_a_format_is_not_proven_for_is_told_and_refused(
+    tokenizer: PreTrainedTokenizerFast, told: list[str]
+) -> None:
+    template = (
+        "{%- for m in messages %}{%- if m['role'] == 'tool' %}{{- '[' + m['content'] + ']' }}{%- else %}"
+        "{%- if m['role'] != 'assistant' or loop.first or loop.previtem['role'] != 'tool' %}"
+        "{{- '<|im_start|>' + m['role'] + '<|im_sep|>' }}{%- endif %}{{- m['content'] }}"
+        "{%- for c in m['tool_calls'] or [] %}{{- c['function'] | string }}{%- endfor %}"
+        "{%- if not m['tool_calls'] %}{{- '<|im_end|>' }}{%- endif %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant<|im_sep|>' }}{%- endif %}"
+    )
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
+    rows: Any = [
+        ROW,
+        {
+            "messages": [
+                ROW["messages"][0],
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "nothing was found"},
+                ROW["messages"][1],
+            ]
+        },
+    ]
+    for boundaries in (None, [OWN[0], OWN[1] | {"include_end": True}]):
+        settings = ChatSettings(chat_template=template, role_boundaries=boundaries)
+        plain, calls = Chats(tokenizer, None).encoder(settings).encode(rows)
+        assert tokenizer.decode(plain.input_ids[plain.trained].tolist()) == "B.<|im_end|>"  # type: ignore[union-attr]
+        assert isinstance(calls, UntrainableError)
+        assert "the chat format is not proven for calls and results of tools: " in str(calls)
+        assert "untrainable: calls and results of tools (" in told[-1]
+        assert "'willow0', which the assistant does not say, is trained" in told[-1]
 
 
 def test_a_template_of_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _saved(**splits: list[Any]) -> str:
 
 
 def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "stdlib_conversations", lambda: ROWS)
+    monkeypatch.setattr(sources, "stdlib_conversations", lambda **_: ROWS)
     assert _listed(load_splits("stdlib")) == {"train": ROWS}
 
 
@@ -155,7 +155,7 @@ def test_splits_of_other_names_are_named_by_the_user() -> None:
 @pytest.mark.parametrize("split", ["train", {"train": "train"}])
 @pytest.mark.parametrize("path", ["chats.jsonl", ["chats.jsonl"], "stdlib"])
 def test_a_file_has_no_splits(path: Any, split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "stdlib_conversations", lambda: ROWS)
+    monkeypatch.setattr(sources, "stdlib_conversations", lambda **_: ROWS)
     _write("chats.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"has no splits: all of it is trained on"):
         _load(path, split=split)
@@ -181,10 +181,9 @@ def test_a_bad_row_is_named(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["no/such/file.jsonl", "wikitext", "data.csv", "a/b/c", "no*.jsonl", "~/nothing.parquet", "a b", "x.json"]
+    "name", ["no/such/file.jsonl", "wikitext", "a/b/c", "no*.jsonl", "~/nothing.parquet", "a b", "x.json"]
 )
 def test_an_unknown_name_is_refused(name: str) -> None:
-    Path("data.csv").write_text("a,b\n")
     for path in (name, [name]):
         with pytest.raises(ValueError) as raised:
             _load(path)
@@ -336,3 +335,10 @@ def test_name_and_revision_are_for_the_hub_alone() -> None:
     for option in ("name", "revision"):
         with pytest.raises(ValueError, match=f"{option}='x' is for data sets of the Hub"):
             _load(path, **{option: "x"})
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.csv", "a .csv file"), ("rows", "a file without a suffix")])
+def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text("prompt,response\na,b\n")
+    with pytest.raises(ValueError, match=rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. Convert it"):
+        load_splits(str(tmp_path / name))

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.specs import MESSAGE_FIELDS, ROW_FIELDS, DatasetSpec
 
 BOUNDARY = {"role": "assistant", "start": "<|im_start|>assistant\n", "end": None}
@@ -109,6 +110,7 @@ SPECS = [
     DatasetSpec(path="some/data", name="small", split={"train": "sft", "test": "sft_test"}, revision="main"),
     DatasetSpec(path="x.jsonl", fields={"messages": "chat", "from": "who"}, roles={"bot": "assistant"}),
     DatasetSpec(path="x.jsonl", split="train[:10%]", images_dir="pictures", train_on_inputs=True, train_thinking=False),
+    DatasetSpec(family="chatml", chat_template="{{ messages }}", chat_template_kwargs={"enable_thinking": False}),
     DatasetSpec(role_boundaries=[BOUNDARY], roles_to_train=[], train_on_eos="none", train_on="last_turn"),
 ]
 
@@ -120,6 +122,13 @@ def test_yaml_gives_the_same_spec(spec: DatasetSpec) -> None:
         plain = [dataclasses.asdict(one) for one in value] if isinstance(value, list) else dataclasses.asdict(value)
         config = parser.parse_string(yaml.safe_dump({"data": plain}))
         assert parser.instantiate_classes(config).data == value
+
+
+def test_a_list_may_hold_names_and_mappings() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ChatDataModule, "data")
+    config = parser.parse_string("{data: {dataset: [a.jsonl, {path: b.jsonl, repeat: 2}]}}")
+    assert parser.instantiate(config).data.specs == [DatasetSpec("a.jsonl"), DatasetSpec("b.jsonl", repeat=2)]
 
 
 @pytest.mark.parametrize("text", ["{format: csv}", "{max_rows: 0}", "{paths: x}", "{split: {eval: x}}", "{repeat: a}"])

@@ -102,12 +102,22 @@ def test_a_library_without_sources_is_refused_by_name(tmp_path: Path) -> None:
         stdlib_conversations(tmp_path)
 
 
+@pytest.mark.parametrize("max_rows", [1, 100, 130])
+def test_files_are_read_until_there_are_enough_rows(tmp_path: Path, max_rows: int) -> None:
+    for number in range(20):
+        functions = "".join(f'def f{i}():\n    """Does {number}.{i}."""\n' for i in range(10))
+        (tmp_path / f"m{number:02}.py").write_text(functions)
+    rows = stdlib_conversations(tmp_path, max_rows=max_rows)
+    assert len(rows) == max(100, max_rows)
+    assert rows == stdlib_conversations(tmp_path)[: len(rows)]
+
+
 def test_the_real_library_is_parsed_and_not_imported() -> None:
     before = set(sys.modules)
-    rows = stdlib_conversations()
+    rows = stdlib_conversations(max_rows=1000)
     answers = [row["messages"][1]["content"] for row in rows]
-    assert len(rows) > 1000
+    assert len(rows) >= 1000
     assert len(set(answers)) == len(answers)
     assert max(map(len, answers)) <= 600
-    assert any(row["messages"][0]["content"] == "What does `json.dumps` do?" for row in rows)
+    assert any(row["messages"][0]["content"] == "What does `ast.literal_eval` do?" for row in rows)
     assert not {"antigravity", "this", "turtledemo"} & (set(sys.modules) - before)

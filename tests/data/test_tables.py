@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 import tqdm
 from datasets import Dataset, Features, List, Value
+from pyarrow import parquet
 
 from lightning_protrain.data.conversations import MalformedRow
 from lightning_protrain.data.tables import ArrowTable, JsonLines, RowList, Table, open_table
@@ -70,10 +72,6 @@ def test_lines_are_counted_from_one_and_empty_ones_count() -> None:
 def test_only_line_feeds_end_a_line(text: str) -> None:
     row = conversation(text, "x")
     assert _rows(open_table(_write(json.dumps(row, ensure_ascii=False).encode()))) == [row]
-
-
-def test_of_equal_keys_the_last_counts() -> None:
-    assert _rows(open_table(_write(b'{"a": 1, "a": 2}'))) == [{"a": 2}]
 
 
 @pytest.mark.parametrize(
@@ -218,3 +216,40 @@ def test_opening_lines_keeps_no_text() -> None:
     table = open_table(_write(LINES * 1000))
     assert len(table) == 3000
     assert len(pickle.dumps(table)) < len(LINES) * 1000 / 3
+
+
+def test_a_key_that_stands_twice_loses_nothing_in_silence(tmp_path: Path) -> None:
+    text = '{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}'
+    table = JsonLines(_written(tmp_path / "a.jsonl", text + "\n"))
+    with pytest.raises(MalformedRow, match=r"a.jsonl, line 1: .*an object has the key 'role' 2 times, keep one"):
+        table.decode(table.raw(0), table.where(0))
+    with pytest.raises(ValueError, match=r"a.json .*an object has the key 'role' 2 times"):
+        open_table(_written(tmp_path / "a.json", f"[{text}]"))
+
+
+def test_lines_that_end_in_a_carriage_return(tmp_path: Path) -> None:
+    crlf = open_table(_written(tmp_path / "crlf.jsonl", '{"a": 1}\r\n{"a": 2}\r\n'))
+    assert [crlf.decode(raw, "x") for raw in crlf.raws()] == [{"a": 1}, {"a": 2}]
+    alone = open_table(_written(tmp_path / "cr.jsonl", '{"a": 1}\r{"a": 2}\r'))
+    with pytest.raises(MalformedRow, match=r"cr.jsonl, line 1.*end in a carriage return alone: save the file with"):
+        alone.decode(alone.raw(0), alone.where(0))
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        (pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), r"Name\(prompt\) in prompt: string"),
+        (pa.table({"prompt": pa.array([], pa.string())}), "must be greater than 0, got 0"),
+    ],
+)
+def test_parquet_that_cannot_be_read_says_why(tmp_path: Path, table: Any, why: str) -> None:
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=rf"a.parquet is no .*{why}. Write it again, with rows, and with columns of diff"
+    ):
+        open_table(tmp_path / "a.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,21 @@ def test_too_small_a_vocabulary_is_refused(rows: list[Conversation], tmp_path: P
 def test_a_tokenizer_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No tokenizer could be loaded from 'no-such-folder'"):
         load_tokenizer("no-such-folder")
+
+
+class MistralCommonBackend:
+    """In place of the one of transformers, which takes a second to read its vocabulary."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    @classmethod
+    def from_pretrained(cls, name: str, mode: str = "test") -> MistralCommonBackend:
+        assert name == "folder"
+        return cls(mode)
+
+
+def test_a_tokenizer_of_mistral_common_is_loaded_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AutoTokenizer", MistralCommonBackend)
+    loaded: Any = load_tokenizer("folder")
+    assert loaded.mode == "finetuning"

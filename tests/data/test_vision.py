@@ -15,7 +15,7 @@ from lightning_protrain.data.conversations import Conversation, MalformedRow
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.settings import Chats, ChatSettings
 from lightning_protrain.data.truncation import Dropped
-from lightning_protrain.data.vision import ImageEncoder, ImageRows, usable_keys
+from lightning_protrain.data.vision import ImageEncoder, usable_keys
 from tests.data import llava
 
 TEMPLATES = {"strings and lists": llava.TEMPLATE, "lists only": llava.LISTS_ONLY}
@@ -108,26 +108,6 @@ def test_an_image_is_never_cut(chats: Chats) -> None:
         else:
             assert len(cut) >= whole.images_stop
             assert torch.equal(cut.extras["pixel_values"], whole.extras["pixel_values"])
-
-
-@pytest.mark.parametrize("policy", ["drop", "error"])
-def test_a_sequence_of_rows(chats: Chats, policy: Any, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.png"
-    _picture("red").save(broken)
-    broken.write_bytes(broken.read_bytes()[:60])
-    bad = _row(["<image>"], "Red.", [])
-    bad["images"] = [str(broken)]
-    rows = [_row(["<image>", "?"], "Red.", ["red"]), bad]
-    encoder = chats.image_encoder(ChatSettings(max_length=200, on_untrainable=policy))
-    examples = ImageRows(rows, encoder, "chats")
-    assert len(examples) == 2
-    assert examples[0].num_trained == len("Red.") + 1
-    if policy == "error":
-        with pytest.raises(ValueError, match=r"chats, row 1.*does not open"):
-            examples[1]
-    else:
-        with pytest.warns(UserWarning, match=r"chats, row 1.*does not open.*Nothing of it is trained"):
-            assert examples[1].num_trained == 0
 
 
 def test_a_tokenizer_without_a_processor_is_refused(tmp_path: Path) -> None:

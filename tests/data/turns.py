@@ -122,9 +122,15 @@ class Conversation:
                 trained[at : at + len(part)] = [keep] * len(part)
                 at += len(part)
             wanted = {"turn": True, "all": True, "last": index == trainable[-1], "none": False}[options.train_on_eos]
-            if wanted and self.include_end(index):
+            if wanted and self.include_end(index) and not (self.ends_a_thought(index) and not options.train_thinking):
                 trained[end:stop] = [True] * (stop - end)
         return trained
+
+    def ends_a_thought(self, index: int) -> bool:
+        """Whether a turn is a thought, which its end marker ends."""
+        turn = self.turns[index]
+        ends = {end.ids for part in self.style.markers.exclusions if part.kind == "thinking" for end in part.end}
+        return turn.end in ends and any(kind == "thinking" for kind, _ in turn.content)
 
     def include_end(self, index: int) -> bool:
         return next(entry.include_end for entry in self.style.markers.roles if entry.role == self.turns[index].role)

@@ -142,6 +142,84 @@ def random_problem(seed: int, most_blocks: int = 8, most_chunks: int = 12) -> Pr
     )
 
 
+def with_repeats(source: random.Random, problem: Problem) -> Problem:
+    """The same where units are called several times: in a row, with something between or not, and out of order."""
+    segments: list[Segment] = []
+    for segment in problem.profile.segments:
+        # Gradients are whole after the first call, which is the last in backward.
+        again = replace(segment, gradients=())
+        segments.append(segment)
+        for _ in range(source.choice([0, 0, 0, 1, 2, 7]) if segment.unit else 0):
+            if source.random() < 0.4:
+                segments.append(Segment("", replace(segment.forward), replace(segment.backward)))
+            segments.append(again)
+        if source.random() < 0.05:
+            segments.append(replace(source.choice(segments), gradients=()))
+    return replace(problem, profile=replace(problem.profile, segments=tuple(segments)))
+
+
+def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
+    """A transformer of equal blocks, each of so many chunks, on a machine on which a plan has to choose."""
+    infos: list[ParameterInfo] = []
+    units: list[UnitInfo] = []
+    for name, count in [("embed", 2), *((f"layers.{i}", chunks_per_block) for i in range(num_blocks)), ("head", 2)]:
+        names = tuple(f"{name}.w{part}" for part in range(count))
+        infos += [ParameterInfo(fqn, (fqn,), (1 << 12, 1 << 10), "float32", 1 << 24, True) for fqn in names]
+        units.append(UnitInfo(name, name.startswith("layers"), names))
+    segments, saved, live = [], 48 << 20, 0
+    for unit in units:
+        cost = (OperationCost(2 * 4096 * (len(unit.parameters) << 22), 1 << 20, "float32"),)
+        kept = saved if unit.is_block else 1 << 20
+        forward, back = Pass(live, live + 2 * kept, cost), Pass(live, live + 3 * kept, cost * 2)
+        live += kept
+        peak = back.peak_bytes + (1 << 24)
+        segments.append(Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters))
+    calls = [UnitCall(unit.name, at, saved, (), 0, 0, 0, saved, saved) for at, unit in enumerate(units)]
+    uses = tuple(ParameterUse(info.fqn) for info in infos)
+    rates = {"upload": 25e9, "download": 25e9, "upload_beside": 20e9, "download_beside": 20e9}
+    machine = HardwareProfile(
+        name="large", **rates, upload_pageable=9e9, download_pageable=9e9, flops={"float32": 150e12}, memory=1.5e12,
+        device_step=5e10, host_step=2e9, host_memory=1e11, device_bytes=1 << 40, host_bytes=1 << 44,
+    )  # fmt: skip
+    return Problem(
+        profile=ModelProfile(tuple(calls), uses, 0, (), live, 0, live, tuple(segments)),
+        layout=ModelLayout(tuple(infos), tuple(units), 0),
+        hardware=machine,
+        training=Training("backward"),
+        state_bytes=8.0,
+        device_bytes=20 << 30,
+        host_bytes=None,
+        chunk_bytes=(1,),
+    )
+
+
+def with_tied_head(problem: Problem) -> Problem:
+    """The same with the weights of the first unit in the last one."""
+    layout, profile = problem.layout, problem.profile
+    (*others, head), own = layout.units, layout.units[0].parameters
+    infos = [
+        replace(info, sites=(info.fqn, f"{head.name}.{info.fqn}")) if info.fqn in own else info
+        for info in layout.parameters
+        if info.fqn not in head.parameters
+    ]
+    return replace(
+        problem,
+        layout=ModelLayout(tuple(infos), (*others, replace(head, parameters=own)), layout.buffer_bytes),
+        profile=replace(
+            profile,
+            parameters=tuple(ParameterUse(info.fqn) for info in infos),
+            segments=(*profile.segments[:-1], replace(profile.segments[-1], gradients=())),
+        ),
+    )
+
+
+def with_calls_of_the_head(problem: Problem, count: int) -> Problem:
+    """The same where the last unit is called so often, with something between."""
+    *others, head = problem.profile.segments
+    again = (Segment("", head.forward, head.backward), replace(head, gradients=())) * (count - 1)
+    return replace(problem, profile=replace(problem.profile, segments=(*others, head, *again)))
+
+
 def with_budgets(problem: Problem, device: int | None, host: int | None) -> Problem:
     """The same with other budgets."""
     return replace(problem, device_bytes=device, host_bytes=host)

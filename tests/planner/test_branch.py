@@ -57,6 +57,37 @@ def test_bounds_that_are_none_are_found_out(planted: float) -> None:
     assert wrong
 
 
+def cut_of(values: Floats, wrong: bool = False):
+    """Cuts a box off up to the first point in the last direction that is allowed; or one further."""
+
+    def cut(low: Integers, high: Integers) -> tuple[Integers, Integers]:
+        low = low.copy()
+        for column in range(low.shape[1]):
+            box = values[tuple(slice(a, b + 1) for a, b in zip(low[:, column], high[:, column], strict=True))]
+            some = np.flatnonzero(np.isfinite(box).any(axis=(0, 1)))
+            low[2, column] += (some[0] if some.size else box.shape[2]) + wrong
+        return low, high
+
+    return cut
+
+
+@pytest.mark.parametrize("weights", [None, np.array([[1.0], [0.1], [7.0]])])
+@pytest.mark.parametrize("batch", [1, 16, 768])
+def test_what_is_not_allowed_is_cut_off(batch: int, weights: Floats | None) -> None:
+    plain = fewer = wrong = 0
+    for seed in range(60):
+        values = grid_of(seed)
+        bound, corner = bound_of(values, 1.0), lambda low, high: low
+        found = minimize(bound, corner, *whole(values), batch=batch, cut=cut_of(values), weights=weights)
+        assert (found.value, found.point) == brute_force(values)
+        plain += minimize(bound, corner, *whole(values), batch=batch).evaluations
+        fewer += found.evaluations
+        planted = minimize(bound, corner, *whole(values), batch=batch, cut=cut_of(values, True), weights=weights)
+        wrong += (planted.value, planted.point) != brute_force(values)
+    assert fewer < plain
+    assert wrong
+
+
 def test_only_values_below_are_of_interest() -> None:
     for seed in range(60):
         values = grid_of(seed)

@@ -77,13 +77,23 @@ STREAMED = {
         # 11. Nothing may be held: computation till 2 waits for its download till 5; then 7 and 10, and forward, 2.
         ({"compute_forward": 1, "compute_backward": 2, "download": 3, "tail": 3}, Training(), 12),
         # 12. Three micro-batches of forwards of 2. Downloads of 1 end at 3 and 5, with which the first backward ends;
-        #     in the others the main thread adds what has landed, 3 to 4 and 5 to 6.
-        ({"compute_forward": 1, "compute_backward": 2, "download": 1, "tail": 1, "ahead": 9, "held": 9, "add": 1,
-          "add_rest": 1}, Training(accumulate=3), 6 + 5 + 6 + 6),
+        #     in the others the worker adds what has landed, 3 to 4 and 5 to 6.
+        ({"compute_forward": 1, "compute_backward": 2, "download": 1, "tail": 1, "ahead": 9, "held": 9, "add": 1},
+         Training(accumulate=3), 6 + 5 + 6 + 6),
         # 13. What swaps: the first block's activations leave in 3 from 0 on, the third position waits for them: 4. They
         #     come back from when the second one's backward begins, at 2, till 5, with which backward ends. 4 + 5 + 1.
         ({"num_positions": 3, "compute_forward": 1, "compute_backward": 2, "swap_out": (3, 0, 0), "swap_in": (4, 0, 0)},
          Training(), 4 + 6),
+        # 14. Uploads begin with the forward, not where the first unit that needs one begins: the second position's, of
+        #     3, runs beside the first one's computation of 2. Forward 3 + 2.
+        ({"compute_forward": 2, "upload_forward": (0, 3), "late_forward": (0, 3)}, Training(), 5),
+        # 15. So do those of several chunks, of 1 each at the second and third position, beside the first one's 2.
+        ({"num_positions": 3, "compute_forward": 2, "upload_forward": (0, 1, 1), "late_forward": (0, 1, 1)},
+         Training(), 6),
+        # 16. Behind the host's steps, which overlap forward: downloads of 1 end at 3 and 5, and gradients are known;
+        #     steps of 1 end at 6 and 7. Uploads, of 1 each, then end at 7 and 8; computation, of 2 each, at 9 and 11.
+        ({"compute_forward": 2, "compute_backward": 2, "download": 1, "tail": 1, "ahead": 9, "held": 9, "host_step": 1,
+          "upload_forward": 1, "late_forward": 1}, Training("forward"), 11),
     ],
 )  # fmt: skip
 def test_cases_by_hand(given_fields: dict[str, Any], training: Training, seconds: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_protrain.planner.explain import short_seconds, time_sentence
+from lightning_protrain.planner.explain import short_seconds, time_sentence, unit_table
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 
@@ -43,6 +43,22 @@ def _lines(plan: Plan, budget: int | None = None, sentences: tuple[str, ...] = (
     console = Console(width=200, color_system=None, file=io.StringIO(), record=True)
     console.print(plan.explain(budget, sentences))
     return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("around", "header", "units"),
+    [
+        ("model.", "unit", ["model.layers.0", "model.layers.1-3"]),
+        ("", "unit", ["layers.0", "layers.1-3"]),
+        ("model.base_model.model.", "unit of model.base_model.model.layers", ["0", "1-3"]),
+    ],
+)
+def test_a_long_name_around_all_units_is_said_once(around: str, header: str, units: list[str]) -> None:
+    renamed = [replace(chunk, unit=f"{around}{chunk.unit.removeprefix('model.')}") for chunk in PLAN.chunks]
+    blocks = [replace(block, name=f"{around}{block.name.removeprefix('model.')}") for block in PLAN.blocks]
+    table = unit_table(replace(PLAN, chunks=tuple(renamed), blocks=tuple(blocks)))
+    assert table.columns[0].header == header
+    assert list(table.columns[0].cells) == units
 
 
 def test_everything_is_said() -> None:

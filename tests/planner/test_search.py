@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 
 from lightning_protrain.planner import space
+from lightning_protrain.planner.branch import whole
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find, search
 from tests.planner.brute import Candidate, all_candidates, times
-from tests.planner.problems import random_problem, with_budgets
+from tests.planner.problems import (
+    large_problem,
+    random_problem,
+    with_budgets,
+    with_calls_of_the_head,
+    with_repeats,
+    with_tied_head,
+)
 
 NAMES = (
     "num_persistent_chunks",
@@ -63,10 +71,12 @@ def budgets(source: random.Random, found: list[Candidate]) -> tuple[int | None, 
     return device, source.choice([None, None, hosts[-1], source.choice(hosts), source.choice(hosts)])
 
 
-def check(seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int) -> bool:
+def check(seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int, repeats: bool = False) -> bool:
     """Holds one search against all plans; whether there is one that fits."""
     source = random.Random(seed)
     problem = random_problem(seed, most_blocks, most_chunks)
+    if repeats:
+        problem = with_repeats(random.Random(seed), problem)
     everything = list(all_candidates(problem, Knobs()))
     knobs = random_pins(source, source.choice(everything), problem, names)
     allowed = list(all_candidates(problem, knobs)) if names else everything
@@ -106,6 +116,11 @@ def test_the_search_finds_what_trying_all_plans_finds() -> None:
     assert 20 <= sum(fitting) < 40
 
 
+def test_units_that_are_called_again_change_nothing() -> None:
+    fitting = [check(seed, kinds_of_pins(random.Random(seed)), 4, 8, repeats=True) for seed in range(100, 140)]
+    assert 20 <= sum(fitting) < 40
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", range(10))
@@ -113,7 +128,8 @@ def test_the_search_finds_what_trying_all_plans_finds_in_a_thousand_cases(block:
     fitting = 0
     for seed in range(1000 + 110 * block, 1110 + 110 * block):
         most_blocks, most_chunks = (8, 12) if seed % 11 == 0 else (5, 9)
-        fitting += check(seed, kinds_of_pins(random.Random(seed)), most_blocks, most_chunks)
+        repeats = seed % 2 == 0
+        fitting += check(seed, kinds_of_pins(random.Random(seed)), most_blocks, most_chunks, repeats)
     assert 50 <= fitting < 110
 
 
@@ -141,8 +157,8 @@ def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
             return replace(found, least=found.most, persistent=found.fewest)
         return replace(found, most=found.least, fewest=found.persistent)
 
-    def slow(self: space.Space, found: Any, number: Any, persistent: Any) -> Any:
-        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number, persistent)
+    def slow(self: space.Space, found: Any, number: Any) -> Any:
+        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number)
 
     def fewer(self: space.Space, found: Any) -> Any:
         number = buffers(self, found)
@@ -155,12 +171,12 @@ def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setattr(space.Space, "_boxes", corner)
     # Small batches, so that bounds matter.
-    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4))
+    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4, whole, None))
     assert failures(range(80))
 
 
 def test_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4))
+    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4, whole, None))
     assert not failures(range(25))
 
 
@@ -176,6 +192,22 @@ def test_what_fits_and_costs_nothing_stays() -> None:
         assert plan.num_offloaded_chunks or {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}
         assert plan.num_offloaded_chunks == 0
     assert found == 40
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "head_calls", "most"), [(8, 1, 1100), (20, 1, 1200), (60, 1, 4800), (20, 8, 1200), (4, 8, 1000)]
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_few_candidates_are_evaluated(gibibytes: int, head_calls: int, most: int, is_tied: bool) -> None:
+    problem = with_budgets(large_problem(80, 25), gibibytes << 30, None)
+    problem = with_calls_of_the_head(with_tied_head(problem) if is_tied else problem, head_calls)
+    found = find(problem, Knobs())
+    num_chunks = 2002 if is_tied else 2004
+    assert 0 < found.plan.num_offloaded_chunks < len(found.plan.chunks) == num_chunks
+    assert Packing(problem, 1, None).candidates.in_order_from == (2 if is_tied else 0)
+    # Of some five million candidates.
+    assert found.evaluations <= most
+    assert found.rounds <= 24
 
 
 def test_the_plan_is_the_same_every_time() -> None:

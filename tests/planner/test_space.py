@@ -9,14 +9,16 @@ from lightning_protrain.planner import space
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from tests.planner.brute import all_candidates
-from tests.planner.problems import random_problem, with_budgets
+from tests.planner.problems import random_problem, with_budgets, with_repeats
 from tests.planner.test_search import budgets
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_bounds_are_below_all_their_plans(seed: int) -> None:
     source = random.Random(seed)
     problem = random_problem(seed, 4, 8)
+    if seed % 2:
+        problem = with_repeats(source, problem)
     found = list(all_candidates(problem, Knobs()))
     problem = with_budgets(problem, *budgets(source, found))
     packing = Packing(problem, problem.chunk_bytes[0], None)

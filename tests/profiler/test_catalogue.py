@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.profiler.cache import implausible
-from lightning_protrain.profiler.catalogue import CATALOGUE, GIB, GPU, MATMUL_EFFICIENCY, find, gpu
+from lightning_protrain.profiler.catalogue import (
+    CAPABILITIES,
+    CATALOGUE,
+    GIB,
+    GPU,
+    MATMUL_EFFICIENCY,
+    capability,
+    find,
+    gpu,
+)
 from lightning_protrain.profiler.machine import HardwareProfile
 
 lines = pytest.mark.parametrize("line", CATALOGUE, ids=lambda line: line.name)
@@ -169,3 +178,17 @@ def test_the_page_shows_the_catalogue() -> None:
         )
         assert f"| {' | '.join(cells)} | [data sheet]({line.source}) |" in text
     assert text.count("[data sheet]") == len(CATALOGUE)
+
+
+@lines
+def test_every_nvidia_gpu_has_a_compute_capability(line: GPU) -> None:
+    found = capability(line.name)
+    assert (found is not None) == (line.vendor == "nvidia")
+    # Tensor cores know bfloat16 from Ampere on.
+    assert found is None or (found >= (8, 0)) == line.bfloat16
+    assert sum(line.name in names for names in CAPABILITIES.values()) <= 1
+
+
+def test_capabilities_name_nothing_else() -> None:
+    assert {name for names in CAPABILITIES.values() for name in names} <= {line.name for line in CATALOGUE}
+    assert capability("another") is None

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.records import ModelProfile, ParameterUse, castable
+from lightning_protrain.profiler.records import ModelProfile, castable
 from lightning_protrain.runtime.swap import ActivationSwap
 from tests.models import LanguageModel, Mlp, variants, zoo
 from tests.plans import place
@@ -268,85 +268,12 @@ def test_the_unit_that_reads_a_value_is_named() -> None:
     model = LanguageModel([Reads(), Reads()])
     layout = describe_model(model)
     with pytest.raises(ValueError, match=r"_local_scalar_dense.* in 'blocks\.1' needs the values"):
-        profile_model(model, layout, lambda: model(tokens(), order=[1]).sum())
+        profile_model(model, layout, lambda: model(tokens(), order=[1]).sum(), measure=False)
     with pytest.raises(ValueError, match="in code outside all blocks"):
-        profile_model(model, layout, lambda: model(tokens(), order=[]).sum().item() > 1)
+        profile_model(model, layout, lambda: model(tokens(), order=[]).sum().item() > 1, measure=False)
     module = zoo()["moe"]()
     with pytest.raises(ValueError, match=r"'network\.blocks\.0'"):
-        profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0))
-
-
-class KeepsWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return hidden @ weight.to(hidden.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.saved_tensors[0].t(), None
-
-
-WEIGHT_USES: dict[str, tuple[Callable[[Tensor, Tensor], object], ParameterUse]] = {
-    "autocast": (lambda x, w: F.linear(x, w), ParameterUse("w", ("bfloat16",))),
-    "cast": (lambda x, w: x @ w.bfloat16(), ParameterUse("w", ("bfloat16",))),
-    "twice": (lambda x, w: F.linear(F.linear(x, w), w), ParameterUse("w", ("bfloat16",) * 2)),
-    "other": (lambda x, w: x @ w.to(torch.float16), ParameterUse("w", ("float16",))),
-    "direct": (lambda x, w: x * w, ParameterUse("w", (), 1, 1)),
-    "view": (lambda x, w: F.linear(x, w.t()), ParameterUse("w", (), 1)),
-    "part": (lambda x, w: F.linear(x[:, :2], w[:, :2]), ParameterUse("w", (), 1)),
-    "beside": (lambda x, w: F.linear(x, w) * w, ParameterUse("w", ("bfloat16",), 1, 1)),
-    "dtype": (lambda x, w: F.linear(x.to(w.dtype), w), ParameterUse("w", ("bfloat16",), 0, 0, 1)),
-    "type_as": (lambda x, w: F.linear(x.type_as(w), w), ParameterUse("w", ("bfloat16",), 0, 0, 1)),
-    "saved": (lambda x, w: KeepsWeight.apply(x.bfloat16(), w), ParameterUse("w", ("bfloat16",), 0, 1)),
-    "changed": (lambda x, w: w.detach().add_(1), ParameterUse("w", (), 1)),
-    "shape": (lambda x, w: x.expand(*w.shape), ParameterUse("w")),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHT_USES)
-def test_how_a_weight_is_used(name: str) -> None:
-    compute, expected = WEIGHT_USES[name]
-    model = nn.Module()
-    model.w = nn.Parameter(torch.ones(4, 4))
-    inputs = torch.ones(4, 4, requires_grad=True)
-    profile = profile_model(model, describe_model(model), lambda: compute(inputs, model.w), PRECISIONS["bf16-mixed"])
-    assert profile.parameters == (expected,)
-    assert castable(profile, "bfloat16") == ({"w"} if name in ("autocast", "cast") else set())
-
-
-def test_a_block_that_runs_twice_has_two_calls() -> None:
-    module = zoo()["reused"]()
-    profile = profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0), PRECISIONS["bf16-mixed"])
-    twice = [call for call in profile.calls if call.name == "network.blocks.1"]
-    assert [call.order for call in twice] == [2, 3]
-    assert twice[0].saved_bytes == twice[1].saved_bytes > 0
-    names = castable(profile, "bfloat16")
-    assert "network.blocks.0.up.weight" in names
-    assert "network.blocks.1.up.weight" not in names
-    assert twice[0].saved_bytes_without(names) == twice[0].saved_bytes
-    once = profile.calls[1]
-    # The weights are 16 * 32 twice, their biases 32 and 16; autograd keeps copies of the weights alone.
-    assert once.saved_bytes_without(names) == once.saved_bytes - 2 * 16 * 32 * 2
-
-
-def test_what_backward_does_is_not_counted() -> None:
-    model = CASES["llama"].build().train()
-    layout = describe_model(model)
-    forward = profile_model(model, layout, lambda: model(tokens(), labels=tokens()).loss)
-    both = profile_model(model, layout, lambda: model(tokens(), labels=tokens()).loss.backward())
-    assert forward == both
-
-
-def test_peak_counts_what_is_alive_at_one_time() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model.forward = lambda x: (torch.relu(model[0](x)).sum(), x.exp().cos().sum())
-    with torch.no_grad():
-        profile = profile_model(model, describe_model(model), lambda: model(torch.ones(4, 8)))
-    # Autograd is on: input, relu and exp stay, what the first layer gives does not; cos lives until it is summed.
-    nbytes = 4 * 8 * 4
-    assert profile.peak_bytes == 4 * nbytes + 4
-    assert (profile.calls[0].name, profile.calls[0].peak_bytes) == ("", 3 * nbytes + 4)
+        profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0), measure=False)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv"])

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import transformers as hf
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.operations import SHAPE_RULES, count_flops
 
 ATEN = torch.ops.aten
@@ -126,9 +129,80 @@ def test_every_rule_is_tested() -> None:
         (ATEN._grouped_mm.default, [(4, 7, 3), (3, 5)], 2 * 7 * 3 * 5),
         (ATEN._scaled_dot_product_flash_attention_for_cpu.default, [(2, 4, 8, 16)] * 3, 2 * 2 * (2 * 4 * 8 * 8 * 16)),
         (ATEN.mkldnn_rnn_layer.default, [(5, 2, 3), (16, 3), (16, 4)], 2 * 5 * 2 * 16 * (3 + 4)),
+        # Scores again, and the gradients of the weights, of the value, the query and the key.
+        (
+            ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            [(2, 4, 8, 16)] * 4,
+            5 * 2 * (2 * 4 * 8 * 8 * 16),
+        ),
+        (ATEN.mkldnn_rnn_layer_backward.default, [(5, 2, 3), (16, 3), (16, 4)], 2 * 2 * 5 * 2 * 16 * (3 + 4)),
         (ATEN.add.Tensor, [(2, 3), (2, 3)], 0),
     ],
 )
 def test_flops(operation: Any, shapes: list[tuple[int, ...]], flops: int) -> None:
     args = tuple(torch.empty(shape, device="meta") for shape in shapes)
     assert count_flops(operation, args, {}, torch.empty((), device="meta")) == flops
+
+
+@pytest.mark.parametrize(("name", "products"), [("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)])
+def test_flops_of_all_layers_at_once(name: str, products: int) -> None:
+    operation = getattr(ATEN, name).default
+    weights = [torch.empty(shape, device="meta") for shape in [(16, 3), (16, 4), (16,), (16,), (16, 4), (16, 4)]]
+    tensor = torch.empty(5, 2, 3, device="meta")
+    assert count_flops(operation, (tensor, weights), {}, tensor) == products * 2 * 5 * 2 * 16 * (3 + 4 + 4 + 4)
+
+
+def flops_of(model: nn.Module, step: Callable[[], object]) -> tuple[int, int]:
+    """Of forward and of backward."""
+    profile = profile_model(model, describe_model(model), step)
+    passes = [[segment.forward for segment in profile.segments], [segment.backward for segment in profile.segments]]
+    forward, backward = (sum(cost.flops * cost.count for one in some for cost in one.operations) for some in passes)
+    assert forward == profile.flops
+    return forward, backward
+
+
+def test_backward_of_recurrent_layers_is_twice_the_forward() -> None:
+    lstm = nn.LSTM(8, 8, 2, bidirectional=True)
+    inputs = torch.ones(5, 2, 8, requires_grad=True)
+    forward, backward = flops_of(lstm, lambda: lstm(inputs)[0].sum())
+    # Four gates, from 8 and 8 elements in the first layer and from 16 and 8 in the second one, in two directions.
+    assert forward == 2 * 5 * 2 * 4 * 8 * 2 * (8 + 8 + 16 + 8)
+    assert backward == 2 * forward
+
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+}
+MOE: dict[str, Callable[[], nn.Module]] = {
+    "gpt-oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, intermediate_size=96, num_local_experts=8)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, intermediate_size=96, num_local_experts=8)),
+    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, moe_intermediate_size=96, num_experts=8, intermediate_size=96)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_flops_of_experts_are_those_that_tokens_go_through(name: str) -> None:
+    with torch.device("meta"):
+        model = MOE[name]().train()
+    batch, length = 2, 128
+    ids = torch.arange(batch * length).reshape(batch, length) % 128
+    forward, backward = flops_of(model, lambda: model(input_ids=ids, labels=ids).loss)
+    hidden, heads, shared, width, experts, chosen, inner = 64, 4, 2, 16, 8, 2, 96
+    projections = hidden * width * (2 * heads + 2 * shared)
+    attention = 2 * length * heads * width
+    layer = projections + attention + hidden * experts + chosen * 3 * hidden * inner
+    assert forward == pytest.approx(2 * batch * length * (2 * layer + hidden * 128), rel=0.01)
+    # Fused attention computes its scores once more; GPT-OSS, whose scores have sinks, has none.
+    again = 2 * batch * length * 2 * attention // 2 if name != "gpt-oss" else 0
+    assert backward == pytest.approx(2 * forward + again, rel=0.01)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_protrain.profiler import segments as segments_module
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.liveness import LiveBytes
-from lightning_protrain.profiler.model import _Recorder, profile_model
+from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.recorder import Recorder
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 from lightning_protrain.profiler.segments import SegmentRecorder
 from lightning_protrain.runtime.recompute import stop_caching
@@ -255,7 +256,7 @@ def _keep_gradients(recorder: Any, fqn: str, parameter: Tensor) -> None:
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "gradients stay": (_Recorder, "_accumulate", _keep_gradients),
+    "gradients stay": (Recorder, "_accumulate", _keep_gradients),
     "autograd holds originals": (LiveBytes, "shadow", lambda self, tensor, activation: tensor),
     "forward ends late": (SegmentRecorder, "leave", lambda self: None),
     "all in one backward": (segments_module, "bisect_right", lambda numbers, number: len(numbers)),

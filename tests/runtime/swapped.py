@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_protrain.device import CPUDevice, Device
-from lightning_protrain.host import PAGE, HostMemory
+from lightning_protrain.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.swap import ActivationSwap
-from lightning_protrain.simulation.device import SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import Applied
 
@@ -81,17 +80,6 @@ class Counting(CPUDevice):
     def swap_in(self, source: Tensor, target: Tensor) -> None:
         self.count(target)
         super().swap_in(source, target)
-
-
-class Simulated(SimulatedDevice):
-    """Knows all host memory as such, also what is had for a while."""
-
-    def new_host_memory(self) -> HostMemory:
-        return HostMemory(self._lock, self._forget)
-
-    def _forget(self, address: int) -> None:
-        del self._host_ranges[address]
-        self._histories.pop(address, None)
 
 
 def free_bytes(device: Device) -> int:

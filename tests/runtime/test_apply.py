@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.runtime.applied import (
     mean_square,
     train,
 )
+from tests.runtime.swapped import PLANS as SWAPPED
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
@@ -134,6 +136,31 @@ def test_applying_twice_is_refused() -> None:
     model = Net()
     with applied(model) as state, pytest.raises(ValueError, match="already"):
         apply_plan(model, state.plan, describe_model(model), CPUDevice(torch.device("cpu")), print)
+
+
+COMPILED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "a block": (r"'blocks\.1'", lambda model: model.blocks[1].compile(backend="eager")),
+    "a part of the root": ("'head'", lambda model: model.head.compile(backend="eager")),
+    "the model": ("'Net'", lambda model: model.compile(backend="eager")),
+}
+
+
+@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("make", [PLANS["kept"], PLANS["checkpointed"], SWAPPED["swapped"]])
+def test_what_is_streamed_or_swapped_may_not_be_compiled(what: str, make: Any) -> None:
+    model = Net()
+    name, change = COMPILED[what]
+    change(model)
+    with pytest.raises(ValueError, match=rf'{name} is compiled .*plan="resident"'), applied(model, make):
+        pass
+    assert left_behind(model) == []
+
+
+def test_what_stays_on_the_device_may_be_compiled() -> None:
+    model = Net()
+    model.blocks[1].compile(backend="eager")
+    with applied(model, lambda module: place(module, resident=lambda index: True)) as state:
+        assert state.runtime.num_hooks == 0
 
 
 def test_page_locks_are_given_back() -> None:

@@ -24,6 +24,7 @@ from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.simulation.device import SimulatedDevice
+from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, preset
 from tests.runtime.applied import Applied, Net, StepFunction, batches, differences, mean_square
 from tests.runtime.cases import CASES
@@ -262,6 +263,28 @@ def test_a_missing_cast_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Chunk, "_renew_copies", once)
     assert differences(expected, run(Net, mean_square)[0]) != []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_cast_waits_for_the_upload_of_its_own_copy_alone(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device = Net(), SimulatedDevice()
+    layout = low_layout(model, mean_square)
+    with device:
+        runtime = apply_plan(model, low_plan(model, layout, lambda index: False), layout, device, print)
+        other, chunk = [chunk for chunk in runtime._chunks if chunk.plan.streamed_dtype][:2]
+        chunk.fetch()
+        chunk.release()
+        if not waits:
+            monkeypatch.setattr(device, "land", lambda fence: None)
+            chunk.distrust_copies()
+            with pytest.raises(RaceError, match="up may still read"):
+                chunk.fetch()
+            return
+        other.fetch()
+        chunk.distrust_copies()
+        chunk.fetch()
+        assert not other._fence.passed
+        runtime.remove()
 
 
 def test_a_plan_for_another_precision_is_refused() -> None:

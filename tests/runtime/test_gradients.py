@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.gradients import Landing, _InFlight
 from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
@@ -274,13 +275,19 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     """With copies that end late, sums are made in the order of landing, and never too many wait."""
 
     class Late(CPUDevice):
+        copies: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
         def download(self, source: Tensor, target: Tensor) -> Any:
-            late = source.clone()
-            return lambda: target.copy_(late)
+            self.copies.append((target, source.clone()))
+            return len(self.copies)
 
         def land(self, fence: Any) -> None:
-            fence()
+            for target, late in self.copies[:fence]:
+                if target.untyped_storage()._cdata not in seen:
+                    target.copy_(late)
+                    seen.add(target.untyped_storage()._cdata)
 
+    seen: set[int] = set()
     device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
@@ -293,6 +300,7 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
         landing.finish()
         assert not landing._sums
     assert all(torch.equal(parameter.grad, torch.full((5,), 6.0)) for parameter in parameters)
+    device.close()
 
 
 def test_blocks_of_one_shape_share_nothing() -> None:
@@ -301,3 +309,86 @@ def test_blocks_of_one_shape_share_nothing() -> None:
         state.step(mean_square, state.model, batches()[0], 0).backward()
         addresses = [parameter.grad.data_ptr() for parameter in state.model.parameters()]
         assert len(set(addresses)) == len(addresses)
+
+
+# --- on the worker, and in flight -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["kept", "small chunks", "checkpointed"])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_the_worker_adds_what_is_complete(plan: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job for each chunk and each micro-batch but the first; the main thread adds nothing and waits for no link."""
+    torch.manual_seed(0)
+    expected = train(Net(), mean_square, accumulate=accumulate, num_steps=2 * accumulate)
+    torch.manual_seed(0)
+    device, model = SimulatedDevice(), Net()
+    adding: list[str] = []
+    add = Landing._add_up
+    monkeypatch.setattr(
+        Landing, "_add_up", lambda self, item: (adding.append(device.host_stream.name), add(self, item))[1]
+    )
+    with applied(model, PLANS[plan], device) as state, device:
+        found = train(model, mean_square, state, accumulate=accumulate, num_steps=2 * accumulate)
+    assert differences(expected, found) == []
+    assert adding == ["worker"] * (2 * (accumulate - 1) * len(list(model.parameters())))
+
+
+def test_jobs_end_before_their_memory_is_used_again_after_an_exception() -> None:
+    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        hidden = model.inp(batch)
+        if index == 1:
+            hidden.register_hook(lambda gradient: 1 // 0)
+        for block in model.blocks:
+            hidden = block(hidden)
+        return model.head(hidden).square().mean()
+
+    device, model = SimulatedDevice(), Net()
+    with applied(model, PLANS["kept"], device) as state, device:
+        state.step(step, model, batches()[0], 0).backward()
+        loss = state.step(step, model, batches()[1], 1)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        landing = state.runtime._executor._landing
+        assert landing._jobs
+        state.runtime.reset()
+        assert not landing._jobs
+        assert landing._sum_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "allowed"),
+    [
+        ("abcd", [30, 30, 35, 40]),  # As expected: the two largest, less what comes next.
+        ("abdc", [30, 30, 10, 10]),  # Another order: the largest may come.
+        ("b", [10]),
+        ("abcda", [30, 30, 35, 40, 10]),
+    ],
+)
+def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) -> None:
+    sizes = {"a": 30, "b": 10, "c": 10, "d": 5}
+    slots: dict[str, Any] = {name: object() for name in sizes}
+    flight = _InFlight(list(sizes.values()))
+    assert flight.hold_bytes == 10
+    assert [flight.land(slots[name], sizes[name]) for name in "abcd"] == [10] * 4
+    flight.end()
+    assert [flight.land(slots[name], sizes[name]) for name in order] == allowed
+    flight.forget()
+    assert [flight.land(slots[name], sizes[name]) for name in "ab"] == [30, 30]
+
+
+def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than the two largest are there, and less is waited for than if the largest were always to come."""
+    elapsed = {}
+    rates = Rates(upload=1e15, download=1e6, flops=2e6, memory=1e15, host_memory=1e15)
+    for known in (True, False):
+        device, model = SimulatedDevice(rates), Net([Block() for _ in range(6)])
+        with applied(model, PLANS["kept"], device) as state, device, pytest.MonkeyPatch.context() as patch:
+            if not known:
+                patch.setattr(_InFlight, "end", lambda self: self.forget())
+            most = sum(sorted(parameter.nbytes for parameter in model.parameters())[-2:])
+            for _ in range(3):
+                begun = device.elapsed
+                state.step(mean_square, model, batches()[0], 0).backward()
+                assert sum(source.nbytes for _, source in device._held) <= most
+            elapsed[known] = device.elapsed - begun
+    assert elapsed[True] <= 0.97 * elapsed[False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -162,14 +163,6 @@ def test_measuring_calls_no_hook_on_all_optimizers() -> None:
 FUSIBLE = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 
 
-class Watched:
-    """Records the groups that a step sees."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen: list[list[dict[str, Any]]] = []
-        optimizer.register_step_post_hook(lambda opt, *_: self.seen.append([dict(group) for group in opt.param_groups]))
-
-
 @pytest.mark.parametrize("kind", FUSIBLE)
 def test_on_the_cpu_nothing_changes(kind: type[torch.optim.Optimizer]) -> None:
     optimizer = kind([with_gradient()], lr=0.01)
@@ -184,11 +177,12 @@ def test_on_the_cpu_nothing_changes(kind: type[torch.optim.Optimizer]) -> None:
 def test_beside_a_gpu_the_host_part_is_fused(kind: type[torch.optim.Optimizer]) -> None:
     one, other = with_gradient(), with_gradient()
     optimizer = kind([{"params": [one]}, {"params": [other], "lr": 0.5, "fused": False}], lr=0.01)
-    groups, watched = optimizer.param_groups, Watched(optimizer)
+    groups = optimizer.param_groups
     before = one.detach().clone()
     with fused_host_step(optimizer, lambda: None, "cuda") as final:
-        optimizer.step(final)
-    (seen,) = watched.seen
+        final()
+        seen = [dict(group) for group in optimizer.param_groups]
+        optimizer.step()
     assert [(group["fused"], group["lr"], group["params"]) for group in seen] == [
         (True, 0.01, [one]),
         (False, 0.5, [other]),
@@ -278,6 +272,87 @@ def test_step_hooks_fire_once() -> None:
     with fused_host_step(optimizer, lambda: None, "cuda") as final:
         optimizer.step(final)
     assert calls == ["before", "after"]
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter that says it lies on a GPU, but not to who would move its state there."""
+
+    away = True
+    device = property(lambda self: torch.device("cuda" if Elsewhere.away else "cpu"))  # type: ignore[assignment]
+
+
+def mixed() -> list[dict[str, Any]]:
+    """Two groups over parameters of the host and of a device, the device's first."""
+    torch.manual_seed(0)
+    kinds = [Elsewhere, nn.Parameter, Elsewhere, nn.Parameter]
+    parameters = [kind(torch.randn(3, index + 1)) for index, kind in enumerate(kinds)]
+    return [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:], "weight_decay": 0.0}]
+
+
+def stepped(groups: list[dict[str, Any]], plain: bool, state: Any = None, steps: int = 2) -> torch.optim.Optimizer:
+    """AdamW after some steps, the host's part fused or everything as PyTorch does it by default."""
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    if state is not None:
+        Elsewhere.away = False
+        optimizer.load_state_dict(copy.deepcopy(state))
+        Elsewhere.away = True
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach().as_subclass(Tensor).clone()
+        with fused_host_step(optimizer, lambda: None, "cpu" if plain else "cuda") as final:
+            optimizer.step(final)
+    return optimizer
+
+
+def values(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [p.detach().as_subclass(Tensor).clone() for group in groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_states_go_from_and_to_a_plain_optimizer(plain_first: bool) -> None:
+    """Indices, order and settings are the user's, and each state goes to its own parameter."""
+    runs = {}
+    for plain in (True, False):
+        groups = mixed()
+        runs[plain] = (groups, stepped(groups, plain).state_dict())
+    one, other = runs[plain_first][1], runs[not plain_first][1]
+    assert one["param_groups"] == other["param_groups"]
+    assert [group["params"] for group in one["param_groups"]] == [[0, 1, 2], [3]]
+    assert {key: state.keys() for key, state in one["state"].items()} == {
+        key: state.keys() for key, state in other["state"].items()
+    }
+    for key, state in one["state"].items():
+        torch.testing.assert_close(
+            state["exp_avg"].as_subclass(Tensor), other["state"][key]["exp_avg"].as_subclass(Tensor)
+        )
+    resumed = []
+    for state in (one, other):
+        groups = runs[True][0]
+        before = values(groups)
+        stepped(groups, not plain_first, state, steps=1)
+        resumed.append(values(groups))
+        with torch.no_grad():
+            for parameter, value in zip([p for group in groups for p in group["params"]], before, strict=True):
+                parameter.copy_(value)
+    for expected, found in zip(*resumed, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_hooks_on_the_step_see_the_groups_of_the_user() -> None:
+    seen: list[Any] = []
+    optimizer = torch.optim.AdamW(mixed(), lr=0.1)
+    expected = optimizer.state_dict()["param_groups"]
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.state_dict()["param_groups"]))
+    optimizer.register_step_post_hook(lambda one, *_: seen.append(one.state_dict()["param_groups"]))
+    elsewhere = {id(optimizer.param_groups[0]["params"][1])}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones(parameter.shape)
+    with fused_host_step(optimizer, lambda: None, "cuda", lambda: elsewhere) as final:
+        optimizer.step(final)
+    assert seen == [expected, expected]
+    assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
 def test_a_rate_set_inside_the_closure_stays() -> None:

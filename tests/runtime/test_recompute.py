@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
+from lightning_protrain.runtime.recompute import checkpoint, refuse_compiled, refuse_own_checkpointing, stop_caching
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
 
 
@@ -208,14 +208,19 @@ def test_two_kinds_of_checkpointing_at_once_are_refused() -> None:
 
 
 def test_a_compiled_block_is_refused_by_name() -> None:
+    """Also one that is compiled when its plan has been applied; see `test_apply.py` for what is compiled before."""
     model = Net()
-    for block in model.blocks:
-        block.compile(backend="eager")
-    with (
-        applied(model, PLANS["checkpointed"]) as state,
-        pytest.raises(ValueError, match=r"'blocks\.0' is compiled .*plan=\"resident\""),
-    ):
-        state.step(mean_square, model, batches()[0], 0)
+    with applied(model, PLANS["checkpointed"]) as state:
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with pytest.raises(ValueError, match=r"'blocks\.0' is compiled .*plan=\"resident\""):
+            state.step(mean_square, model, batches()[0], 0)
+
+
+def test_a_module_around_a_compiled_one_is_refused_by_name() -> None:
+    refuse_compiled(nn.Linear(1, 1), "head")
+    with pytest.raises(ValueError, match=r"'head' is compiled .*torch\.compile"):
+        refuse_compiled(torch.compile(nn.Linear(1, 1), backend="eager"), "head")
 
 
 def test_caches_are_switched_off_once_each() -> None:

@@ -201,3 +201,8 @@ def test_a_shared_chunk_is_given_up_for_what_comes_next() -> None:
     sizes = dict.fromkeys(range(4), 1)
     assert run(needs, Capacity(2, 1 << 30), sizes, prefetch=False) == 4
     assert run(needs, Capacity(2, 1 << 30), sizes, prefetch=True) == 5
+
+
+def test_what_is_needed_later_is_all_but_what_is_needed_here() -> None:
+    timeline = Timeline([(0,), (1, 2), (), (0,)])
+    assert [timeline.later(position) for position in range(6)] == [{1, 2}, {0}, {0, 1, 2}, {1, 2}, {0, 1, 2}, {0, 1, 2}]

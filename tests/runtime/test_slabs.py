@@ -16,9 +16,10 @@ from lightning_protrain.device import CPUDevice, Device
 from lightning_protrain.host import PAGE
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.slabs import CallSlabs, SlabPool
+from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import WIDTH, Applied, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES
-from tests.runtime.swapped import Simulated, engine_of, free_bytes, plans
+from tests.runtime.swapped import engine_of, free_bytes, plans
 
 # What every call is planned to save, so that nearly all of it is growth, and what the host may give.
 PLANS = plans(PAGE)
@@ -73,7 +74,7 @@ def test_parity(name: str, plan: str) -> None:
 @small
 @pytest.mark.parametrize("name", ["plain", "reused", "two losses", "attention"])
 def test_parity_without_races(name: str) -> None:
-    device = Simulated()
+    device = SimulatedDevice()
     with device:
         assert_growing_parity(name, "swapped", device)
 

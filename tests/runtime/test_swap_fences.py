@@ -17,7 +17,7 @@ from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, mean_square
-from tests.runtime.swapped import PLANS, SLAB, Simulated, engine_of, plans
+from tests.runtime.swapped import PLANS, SLAB, engine_of, plans
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ FENCES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "9: a swap-in that does not wait for compute": (StreamDevice, "swap_in", in_without_waiting),
     "10: a use that does not wait for the swap-in": (ActivationSwap, "bring", unfenced("bring")),
     "10: memory freed while it is filled": (ActivationSwap, "_give_up", unfenced("_give_up")),
-    "11: host memory given away while it is copied": (SlabPool, "cool", lambda self: self._cooling.clear()),
+    "11: host memory given away while it is copied": (SlabPool, "cool", lambda self, wait=True: self._cooling.clear()),
 }
 
 
 def use_every_fence(slab: int = SLAB) -> None:
     """Three steps, the second fetches more than it needs, the third nothing at all; then the host takes the slabs."""
     torch.manual_seed(0)
-    model, device = Net(), Simulated()
+    model, device = Net(), SimulatedDevice()
     with device, applied(model, plans(slab)["swapped"], device, SLAB) as state:
         state.step(mean_square, model, batches()[0], 0).backward()
         seen: list[Tensor] = []
@@ -86,6 +86,7 @@ def use_every_fence(slab: int = SLAB) -> None:
         state.step(mean_square, model, batches()[2], 0)
         del seen[:]
         engine_of(state).settle()
+        engine_of(state)._slabs.cool()
         count = len(device.host._free[slab])
         memories = [device.host] * count + [piece.memory for piece in engine_of(state)._slabs._pieces]
         held = [torch.frombuffer(memory.empty(slab), dtype=torch.uint8).fill_(0) for memory in memories]

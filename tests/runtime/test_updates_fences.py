@@ -16,6 +16,8 @@ from lightning_protrain.device import StreamDevice
 from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime import swap
+from lightning_protrain.runtime.early import EarlyFetch
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.guard import Guard
@@ -25,6 +27,7 @@ from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, place
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.runtime.swapped import PLANS as SWAPPED
 
 
 def run(
@@ -88,6 +91,9 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], Overlap, dict[str, Any]]] =
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement, overlap, options = BUGS[bug]
+    if bug == "a forward before its step":
+        # What comes ahead of its use waits for the step anyway.
+        monkeypatch.setattr(EarlyFetch, "begin", lambda self, timeline, training: None)
     run(Net, PLANS["offload"], overlap, **options)
     monkeypatch.setattr(owner, name, replacement)
     with pytest.raises((RaceError, KeyError) if bug == "clipping before the norms" else RaceError):
@@ -207,12 +213,14 @@ def test_random_schedules_are_exact_and_free_of_races(
 # --- the virtual clock ------------------------------------------------------------------------------------------------
 
 
-def step_time(overlap: Overlap, rates: Rates, **options: Any) -> tuple[float, float, float]:
+def step_time(
+    overlap: Overlap, rates: Rates, make: Callable[[nn.Module], Plan] = PLANS["kept"], **options: Any
+) -> tuple[float, float, float]:
     """Virtual seconds of one step, and of these the busy ones of the device and of the host's step."""
     ends = []
     for num_steps in (2, 7):
         device = SimulatedDevice(rates)
-        run(lambda: Net([Block() for _ in range(12)]), PLANS["kept"], overlap, device, num_steps=num_steps, **options)
+        run(lambda: Net([Block() for _ in range(12)]), make, overlap, device, num_steps=num_steps, **options)
         host = device.worker.stream.busy + device.host_stream.busy
         ends.append((device.elapsed, device.compute_stream().busy, host))
     return tuple((after - before) / 5 for before, after in zip(*ends, strict=True))
@@ -241,3 +249,25 @@ def test_the_step_of_the_host_is_hidden(
     assert plain - hidden >= share * fits
     bound = max(computing, computing + host - fits)
     assert hidden <= 1.05 * bound + (1 - share) * fits
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": 0.05}], ids=["unclipped", "clipped"])
+def test_swapped_blocks_wait_for_no_step_but_their_own(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To know which tensors are weights is not to read them."""
+    monkeypatch.setattr(swap, "MIN_BYTES", 1)
+    rates = Rates(host_memory=HOSTS[-1], **FAST_LINK)
+    plain, computing, host = step_time(Overlap.OFF, rates, SWAPPED["swapped"], **options)
+    hidden, _, _ = step_time(Overlap.FORWARD, rates, SWAPPED["swapped"], **options)
+    assert plain - hidden >= 0.80 * min(host, computing / 3)
+
+
+@pytest.mark.parametrize("plan", SWAPPED)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_swapped_blocks_are_exact_behind_forward(plan: str, clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "MIN_BYTES", 1)
+    torch.manual_seed(0)
+    expected = train(Net(), accumulate=2, **CLIPPINGS[clipping])
+    found = run(Net, SWAPPED[plan], Overlap.FORWARD, accumulate=2, **CLIPPINGS[clipping])
+    assert differences(expected, found) == []

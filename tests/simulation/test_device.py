@@ -143,17 +143,24 @@ def download_without_holding(self: StreamDevice, source: Tensor, target: Tensor)
     return self._down.record_event()
 
 
+def download_and_let_go(self: StreamDevice, source: Tensor, target: Tensor) -> Any:
+    if len(self._held) > 1:
+        self._held.popleft()
+    return DOWNLOAD(self, source, target)
+
+
 def release_without_waiting(self: Chunk) -> None:
     self._fence = None
     RELEASE(self)
 
 
-RELEASE = Chunk.release
+DOWNLOAD, RELEASE = StreamDevice.download, Chunk.release
 BUGS: dict[str, tuple[type, str, Callable[..., Any], dict[str, int]]] = {
     "an upload that does not wait for compute": (StreamDevice, "upload", upload_without_waiting_for_compute, {}),
     "compute that does not wait for an upload": (StreamDevice, "wait", lambda self, fence: None, {}),
     "a download that does not wait for compute": (StreamDevice, "download", download_without_waiting_for_compute, {}),
     "a download whose source is not held": (StreamDevice, "download", download_without_holding, {}),
+    "a source that is let go while it is copied": (StreamDevice, "download", download_and_let_go, {}),
     "a host that does not wait for a download": (StreamDevice, "land", lambda self, fence: None, {}),
     "a host that does not wait for uploads": (StreamDevice, "settle", lambda self: None, {"num_chunk_buffers": 8}),
     "a release that does not wait for its prefetch": (Chunk, "release", release_without_waiting, {}),
@@ -179,6 +186,23 @@ def test_a_kernel_over_host_and_device_is_refused() -> None:
         runtime.remove()
 
 
+def test_host_memory_for_a_while_is_known_until_it_is_closed() -> None:
+    device = SimulatedDevice()
+    memory = device.new_host_memory()
+    tensor = memory.empty_like(torch.zeros(3))
+    assert device.place(tensor) == "host"
+    on_device = torch.zeros(3)
+    device.set_place(on_device, "device")
+    fence = device.download(on_device, tensor)
+    with device:
+        with pytest.raises(RaceError):
+            tensor.add_(1)
+        device.land(fence)
+        tensor.add_(1)
+    memory.close()
+    assert device.place(tensor) is None
+
+
 def test_a_copy_runs_no_earlier_than_its_fence_demands() -> None:
     device = SimulatedDevice()
     with device:
@@ -189,8 +213,32 @@ def test_a_copy_runs_no_earlier_than_its_fence_demands() -> None:
             assert target.isnan().all()
         assert not fence.query()
         device.wait(fence)
+        assert fence.passed
+        assert not fence.query(), "the host has not come as far"
+        fence.synchronize()
         assert fence.query()
         assert torch.equal(target, torch.full((4,), 3.0))
+
+
+def test_the_host_runs_ahead_of_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the link is: what must not pile up on the device holds the device back alone."""
+    device, model = SimulatedDevice(Rates(upload=1e15, download=1e3, memory=1e15, host_memory=1e15)), network()
+    download, seen = device.download, []
+
+    def watched(source: Tensor, target: Tensor) -> Any:
+        fence = download(source, target)
+        seen.append((device.host_stream.time, device.compute_stream().time))
+        return fence
+
+    monkeypatch.setattr(device, "download", watched)
+    with device:
+        runtime = place(model, device, num_chunk_buffers=8, num_keep_offloaded_blocks=4)
+        runtime.run_step(lambda: model(torch.ones(3, WIDTH)), (), {}, training=True).backward()
+        runtime.end_backward()
+        runtime.remove()
+    assert len(seen) == len(list(model.parameters()))
+    assert seen[-1][0] < 1e-6
+    assert seen[-1][1] > 1
 
 
 COMPUTE_BOUND = Rates(upload=1e9, download=1e9, flops=1e6, memory=1e15, host_memory=1e15)

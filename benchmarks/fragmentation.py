@@ -1,0 +1,148 @@
+"""What PyTorch's caching allocator holds on a CUDA device over what tensors ask for, by dtype of the weights.
+
+    python -m benchmarks.fragmentation
+    python -m benchmarks.fragmentation --dtype bfloat16 uint8 --tokens 4x2048 --hidden 2048 --layers 8
+
+For each dtype a Llama-like model trains a few steps with AdamW; printed is the peak of `memory_reserved` over that of
+`memory_allocated`, beside the constant of `lightning_protrain.precision` that the planner multiplies activations with.
+What is reserved is never less than what is allocated, so a constant below 1 is no fragmentation alone: it corrects a
+prediction, too. uint8 stands for weights of 4 bits (NF4, with adapters of rank 16), and needs bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.report import table
+from benchmarks.step_overhead import parse_tokens
+from lightning_protrain.precision import alpha_for_dtype
+
+# Weights of float32 compute in bfloat16 under autocast, as `bf16-mixed` does.
+DTYPES = ("float32", "bfloat16", "uint8")
+COLUMNS = ("weights", "allocated", "reserved", "factor", "constant")
+VOCABULARY, RANK = 32_000, 16
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes that tensors had, and that the allocator held, at one time.
+
+    Attributes:
+        allocated: Of tensors, as the allocator rounds them.
+        reserved: Taken from the device.
+    """
+
+    allocated: int
+    reserved: int
+
+    @property
+    def factor(self) -> float:
+        """What is held for each byte that is asked for."""
+        return self.reserved / self.allocated
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    if not torch.cuda.is_available():
+        print("fragmentation measures the allocator of a CUDA device and there is none.", file=sys.stderr)
+        sys.exit(2)
+    rows = []
+    for dtype in args.dtype:
+        if dtype == "uint8" and importlib.util.find_spec("bitsandbytes") is None:
+            print("Weights of 4 bits need bitsandbytes: `pip install lightning-protrain[bnb]`.", file=sys.stderr)
+            continue
+        rows.append(row(dtype, measure(dtype, args)))
+    print(torch.cuda.get_device_name())
+    print(table(COLUMNS, rows))
+
+
+def row(dtype: str, peaks: Peaks) -> list[str]:
+    """One line of the table."""
+    sizes = [f"{nbytes / 2**30:.3f} GiB" for nbytes in (peaks.allocated, peaks.reserved)]
+    return [dtype, *sizes, f"{peaks.factor:.3f}", f"{alpha_for_dtype(dtype):.2f}"]
+
+
+def measure(dtype: str, args: argparse.Namespace) -> Peaks:
+    """The peaks of a few training steps, beginning with an empty cache."""
+    torch.manual_seed(0)
+    torch.cuda.empty_cache()
+    model = build(dtype, args.hidden, args.layers).cuda().train()
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.steps):
+        ids = torch.randint(VOCABULARY, args.tokens, device="cuda")
+        with _context(dtype):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Peaks(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def build(dtype: str, hidden: int, layers: int) -> nn.Module:
+    """A Llama-like model whose weights are of `dtype`."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(hidden // 128, 1),
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM._from_config(
+        config, dtype=torch.bfloat16 if dtype == "uint8" else _dtype(dtype)
+    )
+    if dtype == "uint8":
+        _pack(model)
+        return get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+    return model
+
+
+def _pack(model: nn.Module) -> None:
+    """Makes weights of linear layers but the head 4 bits wide, which they become on their way to the device."""
+    import bitsandbytes
+
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, nn.Linear) and not name.endswith("lm_head"):
+            packed: Any = bitsandbytes.nn.Linear4bit(
+                linear.in_features, linear.out_features, False, torch.bfloat16, quant_type="nf4"
+            )
+            packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            model.set_submodule(name, packed)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _context(dtype: str) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype == "bfloat16" else torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=list(DTYPES), help="all by default")
+    parser.add_argument("--tokens", type=parse_tokens, default=(4, 2048), help="sequences x tokens, e.g. 4x2048")
+    parser.add_argument("--hidden", type=int, default=2048, help="width, a multiple of 128")
+    parser.add_argument("--layers", type=int, default=12, help="blocks")
+    parser.add_argument("--steps", type=int, default=4, help="training steps")
+    args = parser.parse_args(arguments)
+    if min(args.hidden, args.layers, args.steps, *args.tokens) < 1 or args.hidden % 128:
+        parser.error("give positive numbers, and a width that is a multiple of 128")
+    return args
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

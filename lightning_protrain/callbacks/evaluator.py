@@ -1,0 +1,280 @@
+"""`Evaluator`: metrics of further data sets, each under its own name, on a cadence of its own.
+
+[Note: Evaluation beside training]
+An evaluation runs the module's own `validation_step` through the strategy, as validation does, while the collection of
+metrics that this step updates is exchanged for one of the data set. It leaves no trace in the training: the modes of
+modules and the states of all random generators are as they were, gradients are not computed, and what was logged before
+stays: what the step would log of its own, under the names of validation, is not logged. So a run with it and one
+without it have the same weights bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torchmetrics import MetricCollection
+from tqdm.auto import tqdm
+
+from lightning_protrain.callbacks.failures import broadcast_buffers_once, failing_together
+
+Loader = Iterable[Any]
+
+
+class Evaluator(Callback):
+    """Evaluates data sets beside the validation, and logs `<name>_<metric>`, e.g. `python_loss`.
+
+    What it logs can be monitored by `ModelCheckpoint` and `EarlyStopping` if they look when it has run. A metric that
+    has not a single token is not logged, and what it was before is not monitored any more. When to evaluate is what
+    rank zero was told; what fails on one rank ends all.
+
+    Args:
+        data: By name, a datamodule of which the validation data are taken, or batches to iterate over again and again.
+        every_n_steps: Optimizer steps from one evaluation to the next, at the end of the batch that takes the last of
+            them; None: no evaluation in between.
+        at_start: Whether to evaluate before the first step.
+        at_end: Whether to evaluate after the last step.
+        max_batches: The most batches of a data set, on each rank; None: all.
+        metrics: Name of the module's attribute with the `MetricCollection` that its `validation_step` updates.
+
+    Raises:
+        ValueError: Here: there is nothing to do, or a number below 1. When training is set up: a name that is taken, a
+            module without such metrics, data without a batch on any rank. Later: a name that the module logs too.
+    """
+
+    def __init__(
+        self,
+        data: dict[str, LightningDataModule | Loader],
+        every_n_steps: int | None = None,
+        at_start: bool = False,
+        at_end: bool = True,
+        max_batches: int | None = None,
+        metrics: str = "val_metrics",
+    ) -> None:
+        if not data:
+            raise ValueError("Evaluator has no data. Give at least one data set by name, or leave the callback out.")
+        if every_n_steps is None and not at_start and not at_end:
+            raise ValueError("Evaluator never evaluates: set every_n_steps, at_start or at_end.")
+        for name, number in (("every_n_steps", every_n_steps), ("max_batches", max_batches)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number}: give at least 1, or None.")
+        for name in data:
+            if name == "train":
+                raise ValueError("The data set is called 'train', as what is logged in training. Rename it.")
+            if not name.isidentifier():
+                raise ValueError(f"The data set is called {name!r}, and metrics after it: use letters, digits and '_'.")
+        self.data = data
+        self.every_n_steps = every_n_steps
+        self.at_start = at_start
+        self.at_end = at_end
+        self.max_batches = max_batches
+        self.metrics = metrics
+        self._loaders: dict[str, Loader] = {}
+        self._collections: dict[str, MetricCollection] = {}
+        self._step = 0
+        self._evaluated_at: int | None = None
+        self._logged: set[str] = set()
+        self._without_value: set[str] = set()
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses what could not be evaluated, before the training and not in the middle of it."""
+        if stage != "fit" or self._is_off(trainer):
+            return
+        own = _collection(pl_module, self.metrics)
+        self._collections = {name: own.clone(prefix=f"{name}_") for name in self.data}
+        taken: dict[str, str] = {}
+        for name, child in pl_module.named_children():
+            if isinstance(child, MetricCollection):
+                _claim(child, f"the module's {name}", taken)
+        for number, one in enumerate(each for each in _callbacks(trainer) if isinstance(each, Evaluator)):
+            for name, collection in one._collections.items():
+                _claim(collection, f"data set {name!r} of Evaluator {number + 1}", taken)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the loaders, on every rank its own."""
+        if self._is_off(trainer):
+            rank_zero_info("Evaluator does nothing in a run with fast_dev_run or overfit_batches.")
+            return
+        self._evaluated_at = None
+        # The others follow rank zero, step by step the same: no rank evaluates alone, and no step needs an exchange.
+        cadence = (self.every_n_steps, self.at_start, self.at_end, self.max_batches)
+        self.every_n_steps, self.at_start, self.at_end, self.max_batches = trainer.strategy.broadcast(cadence)
+        with isolate_rng():
+            with failing_together("Preparing the data of Evaluator"):
+                for data in self.data.values():
+                    _prepare(data, trainer)
+            with failing_together("Loading the data of Evaluator"):
+                self._loaders = {name: _loader(name, data, trainer) for name, data in self.data.items()}
+        _refuse_empty(self._loaders, trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The evaluation before the first step."""
+        self._step = trainer.global_step
+        if self.at_start:
+            self._evaluate_all(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The evaluations in between: at the end of an optimizer step, not at every batch that it accumulates."""
+        before, self._step = self._step, trainer.global_step
+        # Not whether it divides the step: with several optimizers a batch takes several steps.
+        if self.every_n_steps is not None and self._step // self.every_n_steps > before // self.every_n_steps:
+            self._evaluate_all(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The evaluation after the last step, unless there has just been one."""
+        if self.at_end and trainer.global_step != self._evaluated_at:
+            self._evaluate_all(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends the processes of its loaders."""
+        self._loaders = {}
+
+    def _is_off(self, trainer: Trainer) -> bool:
+        return bool(getattr(trainer, "fast_dev_run", False) or getattr(trainer, "overfit_batches", 0))
+
+    # --- what ---------------------------------------------------------------------------------------------------------
+
+    def _evaluate_all(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_off(trainer):
+            return
+        self._evaluated_at = trainer.global_step
+        logged: dict[str, Tensor] = {}
+        for name, loader in self._loaders.items():
+            values = self._evaluate(name, loader, trainer, pl_module)
+            for key in (values.keys() & trainer.callback_metrics.keys()) - self._logged:
+                raise ValueError(f"Data set {name!r} and the module are both logged as {key!r}. Rename the data set.")
+            self._logged |= values.keys()
+            for key in values:  # An older value is not the one of these weights.
+                trainer.callback_metrics.pop(key, None)
+            logged |= {key: value for key, value in values.items() if value is not None}
+            if not any(value is not None for value in values.values()) and name not in self._without_value:
+                self._without_value.add(name)
+                rank_zero_warn(f"Evaluator: data set {name!r} has no trained token, so it has no metric.")
+        # Not `self.log`: it would leave out what falls between the logger's steps, and is closed when training ends.
+        trainer.callback_metrics.update(logged)
+        for logger in trainer.loggers if logged else ():
+            logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
+
+    def _evaluate(
+        self, name: str, loader: Loader, trainer: Trainer, pl_module: LightningModule
+    ) -> Mapping[str, Tensor | None]:
+        collection = self._collections[name].to(pl_module.device)
+        collection.reset()
+        broadcast_buffers_once(trainer.strategy.model)
+        doing = f"The evaluation of {name!r} at step {trainer.global_step}"
+        with failing_together(doing), _aside(pl_module, self.metrics, collection):
+            self._run(name, loader, trainer, pl_module)
+        values: dict[str, Tensor | None] = collection.compute()
+        return values
+
+    def _run(self, name: str, loader: Loader, trainer: Trainer, pl_module: LightningModule) -> None:
+        total = sized_len(loader)
+        if self.max_batches is not None:
+            total = self.max_batches if total is None else min(total, self.max_batches)
+        batches = islice(loader, self.max_batches)  # asks for none that it does not take
+        for index, batch in enumerate(_with_bar(batches, f"Evaluating {name}", total, trainer)):
+            converted = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+            trainer.strategy.validation_step(trainer.strategy.batch_to_device(converted, dataloader_idx=0), index)
+
+
+def _with_bar(batches: Iterable[Any], description: str, total: int | None, trainer: Trainer) -> Iterator[Any]:
+    bar = trainer.progress_bar_callback
+    if bar is None or not trainer.is_global_zero or not getattr(bar, "is_enabled", True):
+        yield from batches
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started:
+        # Within its display: what another bar writes beside it is not shown.
+        task = bar.progress.add_task(description, total=float("inf") if total is None else total)
+        try:
+            for batch in batches:
+                yield batch
+                bar.progress.advance(task)
+                bar.refresh()
+        finally:
+            bar.progress.remove_task(task)
+    else:
+        yield from tqdm(batches, description, total, leave=False)
+
+
+@contextmanager
+def _aside(module: LightningModule, attribute: str, collection: MetricCollection) -> Iterator[None]:
+    """See [Note: Evaluation beside training]."""
+    own = getattr(module, attribute)
+    modes = {each: each.training for each in module.modules()}
+    with isolate_rng(), torch.no_grad():
+        module.eval()
+        setattr(module, attribute, collection)
+        module.__dict__["log"] = _not_logged
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
+            setattr(module, attribute, own)
+            for each, training in modes.items():
+                each.training = training
+
+
+def _not_logged(*_: Any, **__: Any) -> None:
+    """Stands in for `LightningModule.log`: the trainer is in no loop whose results these would be."""
+
+
+def _collection(module: LightningModule, attribute: str) -> MetricCollection:
+    collection = getattr(module, attribute, None)
+    if not isinstance(collection, MetricCollection):
+        raise ValueError(
+            f"Evaluator needs the MetricCollection that `validation_step` of {type(module).__name__} updates, and its "
+            f"{attribute!r} is {type(collection).__name__}. Name the attribute with `metrics`."
+        )
+    return collection
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    return callbacks
+
+
+def _claim(collection: MetricCollection, owner: str, taken: dict[str, str]) -> None:
+    for key in map(str, collection.keys()):
+        if taken.setdefault(key, owner) != owner:
+            raise ValueError(f"{owner} and {taken[key]} would both be logged as {key!r}. Rename the data set.")
+
+
+def _prepare(data: LightningDataModule | Loader, trainer: Trainer) -> None:
+    if isinstance(data, LightningDataModule):
+        data.trainer = trainer
+        if (trainer.local_rank if data.prepare_data_per_node else trainer.global_rank) == 0:
+            data.prepare_data()
+
+
+def _loader(name: str, data: LightningDataModule | Loader, trainer: Trainer) -> Loader:
+    loader = data
+    if isinstance(data, LightningDataModule):
+        data.setup("validate")
+        loader = data.val_dataloader()
+    if isinstance(loader, Mapping) or not isinstance(loader, Iterable):
+        raise ValueError(
+            f"Evaluator: data set {name!r} gives {type(loader).__name__}. Give one loader of batches for each name."
+        )
+    if isinstance(loader, Iterator):
+        raise ValueError(f"Evaluator: data set {name!r} can be read only once. Give a DataLoader or a list of batches.")
+    return loader
+
+
+def _refuse_empty(loaders: Mapping[str, Loader], trainer: Trainer) -> None:
+    lengths = [sized_len(loader) for loader in loaders.values()]
+    some = torch.tensor([length != 0 for length in lengths], dtype=torch.int64, device=trainer.strategy.root_device)
+    for name, ranks in zip(loaders, trainer.strategy.reduce(some, reduce_op="sum").tolist(), strict=True):
+        if not ranks:
+            raise ValueError(f"Evaluator: data set {name!r} has no batch. Give it data, or leave it out.")

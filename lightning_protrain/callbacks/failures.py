@@ -1,0 +1,116 @@
+"""What fails on one rank fails on all, with its name, instead of leaving the others to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def share_failure(error: BaseException | None, doing: str) -> None:
+    """Tells the other ranks how this one got on; every rank calls it once at the same point, failed or not.
+
+    Args:
+        error: What this rank failed with; None: it did not.
+        doing: What all of them do, for the message: `"Validation at step 4"`.
+
+    Raises:
+        RuntimeError: This rank did not fail, but another one did, or has gone.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        dist.all_gather_object(texts, mine)
+    except RuntimeError as gone:
+        if error is not None:  # It is the one to be seen.
+            return
+        raise RuntimeError(
+            f"{doing} cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. Its own "
+            "message, if it could leave one, is in the log of that rank."
+        ) from gone
+    failed = [f"rank {rank} ({text})" for rank, text in enumerate(texts) if text is not None]
+    if failed and error is None:
+        raise RuntimeError(f"{doing} failed on {', '.join(failed)}; rank {dist.get_rank()} stops with it.")
+
+
+@contextmanager
+def failing_together(doing: str) -> Iterator[None]:
+    """What every rank does within it ends on all ranks if it fails on one; they all go through it.
+
+    Args:
+        doing: As in `share_failure`.
+
+    Raises:
+        RuntimeError: Another rank failed, or has gone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        share_failure(error, doing)
+        raise
+    share_failure(None, doing)
+
+
+def broadcast_buffers_once(model: nn.Module | None) -> None:
+    """Does now, on all ranks at the same point, what data parallelism does in the first forward without gradients.
+
+    There a rank that has no batch, or fails before it, would be missing, and the others wait.
+
+    Args:
+        model: As the strategy runs it.
+    """
+    if isinstance(model, DistributedDataParallel):
+        if model.will_sync_module_buffers():
+            model._sync_buffers()
+        model.require_forward_param_sync = False  # until the next forward with gradients
+
+
+class SharedFailure(Callback):
+    """Ends validation and test on all ranks if one of them fails in it, before anything is reduced.
+
+    Without it the others wait in the reduction of the metrics until their process group gives up. It costs one small
+    exchange for each evaluation on several ranks, and none on one.
+    """
+
+    def __init__(self) -> None:
+        self._doing: str | None = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on the other ranks count on this one."""
+        self._doing = f"Validation at step {trainer.global_step}"
+        broadcast_buffers_once(trainer.strategy.model)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on the other ranks count on this one."""
+        self._doing = "Test"
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the metrics are reduced.
+
+        Raises:
+            RuntimeError: Another rank failed.
+        """
+        self._end(None)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the metrics are reduced.
+
+        Raises:
+            RuntimeError: Another rank failed.
+        """
+        self._end(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tells the others, if they count on this rank."""
+        self._end(exception)
+
+    def _end(self, error: BaseException | None) -> None:
+        doing, self._doing = self._doing, None
+        if doing is not None:
+            share_failure(error, doing)

@@ -1,0 +1,105 @@
+"""Sizes of chunks and of their parameters as arrays: made once for a packing, read by all that sums them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan
+from lightning_protrain.profiler.records import ModelLayout
+
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Chunks as they are if they are streamed, (N,), and their parameters in the order of chunks, (M,).
+
+    Attributes:
+        place: Where each parameter stands among them, by its first name.
+        chunk: The chunk of each parameter.
+        numel: Elements of each.
+        own: Bytes of each in its own dtype.
+        streamed: Bytes of each as it is streamed.
+        nbytes: Bytes of each chunk, streamed.
+        own_bytes: The same in its own dtype, alignment included.
+        elements: Elements of each chunk.
+        trainable: Whether a chunk is trained.
+        low: Whether it is streamed in another dtype than its own.
+    """
+
+    place: dict[str, int]
+    chunk: Integers
+    numel: Integers
+    own: Integers
+    streamed: Integers
+    nbytes: Integers
+    own_bytes: Integers
+    elements: Integers
+    trainable: Flags
+    low: Flags
+
+    @classmethod
+    def of(cls, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Sizes:
+        """Those of `chunks`, all of them offloaded."""
+        infos = [layout.parameter(fqn) for chunk in chunks for fqn in chunk.parameters]
+        chunk = np.repeat(np.arange(len(chunks)), [len(chunk.parameters) for chunk in chunks])
+        numel, own = _integers(info.numel for info in infos), _integers(info.nbytes for info in infos)
+        low = np.array([chunk.streamed_dtype is not None for chunk in chunks], dtype=np.bool_)
+        return cls(
+            place={info.fqn: index for index, info in enumerate(infos)},
+            chunk=chunk,
+            numel=numel,
+            own=own,
+            streamed=np.where(low[chunk], 2 * numel, own),
+            nbytes=_integers(chunk.nbytes for chunk in chunks),
+            own_bytes=totals(chunk, aligned(own), len(chunks)),
+            elements=totals(chunk, numel, len(chunks)),
+            trainable=np.array([chunk.trainable for chunk in chunks], dtype=np.bool_),
+            low=low,
+        )
+
+    @property
+    def gradient_bytes(self) -> Integers:
+        """Bytes of the gradients of each chunk if it stays on the device, alignment included."""
+        return np.where(self.trainable, self.own_bytes, 0)
+
+    def resident_bytes(self, state_bytes: float) -> Integers:
+        """Parameters and optimizer states of each chunk if it stays on the device, without gradients."""
+        states = np.ceil(state_bytes * self.elements).astype(np.int64)
+        return self.own_bytes + np.where(self.trainable, states, 0)
+
+
+def aligned(nbytes: Integers) -> Integers:
+    """Bytes that tensors take in a chunk."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def totals(keys: Integers, amounts: Integers, count: int) -> Integers:
+    """Sums of the amounts of each key, (count,); keys rise."""
+    bounds = np.searchsorted(keys, np.arange(count + 1))
+    sums = before_each(amounts)
+    return sums[bounds[1:]] - sums[bounds[:-1]]
+
+
+def before_each(amounts: Integers) -> Integers:
+    """Sums of all amounts before each, and of all, (N + 1,)."""
+    sums = np.zeros(len(amounts) + 1, dtype=np.int64)
+    np.cumsum(amounts, out=sums[1:])
+    return sums
+
+
+def second_largest(amounts: Integers, keys: Integers, count: int) -> Integers:
+    """The second largest of the amounts of key n and all later ones, (count + 1,); keys rise; 0 where there is none."""
+    padded = np.append(amounts, (0, 0))
+    later = np.maximum.accumulate(padded[::-1])[::-1]
+    second = np.maximum.accumulate(np.minimum(padded[:-1], later[1:])[::-1])[::-1]
+    return second[np.searchsorted(keys, np.arange(count + 1))]
+
+
+def _integers(values: Iterable[int]) -> Integers:
+    return np.fromiter(values, dtype=np.int64)

@@ -1,0 +1,296 @@
+"""Makes a batch for a model of transformers where there is no data.
+
+[Note: Synthetic batches]
+What a model is trained on follows from its class: transformers lists, task by task, which classes do it, and the
+signature of a class's forward says what it takes. Both come before the config, whose `is_encoder_decoder` is that of
+the architecture and not of the class: `BartForCausalLM` and `T5EncoderModel` have one half of a model that has two.
+Nothing is padded, and every token is scored. A mask, all ones, is given to architectures with two halves alone: others
+make none where there is nothing to mask. Sequences are as long as asked for, or `LENGTH`, but never longer than the
+model has positions for; pictures and sounds have the size for which the model was made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
+
+from lightning_protrain.profiler.tracing import MetaMode
+
+BATCH_SIZE, LENGTH = 1, 1024
+# Patches along each side of a picture, for models that take pictures of any size.
+GRID_SIDE = 32
+# Tokens of text beside a picture, at least.
+LEAST_TEXT = 16
+IGNORED = -100
+
+# From the most special to the most general: some classes are in several lists.
+_TASKS: dict[str, Any] = {
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "images": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "sequences": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "tokens": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "answers": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "translation": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "next tokens": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked tokens": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
+
+
+def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of a training step of a model of transformers, see [Note: Synthetic batches].
+
+    Args:
+        model: The model, or a module that holds one (an adapter, a LightningModule); it may be on the meta device. It
+            is not changed, and only traced to see how many tokens a picture takes.
+        batch_size: Samples.
+        length: Tokens of each; None: `LENGTH`, or as many as the model has positions for.
+
+    Returns:
+        Tensors on the CPU, always the same; with `labels` where the class computes a loss.
+
+    Raises:
+        ValueError: No model of transformers, one whose input is not known, or sizes that it cannot take.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise ValueError(
+            f"{type(model).__name__} holds no model of transformers, so nothing says what a batch of it is. Give data."
+        )
+    for name, value in (("batch_size", batch_size), ("length", length)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r}: give a whole number above zero.")
+    name = type(inner).__name__
+    task = next((task for task, classes in _TASKS.items() if _lists(classes, name)), "")
+    maker = _Maker(inner, batch_size, _checked_length(inner, length))
+    with torch.device("cpu"):
+        return _MAKERS[task](maker)
+
+
+def _lists(classes: Any, name: str) -> bool:
+    return any(name == entry or (isinstance(entry, (tuple, list)) and name in entry) for entry in classes.values())
+
+
+def _checked_length(model: PreTrainedModel, length: int | None) -> int:
+    """How long sequences are.
+
+    Raises:
+        ValueError: Longer than the table of positions.
+    """
+    config = model.config.get_text_config()
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    most = next((value for value in found if isinstance(value, int) and value > 0), None)
+    # Some number positions from behind the one of padding on.
+    if most is not None and "roberta" in model.config.model_type:
+        most -= 2
+    if length is None:
+        return LENGTH if most is None else min(LENGTH, most)
+    if most is not None and length > most:
+        raise ValueError(f"length={length}: {type(model).__name__} has {most} positions. Give at most as many.")
+    return length
+
+
+@dataclass
+class _Maker:
+    """Makes tensors for a model.
+
+    Attributes:
+        model: The model.
+        batch_size: Samples.
+        length: Tokens of each.
+    """
+
+    model: PreTrainedModel
+    batch_size: int
+    length: int
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self.config = self.model.config
+        self.takes = frozenset(inspect.signature(self.model.forward).parameters)
+
+    def draw(self, *shape: int) -> Tensor:
+        """Numbers as pictures and sounds have them after normalisation."""
+        return torch.randn(shape, generator=self._generator)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        """Whole numbers from zero on."""
+        return torch.randint(below, shape, generator=self._generator)
+
+    def ids(self, length: int | None = None) -> Tensor:
+        """Tokens without a meaning of their own: none of those that configs name."""
+        texts = (self.config, self.config.get_text_config())
+        values = [value for text in texts for key, value in text.to_dict().items() if key.endswith(("_id", "_index"))]
+        special = {value for value in tree_leaves(values) if isinstance(value, int)}
+        embeddings = self.model.get_input_embeddings()
+        size = getattr(embeddings, "num_embeddings", None) or int(self.config.get_text_config().vocab_size)
+        plain = torch.tensor([token for token in range(size) if token not in special] or [0])
+        return plain[self.integers(len(plain), self.batch_size, length or self.length)]
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def next_tokens(self) -> dict[str, Any]:
+        """Each token is to be told from those before it."""
+        ids = self.ids()
+        return self.masks() | {"input_ids": ids, "labels": ids.clone()}
+
+    def masks(self) -> dict[str, Any]:
+        """Of ones, for architectures that make some in floating point, and look at them, where they are given none."""
+        has_halves = self.config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        names = {"attention_mask", "decoder_attention_mask"} & self.takes if has_halves else ()
+        return {name: torch.ones(self.batch_size, self.length, dtype=torch.int64) for name in sorted(names)}
+
+    def masked_tokens(self) -> dict[str, Any]:
+        """Every seventh token, and the first, is to be told from the others."""
+        ids = self.ids()
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, ::7] = ids[:, ::7]
+        if "decoder_input_ids" in self.takes:  # a model that is in this list too, and writes all of them
+            labels = ids.clone()
+        return self.masks() | {"input_ids": ids, "labels": labels}
+
+    def translation(self) -> dict[str, Any]:
+        """One sequence is to be told from another one."""
+        return self.masks() | {"input_ids": self.ids(), "labels": self.ids()}
+
+    def speech(self) -> dict[str, Any]:
+        """A text is to be told from as long a recording as the model takes."""
+        frames = 2 * int(self.config.max_source_positions)
+        bins = getattr(self.config, "num_mel_bins", None) or int(self.config.input_feat_per_channel)
+        features = self.draw(self.batch_size, bins, frames)
+        if "attention_mask" in self.takes and not hasattr(self.config, "num_mel_bins"):
+            features = features.transpose(1, 2).contiguous()  # these have time first
+        return {"input_features": features, "labels": self.ids()}
+
+    def sequences(self) -> dict[str, Any]:
+        """One class for each sequence, which ends as sequences do."""
+        ids, end = self.ids(), getattr(self.config.get_text_config(), "eos_token_id", None)
+        if isinstance(end, int):
+            ids[:, -1] = end
+        if self.batch_size > 1 and self.config.get_text_config().pad_token_id is None and not _is_encoder(self.config):
+            raise ValueError(
+                f"batch_size={self.batch_size}: {type(self.model).__name__} finds the end of sequences by their "
+                "padding, and its config has no pad_token_id. Set it, or give batch_size=1."
+            )
+        return self.masks() | {"input_ids": ids, "labels": self.classes()}
+
+    def classes(self) -> Tensor:
+        """One class for each sample, or a number, or a yes or no for each class."""
+        count, kind = int(self.config.num_labels), getattr(self.config, "problem_type", None)
+        if kind == "multi_label_classification":
+            return self.integers(2, self.batch_size, count).float()
+        if kind == "regression" or (kind is None and count == 1):
+            return self.draw(self.batch_size) if count == 1 else self.draw(self.batch_size, count)
+        return self.integers(count, self.batch_size)
+
+    def tokens(self) -> dict[str, Any]:
+        """One class for each token."""
+        return {
+            "input_ids": self.ids(),
+            "labels": self.integers(int(self.config.num_labels), self.batch_size, self.length),
+        }
+
+    def answers(self) -> dict[str, Any]:
+        """Where an answer begins and ends."""
+        places = {"start_positions": torch.zeros(self.batch_size, dtype=torch.int64)}
+        return {"input_ids": self.ids(), **places, "end_positions": self.integers(self.length, self.batch_size)}
+
+    def images(self) -> dict[str, Any]:
+        """One class for each picture."""
+        return {"pixel_values": self.pictures(self.config), "labels": self.classes()}
+
+    def pictures(self, config: Any) -> Tensor:
+        """One picture for each sample."""
+        size = getattr(config, "image_size", None)
+        if size is None:
+            raise ValueError(f"The config of {type(self.model).__name__} has no image_size. Give data.")
+        height, width = (size, size) if isinstance(size, int) else size
+        return self.draw(self.batch_size, int(getattr(config, "num_channels", 3)), int(height), int(width))
+
+    def image_and_text(self) -> dict[str, Any]:
+        """One picture for each sample, and text behind it; the tokens that stand for it are not scored."""
+        token = getattr(self.config, "image_token_id", None)
+        token = getattr(self.config, "image_token_index", None) if token is None else token
+        features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
+        if token is None or features is None:
+            raise ValueError(f"How pictures go into {type(self.model).__name__} is not known. Give data.")
+        seen = self._seen(inspect.signature(features).parameters)
+        with MetaMode([*self.model.parameters(), *self.model.buffers()]), torch.no_grad():
+            found = features(**seen)
+            width = self.config.get_text_config().hidden_size
+            pooled = getattr(found, "pooler_output", found)
+            count = sum(leaf.numel() for leaf in tree_leaves(pooled) if isinstance(leaf, Tensor)) // width
+        each = count // self.batch_size
+        if not each:
+            raise ValueError(f"The pictures of {type(self.model).__name__} take no tokens. Give data.")
+        ids = self.ids(max(self.length, each + LEAST_TEXT))
+        ids[:, 1 : 1 + each] = token
+        batch = {"input_ids": ids, **seen, "labels": ids.masked_fill(ids == token, IGNORED)}
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in self.takes:
+                batch[name] = (ids == token).long()
+        return batch
+
+    def _seen(self, takes: Any) -> dict[str, Any]:
+        """Pictures, as the model's tower takes them."""
+        config = getattr(self.config, "vision_config", self.config)
+        if "image_grid_thw" not in takes:
+            pictures = self.pictures(config)
+            sizes = torch.tensor([pictures.shape[-2:]] * self.batch_size)
+            return {"pixel_values": pictures} | ({"image_sizes": sizes} if "image_sizes" in takes else {})
+        channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
+        patch = channels * config.temporal_patch_size * config.patch_size**2
+        grid = torch.tensor([[1, GRID_SIDE, GRID_SIDE]] * self.batch_size)
+        return {"pixel_values": self.draw(self.batch_size * GRID_SIDE**2, patch), "image_grid_thw": grid}
+
+    def anything(self) -> dict[str, Any]:
+        """What a class without a task takes; it computes no loss."""
+        if "input_ids" in self.takes:
+            both = {"decoder_input_ids": self.ids()} if "decoder_input_ids" in self.takes else {}
+            return self.masks() | {"input_ids": self.ids(), **both}
+        if "pixel_values" in self.takes:
+            return {"pixel_values": self.pictures(self.config)}
+        raise ValueError(f"What {type(self.model).__name__} takes is not known. Give data.")
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether classes are told from the first token or from a mark, so that padding does not matter."""
+    return bool(config.is_encoder_decoder) or config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+_MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
+    "speech": _Maker.speech,
+    "image and text": _Maker.image_and_text,
+    "images": _Maker.images,
+    "sequences": _Maker.sequences,
+    "tokens": _Maker.tokens,
+    "answers": _Maker.answers,
+    "translation": _Maker.translation,
+    "next tokens": _Maker.next_tokens,
+    "masked tokens": _Maker.masked_tokens,
+    "": _Maker.anything,
+}
+
+
+def synthetic_step(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> Callable[[], Any]:
+    """A step of `model` on `synthetic_batch`: its loss or, where it computes none, the sum of its first output.
+
+    Raises:
+        ValueError: As `synthetic_batch`.
+    """
+    batch = synthetic_batch(model, batch_size, length)
+
+    def step() -> Any:
+        outputs = model(**batch)
+        loss = getattr(outputs, "loss", None)
+        return outputs[0].float().sum() if loss is None else loss
+
+    return step

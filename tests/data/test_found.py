@@ -1,0 +1,197 @@
+"""The turns of a batch of rows, end to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_protrain.data import settings as settings_module
+from lightning_protrain.data.agreement import NO_END
+from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.encoding import ChatEncoder, encode_rows
+from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.found import FoundTurns, find_turns, mask_turns, uncuttable
+from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
+from lightning_protrain.data.masking import MaskOptions
+from lightning_protrain.data.settings import Chats, ChatSettings
+from tests.data.conftest import conversation
+from tests.data.templates import FORMATS
+from tests.data.tokenizers import byte_level
+
+START, USER, ASSISTANT, END, OPEN, CLOSE, IMAGE = range(1, 8)
+
+
+def _markers(open_ended: bool = False, include_end: bool = True) -> Markers:
+    end = (Marker("end", (END,)),)
+    roles = [
+        RoleMarkers(name, (Marker(name, (START, token)),), end, open_ended, False, include_end)
+        for name, token in (("user", USER), ("assistant", ASSISTANT))
+    ]
+    part = ExclusionMarkers("tool_output", (Marker("open", (OPEN, OPEN)),), (Marker("close", (CLOSE,)),))
+    return Markers("any", tuple(roles), (part,), frozenset({IMAGE}))
+
+
+ROWS = [
+    [START, USER, 50, END, START, ASSISTANT, 60, 61, END],
+    [START, ASSISTANT, 62],
+    [],
+    [START, USER, IMAGE, IMAGE, END, START, ASSISTANT, OPEN, OPEN, 70, CLOSE, 63, END, START, ASSISTANT],
+]
+
+
+def _found(markers: Markers, options: MaskOptions) -> FoundTurns:
+    return find_turns([np.array(row, dtype=np.int32) for row in ROWS], markers, options)
+
+
+def test_turns_belong_to_their_rows() -> None:
+    found = _found(_markers(), MaskOptions())
+    assert found.borders.tolist() == [0, 9, 12, 12, 27]
+    assert [found.of_row(row) for row in range(4)] == [slice(0, 2), slice(2, 3), slice(3, 3), slice(3, 6)]
+    assert found.num_begun.tolist() == [1, 1, 0, 1]
+    assert found.per_row(found.trainable).tolist() == [1, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("open_ended", "include_end", "knobs", "unended", "stopless"),
+    [
+        (False, True, {}, [2], [2]),
+        (False, True, {"train_on_eos": "none"}, [2], []),
+        (False, True, {"train_on_eos": "last"}, [2], [2]),
+        (False, True, {"train_on_inputs": True}, [2], []),
+        (False, False, {}, [2], []),
+        (True, True, {}, [2], []),
+        (False, True, {"roles_to_train": ("user",)}, [], []),
+    ],
+)
+def test_turns_without_an_end_are_told(
+    open_ended: bool, include_end: bool, knobs: dict, unended: list[int], stopless: list[int]
+) -> None:
+    markers, options = _markers(open_ended, include_end), MaskOptions(**knobs)
+    masked = mask_turns(_found(markers, options), markers, options, None)
+    assert np.flatnonzero(masked.unended).tolist() == unended
+    assert np.flatnonzero(masked.stopless).tolist() == stopless
+
+
+def test_weights_are_of_the_begun_turns_of_a_row() -> None:
+    markers, options = _markers(), MaskOptions()
+    found = _found(markers, options)
+    masked = mask_turns(found, markers, options, [[0.5], None, None, [0.0]])
+    assert masked.weights is not None
+    assert masked.weights[masked.trained].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert found.ids[masked.trained].tolist() == [60, 61, END, 62]
+    assert mask_turns(found, markers, options, [[0.0], None, None, [1.0]]).weights is None
+
+
+def test_markers_and_media_are_not_cut_in_two() -> None:
+    markers = _markers()
+    ranges = uncuttable(_found(markers, MaskOptions()), markers, MaskOptions()).tolist()
+    assert ranges == sorted(ranges, key=lambda entry: entry[0])
+    for entry in ([0, 2], [3, 4], [14, 16], [19, 21], [22, 23]):
+        assert entry in ranges, "a start, an end, images, and the begin and end of what a tool says"
+
+
+# --- rows of real formats ---------------------------------------------------------------------------------------------
+
+
+def _settings(**knobs: Any) -> ChatSettings:
+    return ChatSettings(**{"max_length": 10_000, **knobs})
+
+
+def _one(encoder: ChatEncoder, row: Conversation) -> Encoded:
+    (encoded,) = encoder.encode([row])
+    assert isinstance(encoded, Encoded), encoded
+    return encoded
+
+
+def _kept(encoder: ChatEncoder, encoded: Encoded) -> str:
+    return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))
+
+
+def _chat(turns: list[tuple[str, str]]) -> Conversation:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(settings_module, "rank_zero_info", lines.append)
+    return lines
+
+
+def _ended_between_turns(end: str = "<E>") -> Chats:
+    """A template that leaves out the end of a conversation's last turn."""
+    template = (
+        "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + m.content }}"
+        "{%- if m.role == 'assistant' and not loop.last %}END{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<A>{%- endif %}"
+    ).replace("END", end)
+    return Chats(byte_level(template, ("<U>", "<A>", "<E>"), "<E>"), None)
+
+
+@pytest.mark.parametrize("policy", ["drop", "error", "warn"])
+def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
+    boundaries = [{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}]
+    encoder = _ended_between_turns().encoder(_settings(on_untrainable=policy, role_boundaries=boundaries))
+    ended, cut = _chat([("user", "?"), ("assistant", "One."), ("user", "!")]), conversation("?", "One.")
+    rows = [ended, cut, cut]
+    if policy == "error":
+        with pytest.raises(ValueError, match=r"chats, row 1: a trained turn has no end marker: .*none behind 'One\.'"):
+            encode_rows(rows, encoder, "chats")
+        return
+    if policy == "drop":
+        examples, report = encode_rows(rows, encoder, "chats")
+        assert (len(examples), dict(report.dropped), report.num_unended) == (1, {NO_END: 2}, 0)
+        return
+    with pytest.warns(UserWarning, match="2 conversations are kept though a trained turn has no end marker"):
+        examples, report = encode_rows(rows, encoder, "chats")
+    assert (len(examples), report.num_doubtful, report.num_unended) == (3, 2, 2)
+
+
+def test_ends_that_nobody_asked_for_are_not_missed() -> None:
+    boundaries: list[dict[str, Any]] = [
+        {"role": "assistant", "start": "<A>", "end": "<E>"},
+        {"role": "user", "start": "<U>"},
+    ]
+    for knobs in ({"train_on_eos": "none"}, {"train_on_inputs": True}):
+        encoder = _ended_between_turns().encoder(_settings(role_boundaries=boundaries, **knobs))
+        assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
+    encoder = _ended_between_turns().encoder(_settings(role_boundaries=[{**boundaries[0], "end": ["<E>", None]}]))
+    assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
+
+
+def test_a_format_without_ends_says_so_and_counts_every_turn(told: list[str]) -> None:
+    chats = _ended_between_turns(end="")
+    boundaries = [{"role": "assistant", "start": "<A>"}, {"role": "user", "start": "<U>"}]
+    encoder = chats.encoder(_settings(role_boundaries=boundaries, on_untrainable="error"))
+    assert "Its trained turns have no end marker: where to stop is not learnt." in told[0]
+    assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 2
+
+
+def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
+    template = (
+        "{%- for m in messages %}{{ '[' + m.role + ']' + m.content + '[end]' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}[assistant]{%- endif %}"
+    )
+    tokenizer = byte_level(template, ("<s>",), "<s>", corpus=["Well.[end]", "yes.[end]?[end]", "Hi.[user]"] * 20)
+    encoder = Chats(tokenizer, None).encoder(_settings())
+    encoded = _one(encoder, conversation("Who?", "Well.", "Me?"))
+    assert _kept(encoder, encoded) == "Well.[end]Me?[end]"
+    assert encoded.num_unended == 0
+
+
+@pytest.mark.parametrize("max_length", range(10, 28, 2))
+def test_markers_of_excluded_parts_are_not_cut_in_two(max_length: int) -> None:
+    form = FORMATS["gpt-oss"]
+    encoder = Chats(byte_level(form.template, form.controls, form.eos), None).encoder(
+        _settings(train_thinking=False, max_length=max_length, on_untrainable="warn")
+    )
+    row: Any = conversation("?", "Yes.")
+    row["messages"][1]["reasoning_content"] = "Hm."
+    ids = encoder.renderer.encode([encoder.renderer.render(row)])[0]
+    channel = encoder.renderer.tokenizer.convert_tokens_to_ids("<|channel|>")
+    first = ids.index(channel)
+    stop = ids.index(encoder.renderer.tokenizer.convert_tokens_to_ids("<|message|>"), first) + 1
+    assert stop - first > 2
+    assert not first < len(_one(encoder, row)) < stop

@@ -1,0 +1,260 @@
+"""Rows with images: what is counted without pixels is what batches hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
+
+from lightning_protrain.data import image_rows as module
+from lightning_protrain.data import images
+from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.image_rows import ImageMeasure, ImageRows, image_rows
+from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.specs import DatasetSpec
+from lightning_protrain.data.vision import ImageEncoder
+from tests.data import llava
+
+OPTIONS: dict[str, Any] = {
+    "patch_size": 8,
+    "vision_feature_select_strategy": "full",
+    "num_additional_image_tokens": 0,
+    "chat_template": llava.TEMPLATE,
+}
+SIZES = [(20, 24), (64, 16), (8, 40), (33, 33), (64, 16)]
+
+
+class Numbered(LlavaProcessor):
+    """Writes one more token for every image that came before it."""
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **options: Any) -> str:
+        return self.image_token * (llava.PATCHES + image_idx)
+
+
+def _next() -> LlavaNextProcessor:
+    """Cuts images into pieces, as many as their shape needs."""
+    made = llava.processor()
+    square = {"height": 16, "width": 16}
+    pieces = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size=square, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32], [16, 48]]
+    )
+    return LlavaNextProcessor(pieces, made.tokenizer, **OPTIONS)
+
+
+def _numbered() -> LlavaProcessor:
+    made = llava.processor()
+    return Numbered(made.image_processor, made.tokenizer, **OPTIONS)
+
+
+@functools.cache
+def _chats(make: Any) -> tuple[Any, Chats]:
+    """A processor and what is proven of its chat format, once."""
+    processor = make()
+    return processor, Chats(processor.tokenizer, None)
+
+
+def _encoder(make: Any, **options: Any) -> ImageEncoder:
+    processor, chats = _chats(make)
+    return ImageEncoder(chats.encoder(ChatSettings(**{"max_length": 400, **options}), processor), processor)
+
+
+def _row(sizes: Sequence[tuple[int, int]], answer: str = "Red.", question: str = "?", **more: Any) -> Conversation:
+    content = [{"type": "image"} for _ in sizes] + [{"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content if sizes else question}]
+    messages.append({"role": "assistant", "content": answer, **more})
+    row: Any = {"messages": messages}
+    return row | {"images": [Image.new("RGB", size, "red") for size in sizes]} if sizes else row
+
+
+ROWS = [
+    *(_row(SIZES[:count], "A." * count) for count in range(5)),
+    _row(SIZES[1:2], "It is <image>.", "What does <|im_end|> do?"),
+    *(_row([size], "Yes.") for size in SIZES * 2),
+]
+
+
+@pytest.mark.parametrize("make", [llava.processor, _next, _numbered])
+def test_tokens_without_pixels_are_those_with_them(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = _encoder(make)
+    expected = [encoder.encode(row, "row") for row in ROWS]
+    monkeypatch.setattr(images, "open_image", None)
+    calls = []
+    monkeypatch.setattr(ImageEncoder, "process", _counting(ImageEncoder.process, calls))
+    measure = ImageMeasure(encoder)
+    for row, whole in zip(ROWS, expected, strict=True):
+        found = measure.encode(row, "row")
+        assert isinstance(found, Encoded)
+        assert isinstance(whole, Encoded)
+        assert found.input_ids.tolist() == whole.input_ids.tolist()
+        assert found.trained.tolist() == whole.trained.tolist()
+        assert (found.images, found.images_stop, found.extras) == (whole.images, whole.images_stop, {})
+    assert measure.expands == (make is not _numbered)
+    if measure.expands:
+        proofs = sum(min(count, 3) for count in (1, 11, 1, 1, 1, 1))
+        assert len(calls) == proofs + len(set(SIZES)), "each size is asked once, rows are proven three times"
+    else:
+        assert len(calls) >= len(ROWS)
+
+
+def _counting(function: Any, calls: list[Any]) -> Any:
+    def counted(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(self, *arguments)
+
+    return counted
+
+
+def test_the_size_of_an_image_decides() -> None:
+    encoder = _encoder(_next)
+    rows, report = image_rows([_row([size]) for size in SIZES], encoder, "chats, train")
+    assert rows.lengths.tolist() == [len(row) for row in rows]
+    assert len(set(rows.num_media.tolist())) == 3
+    assert report.num_tokens == rows.lengths.sum()
+    assert report.num_trained == 5 * (len("Red.") + 1)
+    assert report.lengths[3] == rows.lengths.max()
+
+
+@pytest.mark.parametrize("policy", ["drop", "warn", "error"])
+def test_what_cannot_be_trained_on_is_treated_as_the_user_wants(policy: Any) -> None:
+    encoder = _encoder(llava.processor, max_length=60, on_untrainable=policy)
+    long, cut = _row([], question="Long " * 20), _row(SIZES[:1] * 20)
+    rows = [_row(SIZES[:1]), long, _row(SIZES[:2]), cut]
+    if policy == "error":
+        with pytest.raises(ValueError, match=r"chats, row 1: no trained token lies within max_length.*Correct the row"):
+            image_rows(rows, encoder, "chats")
+        return
+    kept, report = image_rows(rows, encoder, "chats")
+    untrained = {"no trained token lies within max_length": 1} if policy == "drop" else {}
+    assert dict(report.dropped) == {**untrained, "an image lies beyond max_length": 1}
+    assert len(kept) == report.num_kept == 4 - report.num_dropped
+    assert [one.num_trained > 0 for one in kept] == ([True, True] if policy == "drop" else [True, False, True])
+
+
+def test_nothing_to_train_is_refused() -> None:
+    encoder = _encoder(llava.processor, max_length=20)
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        image_rows([_row(SIZES[:1], question="Long " * 20)], encoder, "chats")
+
+
+def test_what_the_processor_refuses_is_counted_and_named_once() -> None:
+    encoder = _encoder(llava.processor)
+    one = _row(SIZES[:1])
+    two: Any = {**one, "images": one["images"] * 2}
+    with pytest.warns(UserWarning, match=r"row 0.*the processor refuses 2 images") as told:
+        rows, report = image_rows([two, one, two], encoder, "chats")
+    assert len(rows) == 1
+    assert report.dropped == ((module.PROCESSOR, 2),)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("policy", ["drop", "error"])
+def test_broken_pixels_behind_a_header_are_found_in_the_batch(policy: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    Image.effect_noise((20, 24), 50).convert("RGB").save(broken)
+    broken.write_bytes(broken.read_bytes()[:200])
+    bad: Any = {**_row([(20, 24)]), "images": [str(broken)]}
+    encoder = _encoder(llava.processor, on_untrainable=policy)
+    rows, report = image_rows([_row([(20, 24)]), bad], encoder, "chats")
+    assert report.num_kept == 2
+    assert rows[0].num_trained == len("Red.") + 1
+    if policy == "error":
+        with pytest.raises(ValueError, match=r"chats, row 1.*does not open"):
+            rows[1]
+    else:
+        with pytest.warns(UserWarning, match=r"chats, row 1.*does not open.*Nothing of it is trained"):
+            assert rows[1].num_trained == 0
+
+
+def test_rows_without_measures() -> None:
+    rows = ImageRows([], _encoder(llava.processor), "chats", [])
+    assert (len(rows), len(rows.lengths), rows.is_weighted) == (0, 0, False)
+
+
+# In the data module
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A processor, and a file of 24 rows with one to three images and texts of many lengths."""
+    folder = tmp_path_factory.mktemp("pictures")
+    _next().save_pretrained(folder / "model")
+    for index, size in enumerate(SIZES):
+        Image.new("RGB", size, (50 * index, 0, 0)).save(folder / f"{index}.png")
+    rows = []
+    for index in range(24):
+        count = index % 3 + 1
+        row = {"messages": _plain(f"{'<image>' * count}{'What? ' * (index % 7)}", "Yes. " * (index % 5 + 1))}
+        rows.append({**row, "images": [f"{(index + number) % len(SIZES)}.png" for number in range(count)]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "model"), str(folder / "rows.jsonl")
+
+
+def _plain(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _data(pictures: tuple[str, str], **options: Any) -> ChatDataModule:
+    model, rows = pictures
+    given = {"dataset": rows, "max_length": 400, "batch_size": 4, "val_fraction": 0.1, **options}
+    return ChatDataModule(tokenizer=model, **given)
+
+
+@pytest.fixture(scope="module")
+def data(pictures: tuple[str, str]) -> ChatDataModule:
+    made = _data(pictures)
+    made.setup("fit")
+    return made
+
+
+def test_batches_hold_what_was_counted(data: ChatDataModule) -> None:
+    report = data.reports[0]
+    batches = list(data.train_dataloader())
+    assert report.num_kept == 22
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == report.num_trained
+    assert sum(int(batch["attention_mask"].sum()) for batch in batches) == report.num_tokens
+    largest = data.largest_batch()
+    assert largest["input_ids"].shape == (4, max(batch["input_ids"].shape[1] for batch in batches))
+    assert largest["pixel_values"].numel() >= max(batch["pixel_values"].numel() for batch in batches)
+
+
+def test_lengths_group_rows_with_images(data: ChatDataModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = []
+    for group_by_length in (False, True):
+        monkeypatch.setattr(data, "group_by_length", group_by_length)
+        batches = data.train_dataloader()
+        padding.append(sum(int((batch["attention_mask"] == 0).sum()) for batch in batches))
+    assert padding[1] < 0.6 * padding[0]
+
+
+def test_weights_of_messages_with_images(pictures: tuple[str, str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"messages": _plain("<image>?", "Yes."), "images": [str(Path(pictures[1]).parent / "0.png")]}
+    row["messages"][1]["weight"] = 0.25
+    rows.write_text((json.dumps(row) + "\n") * 8)
+    data = _data((pictures[0], str(rows)))
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert set((batch["loss_weights"][batch["labels"] != -100] / 2**32).tolist()) == {0.25}
+
+
+def test_images_beside_packed_texts(pictures: tuple[str, str], tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"messages": _plain(f"{i}?", "Yes.")}) + "\n" for i in range(12)))
+    data = _data(pictures, dataset=[pictures[1], DatasetSpec(str(texts))], packing=True, max_length=300)
+    data.setup("fit")
+    trained = sum(int((batch["labels"] != -100).sum()) for batch in data.train_dataloader())
+    assert trained == sum(report.num_trained for report in data.reports if report.name.endswith("train"))
+    assert len({report.family for report in data.reports}) == 1
+    shown = data.show(1)
+    assert len(shown) == 2
+    assert any(piece.kind == "media" for piece in shown[0].pieces)
+    assert np.array_equal(data.examples["train"][0].lengths, [len(one) for one in data.examples["train"][0]])

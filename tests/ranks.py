@@ -1,0 +1,129 @@
+"""Several ranks for a test: forked processes in one gloo group, what each returned or raised, and who was silent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+# Seconds: nobody may wait longer for a rank that has failed or gone.
+BOUND = 10.0
+# Seconds after which a rank that has not answered is killed.
+LIMIT = 120.0
+
+
+class Outcome(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        value: What the function returned; None if it raised, or was killed.
+        error: What it raised, as "Type: message"; "killed" if the process ended without an answer.
+        seconds: From the start of all ranks.
+    """
+
+    value: Any
+    error: str | None
+    seconds: float
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Outcome]:
+    """Calls `function(rank, *args)` in as many processes as there are ranks, each a member of the default group.
+
+    Args:
+        function: Its result must be picklable.
+        world_size: Number of ranks.
+        folder: Empty; the ranks meet in it.
+        args: Further arguments, the same for all.
+    """
+    context = multiprocessing.get_context("fork")
+    begin = time.monotonic()
+    processes, ends = [], []
+    for rank in range(world_size):
+        near, far = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(far, function, rank, world_size, folder, args))
+        process.start()
+        far.close()
+        processes.append(process)
+        ends.append(near)
+    outcomes: dict[Connection, Outcome] = {}
+    while len(outcomes) < world_size and time.monotonic() - begin < LIMIT:
+        for end in wait([each for each in ends if each not in outcomes], timeout=0.5):
+            assert isinstance(end, Connection)
+            try:
+                value, error = end.recv()
+            except EOFError:
+                value, error = None, "killed"
+            outcomes[end] = Outcome(value, error, time.monotonic() - begin)
+    for process in processes:
+        process.join(timeout=0 if len(outcomes) < world_size else BOUND)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    for end in ends:
+        end.close()
+    return [outcomes.get(end, Outcome(None, "hangs", LIMIT)) for end in ends]
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; none of them may have raised."""
+    assert [each.error for each in outcomes] == [None] * len(outcomes)
+    return [each.value for each in outcomes]
+
+
+def kill_this_rank() -> None:
+    """As the kernel does it when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer_on_rank(rank: int, world_size: int, **options: Any) -> Trainer:
+    """A Trainer with DDP for a rank of `run_ranks`."""
+    strategy = DDPStrategy(cluster_environment=_Environment(rank, world_size), process_group_backend="gloo")
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **options})
+
+
+class _Environment(LightningEnvironment):
+    """The processes are there already, and so is the group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.set_global_rank(rank)
+        self.set_world_size(world_size)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+
+def _run(
+    end: Connection, function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...]
+) -> None:
+    store = dist.FileStore(str(folder / "meeting"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=BOUND))
+    try:
+        answer = function(rank, *args), None
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the test wants to see it)
+        answer = None, f"{type(error).__name__}: {error}"
+    end.send(answer)
+    end.close()
+    os._exit(0)  # No teardown of what the forked process has inherited.
