@@ -143,9 +143,9 @@ def test_a_chunk_of_no_bytes() -> None:
         ProTrainStrategy(chunk_bytes=0)
 
 
-@pytest.mark.parametrize(("model", "message"), [("reused", "no activations of block"), ("moe", "needs the values of")])
-def test_swap_needs_to_know_activations(model: str, message: str, made_blocks: list[int]) -> None:
-    _refused(zoo()[model](), rf"num_swap_blocks=1.*{message}", made_blocks, num_swap_blocks=1)
+@pytest.mark.parametrize("model", ["reused", "moe"])  # the latter looks at values: it is measured
+def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: list[int]) -> None:
+    _refused(zoo()[model](), "num_swap_blocks=1.*no activations of block", made_blocks, num_swap_blocks=1)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain import planning
 from lightning_protrain.counters import TransferCounters
@@ -160,7 +160,7 @@ def _auto(module: L.LightningModule, budget: int | str, **arguments: Any) -> Pla
     return plan
 
 
-@pytest.mark.parametrize("model", sorted(zoo().keys() - {"moe"}))  # which looks at values: no plan is searched for
+@pytest.mark.parametrize("model", sorted(zoo()))
 def test_auto_is_resident_if_that_fits_and_else_the_fastest_that_does(model: str) -> None:
     roomy = _auto(zoo()[model](), "1GiB")
     assert roomy.num_offloaded_chunks == 0
@@ -183,11 +183,30 @@ def test_auto_measures_the_machine_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_without_a_trace_a_preset_takes_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_looks_at_values_is_measured_and_searched_for(caplog: pytest.LogCaptureFixture) -> None:
     module = zoo()["reused"]()
     module.training_step = lambda batch, batch_idx=0: _looking(module, batch)
-    plan = _auto(module, preset(zoo()["reused"](), "resident").memory.total)
-    assert (plan.num_offloaded_chunks, plan.prediction) == (0, None)
+    budget = preset(zoo()["reused"](), "resident").memory.total
+    plan = _auto(module, budget)
+    assert any("step is measured on 'cpu'" in message for message in caplog.messages)
+    traced = _auto(zoo()["reused"](), budget)
+    assert (plan.chunks, plan.blocks) == (traced.chunks, traced.blocks)
+    assert plan.prediction is not None
+
+
+def test_without_a_batch_a_preset_takes_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from token_batches()
+
+    budget = preset(zoo()["reused"](), "resident").memory.total
+    strategy, spy = ProTrainStrategy(device_memory=budget, hardware=CPU), Spy()
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, callbacks=[spy], limit_val_batches=0, **QUIET
+    )
+    trainer.fit(zoo()["reused"](), DataLoader(Stream(), batch_size=None))
+    assert spy.plan is not None
+    assert (spy.plan.num_offloaded_chunks, spy.plan.prediction) == (0, None)
     assert any("No plan is searched for" in message for message in caplog.messages)
 
 
@@ -314,7 +333,7 @@ def test_counters() -> None:
     assert counters.downloaded_bytes == trained * steps
     assert counters.uploaded_bytes >= trained * steps
     assert counters.uploads == counters.prefetch_hits + counters.prefetch_misses
-    assert counters.prefetch_misses == steps, "only what a step needs first is not fetched ahead"
+    assert counters.prefetch_misses == 0, "what a step needs first comes when it begins"
     assert 0 < counters.peak_live_bytes < trained
 
 

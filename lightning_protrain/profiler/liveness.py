@@ -141,8 +141,9 @@ class LiveBytes:
         gc.collect()
         tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
         with torch._C.DisableTorchFunction():
-            left = [item for item in tensors if self._storage(item)._cdata in self._found]
-        del tensors
+            strided = [item for item in tensors if item.layout is torch.strided]  # others have no storage to ask for
+            left = [item for item in strided if self._storage(item)._cdata in self._found]
+        del tensors, strided
         # Autograd's own references are none that Python knows of.
         held = any(referrer is not left for tensor in left for referrer in gc.get_referrers(tensor))
         assert not self.now or held, f"{self.now} bytes of activations are alive after the step, and nobody holds them"

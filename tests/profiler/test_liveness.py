@@ -47,7 +47,9 @@ def test_bytes_that_nobody_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         kept.append(model(torch.ones(2, 4)))
         return kept[-1].sum()
 
+    somewhere = torch.eye(2).to_sparse()  # has no storage, and nothing to do with it
     assert profile_model(model, describe_model(model), step).segments  # somebody holds what is left
+    assert somewhere.is_sparse
     kept.clear()
     monkeypatch.setattr(LiveBytes, "_leave", lambda *_: None)
     with pytest.raises(AssertionError, match="nobody holds"):

@@ -1,0 +1,156 @@
+"""Runs in one folder, one writer for each, folders that cannot be used, runs that fail or are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.space import free_bytes
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
+
+
+def test_runs_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
+    _, first = _fit(tmp_path, LOSSES, run="a")
+    _, second = _fit(tmp_path, (1.0, 9.0, 9.0, 9.0), run="b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a-epoch=0-step=4.ckpt",
+        "a-epoch=1-step=8.ckpt",
+        "b-epoch=0-step=2.ckpt",
+        "b-epoch=1-step=8.ckpt",
+    ]
+    assert (_steps(tmp_path, "a"), _steps(tmp_path, "b")) == ([4, 8], [2, 8])
+    assert (_weight(first.best_model_path), _weight(second.best_model_path)) == (4, 2)
+
+
+def test_what_the_user_has_saved_is_the_users(tmp_path: Path) -> None:
+    class Own(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "mine")
+
+    _fit(tmp_path, callbacks=[Own()])
+    assert _steps(tmp_path) == [1, 8]
+
+
+def test_one_process_writes_a_run(tmp_path: Path) -> None:
+    class Second(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            with pytest.raises(ValueError, match=rf"is being written by process {os.getpid()}"):
+                _fit(tmp_path)
+            _fit(tmp_path, run="another")
+
+    _fit(tmp_path, callbacks=[Second()])
+    assert (_steps(tmp_path), _steps(tmp_path, "another")) == ([8], [8])
+
+
+class _Fails(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("of the user")
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_run_that_fails_gives_its_lock_back_and_saves_if_asked_to(tmp_path: Path, save: bool) -> None:
+    with pytest.raises(RuntimeError, match="of the user"):
+        _fit(tmp_path, callbacks=[_Fails()], save_on_exception=save)
+    assert _steps(tmp_path) == ([3] if save else [])
+
+
+def test_a_save_that_fails_ends_the_run_and_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fit(tmp_path, max_steps=4)
+    checkpoints = ProTrainCheckpointIO()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints.files, "sync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        _fit(tmp_path, plugins=[checkpoints], ckpt_path="last")
+    assert _steps(tmp_path) == [4]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    module = Counter()
+    with pytest.raises(ValueError, match="Checkpoints cannot be written to"):
+        _fit(tmp_path / "file", module=module)
+    assert module.layer.weight.item() == 0
+
+
+def test_a_disk_without_room_for_the_weights_is_refused_before_training(tmp_path: Path) -> None:
+    module = Counter()
+    module.large = nn.Parameter(torch.empty(1).expand(free_bytes(tmp_path)), requires_grad=False)
+    with pytest.raises(OSError, match=r"GiB .* is to be written, the disk has"):
+        _fit(tmp_path, module=module)
+    assert module.layer.weight.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run": "../x"}, "run="),
+        ({"mode": "up"}, "mode"),
+        ({"min_delta": -1.0}, "min_delta"),
+        (
+            {"plugins": [AsyncCheckpointIO()]},
+            "saves through ProTrainCheckpointIO, and the Trainer has AsyncCheckpointIO",
+        ),
+        ({"run": "a", "plugins": [ProTrainCheckpointIO("b")]}, "one Trainer writes one run"),
+    ],
+    ids=range(5),
+)
+def test_what_there_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, L.pytorch.utilities.exceptions.MisconfigurationException), match=message):
+        _fit(tmp_path, **options)
+
+
+def test_a_metric_with_a_separator_makes_no_folder(tmp_path: Path) -> None:
+    module = Counter((1.0,))
+    module.validation_step = lambda batch, batch_idx: module.log("val/loss", 1.0)
+    _fit(tmp_path, module=module, monitor="val/loss", filename="{step}-{val/loss:.1f}", epochs=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2-val_loss=1.0.ckpt", "step=4-val_loss=1.0.ckpt"]
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    saver = ProTrainCheckpoint(tmp_path / "x", monitor="val_loss")
+    L.Trainer(accelerator="cpu", fast_dev_run=True, callbacks=[saver], enable_progress_bar=False).fit(Counter(LOSSES))
+    assert not (tmp_path / "x").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import lightning as L
+from tests.callbacks.test_checkpoint import Counter, LOSSES, _fit
+
+class Kill(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+_fit(Path(sys.argv[1]), LOSSES, every_n_train_steps=3, callbacks=[Kill()])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=root, check=False, capture_output=True)
+    assert done.returncode == -9, done.stderr
+    assert (tmp_path / ".run.lock").exists()
+    trainer, saver = _fit(tmp_path, LOSSES, every_n_train_steps=3, ckpt_path="last")
+    assert (trainer.global_step, _weight(saver.best_model_path)) == (8, 4)
+    assert not (tmp_path / ".run.lock").exists()

@@ -1,0 +1,177 @@
+"""A run that was interrupted after any step ends with the very bits of one that was not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.strategy import ProTrainStrategy
+
+BATCHES, EPOCHS = 10, 2
+
+
+class Batches:
+    """In an order of its own in each epoch, with noise from the global generators; goes on where it was."""
+
+    def __init__(self) -> None:
+        self.epoch, self.position = 0, 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.position == BATCHES:  # Lightning takes as many as there are, and does not ask for the end.
+            self.epoch, self.position = self.epoch + 1, 0
+        order = torch.randperm(BATCHES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.position < BATCHES:
+            number = order[self.position]
+            self.position += 1
+            noise = torch.rand(1).item() + random.random() + np.random.rand()  # noqa: NPY002
+            yield torch.full((2, 4), float(number)) + noise
+
+
+class Data(L.LightningDataModule):
+    """Saves its position; after the last batch that is the beginning of the next epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = Batches()
+
+    def train_dataloader(self) -> Batches:
+        return self.batches
+
+    def state_dict(self) -> dict[str, int]:
+        turn, position = divmod(self.batches.position, BATCHES)
+        return {"epoch": self.batches.epoch + turn, "position": position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches.epoch, self.batches.position = state["epoch"], state["position"]
+
+
+class Noisy(L.LightningModule):
+    """Draws random numbers in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.losses: list[tuple[int, float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.network(batch).square().mean() * (1 + random.random() + np.random.rand())  # noqa: NPY002
+        self.losses.append((int(self.trainer.fit_loop.total_batch_idx), loss.item()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _run(
+    folder: Path, accumulate: int, plan: str | None, path: Path | str | None = None, every: int = 1, **options: Any
+) -> tuple[Noisy, dict[str, Any]]:
+    """Trains to the end, saves every step or every so many; what the end of it is, as Lightning saves it."""
+    module = Noisy()
+    seed = 1 if path is None else 12345
+    saver = ProTrainCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        callbacks=[saver],
+        strategy="auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear]),
+        **{"max_epochs": EPOCHS, **options},
+    )
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    trainer.fit(module, datamodule=Data(), ckpt_path=path)
+    last = ProTrainCheckpointIO().load_checkpoint(saver.last_model_path)
+    return module, last
+
+
+def _differences(one: Any, other: Any, path: str = "") -> list[str]:
+    if isinstance(one, Tensor):
+        return [] if torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        if list(one) != list(other):
+            return [path]
+        return [what for key in one for what in _differences(one[key], other[key], f"{path}.{key}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [path]
+        return [what for key, item in enumerate(one) for what in _differences(item, other[key], f"{path}.{key}")]
+    return [] if one == other else [f"{path}: {one} {other}"]
+
+
+def _unexplained(one: Any, other: Any) -> list[str]:
+    # Resumed after the last batch of an epoch, Lightning counts that epoch as begun once less; nothing depends on it.
+    begun = (".loops.fit_loop.epoch_progress.total.", ".loops.fit_loop.epoch_progress.current.")
+    found = _differences(one, other)
+    return [
+        each for each in found if not (each.startswith(begun) and each.split(":")[0].endswith(("ready", "started")))
+    ]
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 20), (4, 6)])
+@pytest.mark.parametrize("plan", [None, "offload"])
+def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
+    tmp_path: Path, accumulate: int, steps: int, plan: str | None
+) -> None:
+    module, expected = _run(tmp_path / "whole", accumulate, plan)
+    found = find(tmp_path / "whole").found
+    assert [each.manifest.step for each in found] == list(range(steps, 0, -1))
+    for each in found[1:]:
+        step = each.manifest.step
+        resumed, last = _run(tmp_path / str(step), accumulate, plan, each.path, every=steps)
+        assert resumed.losses == module.losses[-len(resumed.losses) :], step
+        # Everything that Lightning and we save: weights, moments, schedules, counters, random numbers, position.
+        assert _unexplained(last, expected) == [], step
+
+
+def test_without_the_random_numbers_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, expected = _run(tmp_path / "whole", 1, None)
+    monkeypatch.setattr(ProTrainCheckpoint, "_restore_randomness", lambda self, trainer: None)
+    _, last = _run(tmp_path / "resumed", 1, None, find(tmp_path / "whole").found[5].path)
+    assert _differences(last["state_dict"], expected["state_dict"])
+
+
+def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
+    _, expected = _run(tmp_path / "whole", 1, None)
+    chance = random.Random(3)
+    stops = sorted(chance.sample(range(1, 20), 10))
+    path: str | None = None
+    for stop in stops:
+        _run(tmp_path / "chain", 1, None, path, max_steps=stop)
+        path = "last"
+    _, last = _run(tmp_path / "chain", 1, None, "last")
+    assert _unexplained(last, expected) == []
+    assert {each.manifest.branch for each in find(tmp_path / "chain").found} == {0}
+
+
+def test_a_checkpoint_without_random_numbers_is_said(tmp_path: Path) -> None:
+    _, last = _run(tmp_path, 1, None, max_steps=3)
+    del last["random_states"]
+    checkpoints = ProTrainCheckpointIO("other")
+    checkpoints.save_checkpoint(last, tmp_path / "without")
+    with pytest.warns(UserWarning, match="has no states of random numbers"):
+        _run(tmp_path, 1, None, tmp_path / "without", max_steps=4)
+    last["random_states"] = [0, 0]
+    checkpoints.save_checkpoint(last, tmp_path / "two")
+    with pytest.warns(UserWarning, match="the random numbers of 2 ranks, and there are 1"):
+        _run(tmp_path, 1, None, tmp_path / "two", max_steps=4)
