@@ -2,6 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.planner.plan import BlockPolicy, Plan
@@ -15,6 +17,8 @@ __all__ = [
     "CausalLMModule",
     "ChatDataModule",
     "Plan",
+    "ProTrainCheckpoint",
+    "ProTrainCheckpointIO",
     "ProTrainPrecision",
     "ProTrainStrategy",
     "__version__",

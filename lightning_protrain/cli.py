@@ -1,17 +1,35 @@
-"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and `plan` or `preview`."""
+"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and more."""
 
 from __future__ import annotations
 
 import gc
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 # The callbacks are imported so that a config can call them by their short names.
-from lightning_protrain.callbacks import baseline, completion, evaluator, export, failures, plan_monitor  # noqa: F401
+from lightning_protrain.callbacks import (  # noqa: F401
+    baseline,
+    checkpoint,
+    completion,
+    evaluator,
+    export,
+    failures,
+    plan_monitor,
+)
+from lightning_protrain.checkpoint import consolidation, inspection
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
+
+FILE_COMMANDS = {
+    "inspect": "describe a checkpoint, or all of a folder, newest first",
+    "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
+}
 
 
 class ProTrainCLI(LightningCLI):
@@ -72,8 +90,39 @@ class ProTrainCLI(LightningCLI):
         return parser
 
 
+def file_command(arguments: Sequence[str]) -> int:
+    """Runs a command on files alone, which needs no model and no config.
+
+    Args:
+        arguments: Of `inspect` or `consolidate`, the name of the command first.
+
+    Returns:
+        The status to exit with: 1 if a checkpoint that was inspected is not good.
+    """
+    parser = ArgumentParser(prog="lightning-protrain")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help=FILE_COMMANDS["inspect"])
+    inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")
+    inspect.add_argument("--verify", action="store_true", help="read every byte and hold it against the manifest")
+    consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
+    consolidate.add_argument("folder", type=Path, help="the checkpoint; it is verified first")
+    consolidate.add_argument("file", type=Path, help="its new name, as one file")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "consolidate":
+            consolidation.consolidate(given.folder, given.file)
+            return 0
+        text, good = inspection.inspect(given.path, given.verify)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{text}\n")
+    return 0 if good else 1
+
+
 def main() -> None:
     """Entry point of the console script `lightning-protrain`."""
+    if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
+        sys.exit(file_command(sys.argv[1:]))
     # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
     gc.freeze()
     ProTrainCLI()

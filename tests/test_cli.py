@@ -13,12 +13,14 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.cli import ProTrainCLI, main
+from lightning_protrain.cli import ProTrainCLI, file_command, main
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.tokenizer import train_tokenizer
 from lightning_protrain.module import CausalLMModule
@@ -254,3 +256,57 @@ def test_the_chat_config_can_be_previewed_where_its_files_are(capsys: pytest.Cap
     chats, agent = Path("page.html").read_text(encoding="utf-8").split("<article>")[1:]
     trained = [re.findall(r'<span class="trained">(\w+) \d\.</span>', part) for part in (chats, agent)]
     assert trained == [["First", "Last"], ["Last"]]
+
+
+# --- commands on files
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        callbacks=[ProTrainCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    return tmp_path / "saved"
+
+
+def test_checkpoints_are_inspected(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert file_command(["inspect", str(saved), "--verify"]) == 0
+    assert len(list(saved.iterdir())) >= 2
+    shown = capsys.readouterr().out
+    assert all(each.name in shown for each in saved.glob("*.ckpt"))
+    damaged = next(saved.glob("*/weights.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert file_command(["inspect", str(saved)]) == 0  # nothing was read
+    assert file_command(["inspect", str(saved), "--verify"]) == 1
+    assert "weights.safetensors" in capsys.readouterr().out
+
+
+def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "consolidate", str(newest), "plain.ckpt"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert torch.load("plain.ckpt", weights_only=True)["state_dict"].keys() == BoringModel().state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nothing"], "nothing is no checkpoint"),
+        (["inspect"], "required: path"),
+        (["consolidate", "nothing", "x.ckpt"], "nothing"),
+    ],
+)
+def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        file_command(arguments)
+    assert message in capsys.readouterr().err

@@ -25,7 +25,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PUBLIC = {"BlockPolicy", "CausalLMModule", "ChatDataModule", "Plan", "ProTrainPrecision", "ProTrainStrategy"}
+PUBLIC = {
+    "BlockPolicy",
+    "CausalLMModule",
+    "ChatDataModule",
+    "Plan",
+    "ProTrainCheckpoint",
+    "ProTrainCheckpointIO",
+    "ProTrainPrecision",
+    "ProTrainStrategy",
+}
 TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 
 

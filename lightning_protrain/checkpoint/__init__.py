@@ -1,0 +1,1 @@
+"""Checkpoints as directories: how they are written, found, checked and removed. Files and dicts only."""

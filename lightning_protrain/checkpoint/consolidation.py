@@ -1,0 +1,102 @@
+"""A checkpoint as one stock file, and stock files as safely as checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_protrain.checkpoint.draft import DraftFile
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.names import check_name, check_run, reserved_name
+from lightning_protrain.checkpoint.payload import join
+from lightning_protrain.checkpoint.verifying import verify
+
+
+def load_folder(folder: Path, map_location: Any = None, keep: bool = False) -> dict[str, Any]:
+    """The content of a checkpoint, every byte of which was checked; the arguments are those of `join`.
+
+    Raises:
+        ValueError: It is not good; the message names the files.
+    """
+    faults = verify(folder)
+    if faults:
+        raise ValueError(f"{folder} is not a good checkpoint: {'; '.join(map(str, faults))}")
+    return join(folder, map_location, keep)
+
+
+def consolidate(folder: Path, target: Path, files: Files | None = None) -> None:
+    """Writes a checkpoint as a stock file that any Trainer resumes from.
+
+    Args:
+        folder: The checkpoint; it is verified before anything is written.
+        target: The file, `.ckpt` by custom; replaced as a whole if it is there.
+        files: What writes.
+
+    Raises:
+        ValueError: The checkpoint is not good, or the target is a folder.
+        OSError: The disk.
+    """
+    write_stock(load_folder(folder), target, files or Files())
+
+
+def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = "stock") -> None:
+    """Writes what `torch.save` writes, to a new file that takes the name when it is on the disk.
+
+    Raises:
+        ValueError: The target is a folder, or cannot be called so.
+        OSError: The disk; then `target` is as it was.
+    """
+    check_name(target.name)
+    check_run(run)
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: give the name of a file.")
+    staged = target.parent / reserved_name(target.name, run, "staged")
+    descriptor = files.create(staged)
+    try:
+        try:
+            file = DraftFile(files, descriptor, "crc32")
+            torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+            file.finish()
+        finally:
+            files.close(descriptor)
+        files.rename(staged, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove(staged)
+        raise
+    files.sync_directory(target.parent)
+
+
+def load_stock(path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """What `torch.save` wrote; the checksums that its archive has are compared first.
+
+    Args:
+        path: The file.
+        map_location: As in `torch.load`.
+        weights_only: False executes what the file says; None is True.
+
+    Raises:
+        ValueError: It is torn or changed, or holds more than weights and plain values.
+    """
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+            if broken is not None:
+                raise ValueError(f"{path} was changed after it was written: the checksum of {broken} does not fit.")
+        return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than weights and plain values, or is no checkpoint. If you trust who made it, load it "
+            f"with weights_only=False, which executes what it says. ({str(error).partition(chr(10))[0][:300]})"
+        ) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError) as error:
+        if not os.path.lexists(path):
+            raise
+        raise ValueError(f"{path} is torn, or no checkpoint: {error}") from error

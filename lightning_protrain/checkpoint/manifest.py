@@ -1,0 +1,187 @@
+"""The manifest of a checkpoint: what it holds, of which run and step it is, in one canonical JSON text with a digest.
+
+[Note: Truth]
+A folder is a checkpoint if it has a valid manifest, and a good one if its files are those that the manifest lists, byte
+for byte. Names, times and links say nothing. The text of a manifest is the only one that its content can have, and its
+last line is a digest of it: whatever changes a byte of it makes it invalid.
+
+[Note: Lines]
+`sequence` counts the checkpoints of a run in the order in which they were saved. A run that resumes from another one
+than its latest begins a new *branch*, and `lineage` says up to which step it shares each earlier branch. What is not on
+the line of the latest checkpoint is hidden: found, never chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_protrain.checkpoint.names import check_file, check_run
+
+MANIFEST = "manifest.json"
+# Every checkpoint has this file, too; by these two its remains are told from what belongs to somebody else.
+STATE = "state.pt"
+KIND = "lightning_protrain.checkpoint"
+FORMAT = 1
+# A manifest has about a hundred bytes for each file; nobody reads more than this.
+MOST_MANIFEST_BYTES = 16 << 20
+_MOST = (1 << 63) - 1
+_HEX = frozenset("0123456789abcdef")
+# Characters of a digest, by algorithm.
+DIGESTS = {"crc32": 8, "sha256": 64}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: In bytes.
+        digest: `"crc32:..."` or `"sha256:..."`, in hexadecimal digits.
+    """
+
+    size: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        _whole(self.size, "size")
+        kind, _, digits = _text(self.digest, "digest").partition(":")
+        if len(digits) != DIGESTS.get(kind) or not _HEX.issuperset(digits):
+            raise ValueError(f"digest={self.digest!r} is none of {', '.join(DIGESTS)}")
+
+    @property
+    def algorithm(self) -> str:
+        """Of the digest."""
+        return self.digest.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, see [Note: Truth] and [Note: Lines].
+
+    Attributes:
+        run: Name of the run.
+        step: Optimizer steps that it has made.
+        sequence: Place in the order of the run's saves.
+        identity: 16 hexadecimal digits, different for every save; copies have the same.
+        files: By name; all files of the folder but the manifest.
+        world_size: Number of ranks that saved it.
+        branch: Which line of the run.
+        lineage: Earlier branches, each with the last step that this one shares.
+        record: Anything else that JSON can hold: metrics, versions.
+    """
+
+    run: str
+    step: int
+    sequence: int
+    identity: str
+    files: Mapping[str, FileEntry]
+    world_size: int = 1
+    branch: int = 0
+    lineage: tuple[tuple[int, int], ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        for name in ("step", "sequence", "world_size", "branch"):
+            _whole(getattr(self, name), name)
+        if self.world_size < 1:
+            raise ValueError("world_size is 0")
+        if len(_text(self.identity, "identity")) != 16 or not _HEX.issuperset(self.identity):
+            raise ValueError(f"identity={self.identity!r} is no identity")
+        for branch, step in self.lineage:
+            _whole(branch, "lineage")
+            _whole(step, "lineage")
+        for name in self.files:
+            if check_file(name) == MANIFEST:
+                raise ValueError("the manifest lists itself")
+        try:
+            same = json.loads(json.dumps(self.record, allow_nan=False)) == self.record
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"record cannot be written as JSON: {error}") from error
+        if not same or not isinstance(self.record, dict):
+            raise ValueError("record is not what JSON makes of it: use str keys, lists, and finite numbers")
+
+    def is_on_line_of(self, head: Manifest) -> bool:
+        """Whether `head` continues from this one, or is it, see [Note: Lines]."""
+        if self.branch == head.branch:
+            return self.sequence <= head.sequence
+        return any(branch == self.branch and self.step <= step for branch, step in head.lineage)
+
+    def to_text(self) -> str:
+        """The one text of this content."""
+        content = {
+            "kind": KIND,
+            "format": FORMAT,
+            "run": self.run,
+            "step": self.step,
+            "sequence": self.sequence,
+            "identity": self.identity,
+            "world_size": self.world_size,
+            "branch": self.branch,
+            "lineage": [list(each) for each in self.lineage],
+            "record": self.record,
+            "files": {name: [entry.size, entry.digest] for name, entry in self.files.items()},
+        }
+        return _sign(content)
+
+    @staticmethod
+    def from_text(data: bytes) -> Manifest:
+        """Reads what `to_text` wrote; nothing in it is believed before the digest fits.
+
+        Raises:
+            ValueError: It is no manifest, or not as it was written, or of another version.
+        """
+        try:
+            content = json.loads(data.decode("ascii"), parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON text: {error}") from error
+        if not isinstance(content, dict) or content.get("kind") != KIND:
+            raise ValueError("it is not the manifest of a checkpoint")
+        digest = content.pop("digest", None)
+        try:
+            right = _sign(content).encode() == data
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if not right:
+            raise ValueError(f"it was changed after it was written, its digest {str(digest)[:16]!r} does not fit")
+        if content.pop("format", None) != FORMAT:
+            raise ValueError(f"it has another format than {FORMAT}: another version of lightning_protrain wrote it")
+        del content["kind"]
+        try:
+            files = {name: FileEntry(*entry) for name, entry in content.pop("files").items()}
+            lineage = tuple((branch, step) for branch, step in content.pop("lineage"))
+            return Manifest(**content, files=files, lineage=lineage)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"its content is not that of a manifest: {error}") from error
+
+
+def is_remains(folder: Path) -> bool:
+    """Whether the folder is a checkpoint or what is left of one; the only folders that may ever be removed."""
+    return any(os.path.lexists(folder / name) for name in (MANIFEST, STATE))
+
+
+def _sign(content: Mapping[str, Any]) -> str:
+    dump: Callable[[Any], str] = lambda what: json.dumps(what, sort_keys=True, indent=1, allow_nan=False)  # noqa: E731
+    digest = hashlib.sha256(dump(content).encode()).hexdigest()
+    return dump({**content, "digest": digest}) + "\n"
+
+
+def _whole(value: Any, name: str) -> None:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{name}={str(value)[:40]!r} is no whole number from 0 on")
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={str(value)[:40]!r} is no text")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")

@@ -1,0 +1,87 @@
+"""Which checkpoint is the best, and which are kept: by the scores that the manifests have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_protrain.checkpoint.discovery import Found
+from lightning_protrain.checkpoint.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What makes a checkpoint better than another one. The record of its manifest says what it scored.
+
+    Attributes:
+        monitor: Name of the metric; None: nothing is better.
+        mode: Whether less is better, or more.
+        min_delta: By how much a score must be better than the best one so far; the earlier of two equal ones wins.
+    """
+
+    monitor: str | None
+    mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'mode={self.mode!r}: give "min" or "max".')
+        if not (self.min_delta >= 0 and math.isfinite(self.min_delta)):
+            raise ValueError(f"min_delta={self.min_delta!r}: give a finite number from 0 on.")
+
+    def is_better(self, score: float | None, best: float | None) -> bool:
+        """Whether `score` takes the place of `best`; what is missing or not finite never does."""
+        if score is None or not math.isfinite(score):
+            return False
+        if best is None:
+            return True
+        return score < best - self.min_delta if self.mode == "min" else score > best + self.min_delta
+
+    def record(self, score: float | None) -> dict[str, Any]:
+        """What a manifest keeps of a score; nothing of one that is missing or not finite."""
+        if self.monitor is None or score is None or not math.isfinite(score):
+            return {}
+        return {"monitor": self.monitor, "mode": self.mode, "score": score}
+
+    def score_of(self, manifest: Manifest) -> float | None:
+        """What the checkpoint scored by this metric; None if that is not known."""
+        record: Mapping[str, Any] = manifest.record
+        score = record.get("score")
+        if self.monitor is None or record.get("monitor") != self.monitor or record.get("mode") != self.mode:
+            return None
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            return None
+        return float(score) if math.isfinite(score) else None
+
+    def best(self, line: Sequence[Found]) -> Found | None:
+        """The best checkpoint of a line that is given newest first."""
+        chosen: Found | None = None
+        for each in reversed(line):
+            if self.is_better(self.score_of(each.manifest), None if chosen is None else self.score_of(chosen.manifest)):
+                chosen = each
+        return chosen
+
+    def surplus(self, line: Sequence[Found], keep: int, protected: Collection[str] = ()) -> list[Found]:
+        """What may go of a line that is given newest first.
+
+        Args:
+            line: The checkpoints.
+            keep: How many of the highest rank stay, by score or, without a metric, the newest; -1: all.
+            protected: Identities of others that stay; the best and the newest always do.
+        """
+        if keep < 0 or not line:
+            return []
+        best = self.best(line)
+        stay = {line[0].manifest.identity, *protected, *([] if best is None else [best.manifest.identity])}
+        sign = 1 if self.mode == "min" else -1
+        scores = [(each, self.score_of(each.manifest)) for each in line]
+        if self.monitor is None:
+            ranked = list(line)
+        else:
+            # Of equal scores the earlier one ranks higher.
+            scored = [(sign * score, each.manifest.sequence, each) for each, score in scores if score is not None]
+            ranked = [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
+        stay |= {each.manifest.identity for each in ranked[:keep]}
+        return [each for each in line if each.manifest.identity not in stay]

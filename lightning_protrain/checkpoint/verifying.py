@@ -1,0 +1,118 @@
+"""Reads manifests and holds files against them; nothing outside the folder is read, nothing in it is executed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lightning_protrain.checkpoint.draft import PIECE, Digest
+from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, FileEntry, Manifest
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file of a checkpoint.
+
+    Attributes:
+        file: Its name; of the manifest, if that is wrong.
+        what: For a message, after "FILE: ".
+    """
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A file for reading, if it is one: no link, no pipe, no device.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield file
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; says nothing about the other files.
+
+    Raises:
+        ValueError: There is none that is valid.
+    """
+    try:
+        with open_regular(folder / MANIFEST) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_MANIFEST_BYTES:
+                raise ValueError(f"it has {size} bytes, no manifest has more than {MOST_MANIFEST_BYTES}")
+            return Manifest.from_text(file.read())
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder}: {MANIFEST}: it is missing") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: {MANIFEST}: {_reason(error)}") from error
+
+
+def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
+    """What is wrong with a checkpoint: torn, changed, missing and surplus files; nothing if it is good.
+
+    Args:
+        folder: The checkpoint.
+        only: Names of the files to be read; None: all. What others hold is not looked at.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [Fault(MANIFEST, str(error).removeprefix(f"{folder}: {MANIFEST}: "))]
+    return verify_files(folder, manifest, only)
+
+
+def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None = None) -> list[Fault]:
+    """The same, with the manifest at hand."""
+    faults = []
+    for name, entry in sorted(manifest.files.items()):
+        if only is None or name in only:
+            what = _compare(folder / name, entry)
+            if what is not None:
+                faults.append(Fault(name, what))
+    for name in sorted(only or ()):
+        if name not in manifest.files:
+            faults.append(Fault(name, "the manifest does not list it"))
+    if only is None:
+        surplus = sorted(set(os.listdir(folder)) - set(manifest.files) - {MANIFEST})
+        faults += [Fault(name, "the manifest does not list it") for name in surplus]
+    return faults
+
+
+def _compare(path: Path, entry: FileEntry) -> str | None:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                return f"it has {size} bytes, the manifest says {entry.size}"
+            digest = Digest(entry.algorithm)
+            while piece := file.read(PIECE):
+                digest.update(piece)
+    except FileNotFoundError:
+        return "it is missing"
+    except OSError as error:
+        return _reason(error)
+    if str(digest) != entry.digest:
+        return f"its content was changed: the digest is {digest}, the manifest says {entry.digest}"
+    return None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.errno == errno.ELOOP:
+        return "it is a link, which is not followed"
+    return error.strerror or str(error)

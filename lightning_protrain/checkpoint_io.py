@@ -1,0 +1,166 @@
+"""ProTrainCheckpointIO: checkpoints of any strategy as folders that survive a crash, or as stock files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
+from lightning_protrain.checkpoint.discovery import resolve
+from lightning_protrain.checkpoint.draft import Digest, refuse_foreign
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.locks import RunLock
+from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
+from lightning_protrain.checkpoint.names import check_name, check_run
+from lightning_protrain.checkpoint.retention import erase, retire, sweep
+from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.verifying import read_manifest
+
+Layout = Literal["folder", "file"]
+
+
+class ProTrainCheckpointIO(CheckpointIO):
+    """Saves, loads and removes checkpoints on local and shared file systems: `Trainer(plugins=ProTrainCheckpointIO())`.
+
+    A checkpoint is a folder (docs/checkpoints.md), or a stock file; both are loaded, whatever `layout` says. A save is
+    durable when it returns, and a crash at any point of it leaves what was there. What is loaded was checked byte for
+    byte, and is loaded with `weights_only=True`.
+
+    Args:
+        run: Name of the run. Two runs of one name in one folder refuse to save at the same time.
+        layout: `"folder"`, or `"file"` for what `torch.save` writes, which every Trainer reads.
+        digest: `"crc32"`; `"sha256"` takes several times as long as the disk.
+
+    Raises:
+        ValueError: A name or an algorithm that there cannot be.
+    """
+
+    def __init__(self, run: str = "run", layout: Layout = "folder", digest: str = "crc32") -> None:
+        if layout not in ("folder", "file"):
+            raise ValueError(f'layout={layout!r}: give "folder" or "file".')
+        Digest(digest)
+        self.run = check_run(run)
+        self.layout = layout
+        self.digest = digest
+        self.files = Files()
+        # What was saved or resumed from last, see [Note: Lines] in checkpoint/manifest.py.
+        self.parent: Manifest | None = None
+        # Who loads on several ranks at once puts in what makes them fail together; the argument is for the message.
+        self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self._locks: dict[Path, RunLock] = {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Saves `checkpoint` at `path`; what is there is replaced when the new one is durable.
+
+        Args:
+            checkpoint: What Lightning makes of a run, or a state dict.
+            path: In a local folder, which is made.
+            storage_options: What JSON can hold; it is kept in the manifest, and in no file.
+
+        Raises:
+            ValueError: A path, or content, that cannot be saved, or another process is writing this run.
+            OSError: The disk.
+        """
+        if storage_options is not None and not isinstance(storage_options, dict):
+            raise ValueError(f"storage_options={storage_options!r}: give a dict for the manifest, or nothing.")
+        target = _local(path)
+        check_name(target.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock(target.parent):
+            cleared = sweep(target.parent, self.run, self.files)
+            if cleared:
+                rank_zero_info(f"Cleared away what an interrupted save left in {target.parent}: {', '.join(cleared)}")
+            if self.layout == "file":
+                write_stock(checkpoint, target, self.files, self.run)
+                return
+            step = checkpoint.get("global_step", 0)
+            record = {**(storage_options or {}), "epoch": checkpoint.get("epoch"), "versions": _versions()}
+            self.parent = save_folder(
+                checkpoint, target, self.run, step, self.files, self.parent, digest=self.digest, record=record
+            )
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved at `path`, as a folder or as a stock file.
+
+        Args:
+            path: The folder or file.
+            map_location: As in `torch.load`; None: the host.
+            weights_only: False lets a stock file execute what it says; a folder never does.
+
+        Raises:
+            ValueError: It is not good, and what is wrong with it.
+            FileNotFoundError: There is nothing.
+        """
+        self.parent = None
+        with self.together(f"Loading {path}"):
+            place = resolve(_local(path))
+            if not place.is_dir():
+                return load_stock(place, map_location or "cpu", weights_only)
+            if not is_remains(place):
+                raise ValueError(f"{place} is a folder without {MANIFEST}: lightning_protrain has not saved it.")
+            content = load_folder(place, map_location, keep=True)
+            self.parent = read_manifest(place)
+            return content
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes what is at `path`, if there is anything; a crash leaves it whole or gone.
+
+        Raises:
+            ValueError: It is a folder and no checkpoint.
+            OSError: The disk.
+        """
+        target = _local(path)
+        if not os.path.lexists(target):
+            return
+        refuse_foreign(target)
+        if target.is_dir() and not target.is_symlink():
+            retire(target, self.run, self.files)
+        else:
+            erase(target, self.files)
+
+    def hold(self, root: str | os.PathLike[str]) -> None:
+        """Keeps other processes from writing this run to `root`, until `teardown`.
+
+        Raises:
+            ValueError: One has it; the message says which one.
+        """
+        folder = _local(root)
+        if folder not in self._locks:
+            lock = RunLock(folder, self.run, self.files)
+            lock.take()
+            self._locks[folder] = lock
+
+    def teardown(self) -> None:
+        """Lets go of what `hold` has taken, and of other ranks."""
+        self.together = nullcontext
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    def _lock(self, root: Path) -> AbstractContextManager[object]:
+        return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if "://" in text:
+        raise ValueError(
+            f"{text} is no path of a file system: a commit needs renames and syncs. Save to a local or shared folder, "
+            "and copy finished checkpoints from there."
+        )
+    return Path(os.path.abspath(text))
+
+
+def _versions() -> Mapping[str, str]:
+    return {"torch": str(torch.__version__), "lightning": str(lightning.__version__)}

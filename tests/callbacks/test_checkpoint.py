@@ -1,0 +1,298 @@
+"""A run is saved when it should be, keeps its best, goes on from its newest good one, and never from nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from tests.checkpoint.contents import flip
+
+BATCHES = 4
+
+
+class Counter(L.LightningModule):
+    """One weight that counts steps; its validation losses are given, one for each evaluation of the whole life."""
+
+    def __init__(self, losses: Sequence[float] = (), train: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.layer.weight)
+        self.losses = losses
+        self.train_metric = train
+        self.evaluated: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.train_metric:
+            self.log("train_loss", float(abs(self.trainer.global_step - 5)))
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.evaluated.append(self.trainer.global_step)
+            number = self.trainer.global_step // 2 - 1
+            if number < len(self.losses):
+                self.log("val_loss", self.losses[number], batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, maximize=True)  # The weight is the number of steps.
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(BATCHES, 1), batch_size=1)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(1, 1)) if self.losses else []
+
+
+def _fit(
+    folder: Path, losses: Sequence[float] = (), *, epochs: int = 2, module: Counter | None = None, **options: Any
+) -> tuple[L.Trainer, ProTrainCheckpoint]:
+    """Validates after every second step."""
+    of_trainer = ("max_steps", "accumulate_grad_batches", "val_check_interval", "callbacks", "strategy", "plugins")
+    given = {name: options.pop(name) for name in of_trainer if name in options}
+    path = options.pop("ckpt_path", None)
+    saver = ProTrainCheckpoint(folder, **{"monitor": "val_loss" if losses else None, **options})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {"max_epochs": epochs, "val_check_interval": 2, **quiet, **given}
+    trainer = L.Trainer(accelerator="cpu", devices=1, **{**given, "callbacks": [*given.get("callbacks", []), saver]})
+    trainer.fit(module or Counter(losses), ckpt_path=path)
+    return trainer, saver
+
+
+def _steps(folder: Path, run: str = "run") -> list[int]:
+    assert all(verify(each.path) == [] for each in find(folder, run).found)
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    return sorted(each.manifest.step for each in find(folder, run).found)
+
+
+def _weight(path: str | Path) -> float:
+    return ProTrainCheckpointIO().load_checkpoint(path)["state_dict"]["layer.weight"].item()
+
+
+def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
+    trainer, saver = _fit(tmp_path)
+    assert trainer.checkpoint_callback is saver
+    assert isinstance(saver, ModelCheckpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=8.ckpt"]
+    assert saver.best_model_path == saver.last_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
+    assert _weight(saver.last_model_path) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"every_n_train_steps": 3, "save_top_k": -1}, [3, 6]),
+        ({"every_n_train_steps": 3}, [6]),
+        ({"every_n_epochs": 1, "save_top_k": -1}, [4, 8]),
+        ({"every_n_epochs": 2, "save_top_k": -1}, [8]),
+        ({"train_time_interval": timedelta(0), "save_top_k": -1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"save_top_k": 0}, []),
+        ({"every_n_train_steps": 100, "save_last": True}, [8]),
+        ({"every_n_train_steps": 2, "save_top_k": -1, "accumulate_grad_batches": 2}, [2, 4]),
+        ({"every_n_train_steps": 1, "save_top_k": -1, "accumulate_grad_batches": 3}, [1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_saves_when_it_was_asked_to(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
+    _fit(tmp_path, **options)
+    assert _steps(tmp_path) == steps
+
+
+LOSSES = (5.0, 2.0, 3.0, 4.0)  # After 2, 4, 6 and 8 steps.
+
+
+@pytest.mark.parametrize(
+    ("losses", "mode", "min_delta", "best"),
+    [
+        (LOSSES, "min", 0.0, 4),
+        (LOSSES, "max", 0.0, 2),
+        ((5.0, 4.9, 4.8, 4.0), "min", 0.5, 8),
+        ((5.0, 4.9, 4.8, 4.7), "min", 0.5, 2),
+        ((math.nan, 7.0, math.inf, 8.0), "min", 0.0, 4),
+        ((math.nan, 7.0, math.inf, 6.0), "max", 0.0, 4),
+        ((3.0, 3.0, 3.0, 3.0), "min", 0.0, 2),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*that is never the best")
+def test_the_best_of_all_evaluations_is_kept_with_its_own_weights(
+    tmp_path: Path, losses: Sequence[float], mode: str, min_delta: float, best: int
+) -> None:
+    # No trigger falls on an evaluation.
+    _, saver = _fit(tmp_path, losses, mode=mode, min_delta=min_delta, every_n_train_steps=3)
+    assert _weight(saver.best_model_path) == best
+    record = read_manifest(Path(saver.best_model_path)).record
+    assert record["score"] == losses[best // 2 - 1] == float(saver.best_model_score)
+    assert best in _steps(tmp_path)
+    assert max(_steps(tmp_path)) >= 6
+
+
+def test_a_score_that_is_not_finite_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="val_loss is nan at step 2: that is never the best"):
+        _fit(tmp_path, (math.nan, 1.0), epochs=1)
+
+
+def test_no_stale_metric_names_or_ranks_a_checkpoint(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=-1, filename="{step}-{val_loss:.1f}")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(
+        [f"step={step}-val_loss={loss}.ckpt" for step, loss in zip((2, 4, 6, 8), LOSSES, strict=True)]
+        + [f"epoch={(step - 1) // 4}-step={step}.ckpt" for step in (1, 3, 5, 7)]
+    )
+    scores = {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found}
+    assert scores == {1: None, 2: 5.0, 3: None, 4: 2.0, 5: None, 6: 3.0, 7: None, 8: 4.0}
+
+
+def test_the_highest_ranks_are_kept(tmp_path: Path) -> None:
+    _, saver = _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=2)
+    assert _steps(tmp_path) == [4, 6, 8]
+    assert {Path(path).name: float(score) for path, score in saver.best_k_models.items()} == {
+        "epoch=0-step=4.ckpt": 2.0,
+        "epoch=1-step=6.ckpt": 3.0,
+        "epoch=1-step=8.ckpt": 4.0,
+    }
+
+
+def test_a_metric_of_training_ranks_without_validation(tmp_path: Path) -> None:
+    options = {"monitor": "train_loss", "every_n_train_steps": 2, "module": Counter(train=True)}
+    _, saver = _fit(tmp_path, filename="{step}-{train_loss:.0f}", **options)
+    # What is logged in the step to 6 is that of the weights after 5.
+    assert Path(saver.best_model_path).name == "step=6-train_loss=0.ckpt"
+    assert _steps(tmp_path) == [6, 8]
+
+
+def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"monitor='val_los': no metric of that name was logged, but \['val_loss'\]"):
+        _fit(tmp_path, LOSSES, monitor="val_los")
+
+
+def test_save_on_train_epoch_end_takes_the_score_of_the_same_step(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, save_on_train_epoch_end=True, save_top_k=-1)
+    assert {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found} == {
+        2: 5.0,
+        4: 2.0,
+        8: 4.0,
+    }
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_last_goes_on_from_the_newest_and_keeps_the_best(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, max_steps=6)
+    module = Counter((9.0, 9.0, 9.0, 9.0))
+    trainer, saver = _fit(tmp_path, module=module, monitor="val_loss", ckpt_path="last")
+    assert trainer.global_step == _weight(saver.last_model_path) == 8
+    assert module.evaluated == [8]
+    assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (4, 2.0)
+    # The one it was resumed from stays, and belongs to the same line.
+    assert _steps(tmp_path) == [4, 6, 8]
+    assert {each.manifest.branch for each in find(tmp_path).found} == {0}
+
+
+def test_another_process_finds_the_best_and_the_last(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES)
+    shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
+    tmp_path.mkdir()
+    saver = ProTrainCheckpoint(moved, monitor="val_loss")
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[saver])
+    module = Counter(LOSSES)
+    trainer.validate(module, ckpt_path="best", verbose=False)
+    assert module.layer.weight.item() == 4
+    trainer.validate(module, ckpt_path="last", verbose=False)
+    assert module.layer.weight.item() == 8
+
+
+@pytest.mark.parametrize("torn", [1, 2])
+def test_a_newest_that_is_not_good_is_skipped_and_said(tmp_path: Path, torn: int) -> None:
+    _fit(tmp_path, every_n_train_steps=2, save_top_k=-1, max_steps=6)
+    for step in (6, 4)[:torn]:
+        flip(tmp_path / f"epoch={(step - 1) // 4}-step={step}.ckpt" / WEIGHTS, 500)
+    good = 6 - 2 * torn
+    with pytest.warns(
+        UserWarning, match=rf"(?s)step={good}\.ckpt \(step {good}\) is the newest good.*step=6\.ckpt: {WEIGHTS}"
+    ):
+        trainer, saver = _fit(tmp_path, every_n_train_steps=2, save_top_k=-1, max_steps=7, ckpt_path="last")
+    assert trainer.global_step == 7
+    assert saver._resumed_from == read_manifest(tmp_path / f"epoch={(good - 1) // 4}-step={good}.ckpt").identity
+
+
+def test_with_none_good_it_does_not_begin_anew(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    flip(tmp_path / "epoch=1-step=8.ckpt" / WEIGHTS, 500)
+    before = sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt"))
+    with pytest.raises(ValueError, match="has no good checkpoint of run 'run'"):
+        _fit(tmp_path, ckpt_path="last")
+    with pytest.raises(ValueError, match="is not a good checkpoint"):
+        _fit(tmp_path, ckpt_path=tmp_path / "epoch=1-step=8.ckpt")
+    assert sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt")) == before
+
+
+def test_with_none_at_all_it_begins(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="there is no last checkpoint available"):
+        trainer, _ = _fit(tmp_path, ckpt_path="last")
+    assert trainer.global_step == 8
+
+
+def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
+    stock = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=3)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    L.Trainer(accelerator="cpu", max_steps=3, callbacks=[stock], **quiet).fit(Counter())
+    trainer, saver = _fit(tmp_path, ckpt_path="last")
+    assert (trainer.global_step, _weight(saver.last_model_path)) == (8, 8)
+    assert (tmp_path / "last.ckpt").is_file()
+
+
+def test_going_back_hides_what_came_after_and_removes_nothing_of_it(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, every_n_train_steps=2, save_top_k=-1)
+    back = tmp_path / "epoch=0-step=2.ckpt"
+    module = Counter((7.0, 6.0, 8.0, 9.0))
+    _, saver = _fit(tmp_path, module=module, monitor="val_loss", every_n_train_steps=2, max_steps=6, ckpt_path=back)
+    assert module.evaluated == [4, 6]
+    # 4 with a loss of 2 is not of this line; 2 with 5 is.
+    assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (2, 5.0)
+    assert _steps(tmp_path) == [2, 4, 6, 6, 8]
+    fresh = ProTrainCheckpoint(tmp_path, monitor="val_loss")
+    assert fresh.best_model_path == str(back)
+    assert fresh._find_last_checkpoints(L.Trainer(accelerator="cpu", logger=False)) == {saver.last_model_path}
+
+
+def test_a_second_fit_goes_on_in_the_same_line(tmp_path: Path) -> None:
+    trainer, saver = _fit(tmp_path, LOSSES, max_steps=4)
+    trainer.validate(trainer.model, ckpt_path="best", verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(trainer.model)
+    assert (trainer.global_step, float(saver.best_model_score)) == (6, 2.0)
+    assert {each.manifest.branch for each in find(tmp_path).found} == {0}
+
+
+def test_resumed_at_its_end_it_rewrites_nothing(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, save_last=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    trainer, _ = _fit(tmp_path, LOSSES, save_last=True, ckpt_path="last")
+    assert trainer.global_step == 8
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_it_is_not_resumed_from_between_two_steps(tmp_path: Path) -> None:
+    # Two batches for a step, an evaluation after every batch: the best one is found in the middle of a step.
+    module = Counter((1.0,))
+    module.validation_step = lambda batch, batch_idx: module.log("val_loss", float(module.trainer.fit_loop.batch_idx))
+    _fit(tmp_path, module=module, monitor="val_loss", accumulate_grad_batches=2, val_check_interval=1, epochs=1)
+    marked = {each.manifest.step: each.manifest.record.get("accumulating", False) for each in find(tmp_path).found}
+    assert marked == {0: True, 2: False}

@@ -1,0 +1,131 @@
+"""The best is the best by what is finite, and what is kept always has it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.checkpoint.discovery import Found
+from lightning_protrain.checkpoint.manifest import Manifest
+from lightning_protrain.checkpoint.ranking import Ranking
+
+Mode = Literal["min", "max"]
+
+
+def _line(*scores: Any, monitor: str = "loss", mode: str = "min") -> list[Found]:
+    """Newest first; the first score is that of the oldest."""
+    found = []
+    for number, score in enumerate(scores):
+        record = {} if score is None else {"monitor": monitor, "mode": mode, "score": score}
+        manifest = Manifest("run", number, number, f"{number:016x}", {}, record=record)
+        found.append(Found(Path(str(number)), manifest))
+    return found[::-1]
+
+
+def _names(line: list[Found]) -> list[int]:
+    return sorted(each.manifest.step for each in line)
+
+
+@pytest.mark.parametrize("score", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_finite_is_never_better(score: float | None, mode: Mode) -> None:
+    ranking = Ranking("loss", mode)
+    assert not ranking.is_better(score, None)
+    assert not ranking.is_better(score, 1.0)
+    assert ranking.is_better(1e300, None)
+    assert ranking.record(score) == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "min_delta", "score", "best", "better"),
+    [
+        ("min", 0.0, 1.0, 1.0, False),
+        ("min", 0.0, 0.999, 1.0, True),
+        ("min", 0.5, 0.5, 1.0, False),
+        ("min", 0.5, 0.49, 1.0, True),
+        ("max", 0.0, 1.0, 1.0, False),
+        ("max", 0.0, 1.001, 1.0, True),
+        ("max", 0.5, 1.5, 1.0, False),
+        ("max", 0.5, 1.51, 1.0, True),
+    ],
+)
+def test_what_is_better(mode: Mode, min_delta: float, score: float, best: float, better: bool) -> None:
+    assert Ranking("loss", mode, min_delta).is_better(score, best) is better
+
+
+def test_the_best_of_a_line() -> None:
+    line = _line(3.0, 1.0, None, 1.0, 2.0)
+    best = Ranking("loss").best(line)
+    assert best is not None
+    assert best.manifest.step == 1  # Of two equal ones the earlier.
+    assert Ranking("loss", "max").best(line) is None  # Another mode, another score.
+    assert Ranking("accuracy").best(line) is None
+    assert Ranking(None).best(line) is None
+    assert Ranking("loss").best([]) is None
+
+
+@pytest.mark.parametrize("score", ["1", True, [], None])
+def test_a_score_that_is_no_number_is_none(score: Any) -> None:
+    line = _line(5.0, 7.0)
+    odd = _line(*[5.0, 7.0, score if score is not None else 0.0])[0]
+    if score is None:
+        odd = _line(1.0, monitor="other")[0]
+    best = Ranking("loss").best([odd, *line])
+    assert best is not None
+    assert Ranking("loss").score_of(best.manifest) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep", "gone"),
+    [
+        ((3, 2, 1), 1, [0, 1]),
+        ((1, 2, 3), 1, [1]),  # The best and the newest.
+        ((1, 2, 3), 2, []),
+        ((4, 1, 3, 2, 5), 2, [0, 2]),
+        ((1, 1, 1), 1, [1]),
+        ((None, None, 1, None), 1, [0, 1]),
+        ((1, 2, 3), -1, []),
+        ((2, 1, 3), 0, [0]),
+        ((), 1, []),
+    ],
+)
+def test_what_may_go(scores: tuple, keep: int, gone: list[int]) -> None:
+    assert _names(Ranking("loss").surplus(_line(*scores), keep)) == gone
+
+
+def test_without_a_metric_the_newest_stay() -> None:
+    assert _names(Ranking(None).surplus(_line(1, 2, 3), 1)) == [0, 1]
+    assert _names(Ranking(None).surplus(_line(1, 2, 3), 1, protected=[f"{1:016x}"])) == [0]
+
+
+@given(
+    st.lists(st.none() | st.floats(-5, 5), max_size=8),
+    st.integers(-1, 4),
+    st.sampled_from(["min", "max"]),
+    st.floats(0, 2),
+    st.integers(0, 7),
+)
+def test_the_best_the_newest_and_the_protected_never_go(
+    scores: list, keep: int, mode: Mode, min_delta: float, protected: int
+) -> None:
+    ranking, line = Ranking("loss", mode, min_delta), _line(*scores, mode=mode)
+    gone = ranking.surplus(line, keep, [f"{protected:016x}"])
+    best = ranking.best(line)
+    assert best not in gone
+    assert not line or line[0] not in gone
+    assert protected not in _names(gone)
+    # The same best is found among those that are left.
+    assert ranking.best([each for each in line if each not in gone]) == best
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "up"}, {"min_delta": -1.0}, {"min_delta": math.nan}, {"min_delta": math.inf}]
+)
+def test_what_there_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Ranking("loss", **options)

@@ -1,0 +1,66 @@
+"""What is removed is gone, what another run has is not, and what an interrupted save has left is put right."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.names import reserved_name
+from lightning_protrain.checkpoint.retention import erase, retire, sweep
+from tests.checkpoint.contents import RUN, load, save
+from tests.checkpoint.disks import Journal
+
+FILES = Files()
+
+
+def test_a_checkpoint_loses_its_name_then_its_manifest_then_the_rest(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    journal = Journal(tmp_path)
+    retire(tmp_path / "step=1", RUN, journal)
+    kinds = [(each.kind, each.path.rpartition("/")[2]) for each in journal.operations]
+    assert [kind for kind, _ in kinds[:2]] == ["rename", "sync_directory"]
+    assert kinds[2] == ("remove", "manifest.json")
+    assert kinds[3][0] == "sync_directory"
+    assert os.listdir(tmp_path) == []
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    save(tmp_path, 1)
+    (tmp_path / "step=1" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "step=1" / "folder").mkdir()
+    (tmp_path / "step=1" / "folder" / "file").symlink_to(tmp_path / "kept" / "file")
+    (tmp_path / "link").symlink_to("kept")
+    erase(tmp_path / "link", FILES)
+    erase(tmp_path / "step=1", FILES)
+    assert os.listdir(tmp_path) == ["kept"]
+    assert os.listdir(tmp_path / "kept") == ["file"]
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_save_that_was_interrupted_between_its_renames_is_put_right(tmp_path: Path, published: bool) -> None:
+    save(tmp_path, 1, name="last")
+    old = reserved_name("last", RUN, "old")
+    (tmp_path / "last").rename(tmp_path / old)
+    if published:
+        save(tmp_path, 2, name="last")
+    assert sweep(tmp_path, RUN, FILES) == [old]
+    assert os.listdir(tmp_path) == ["last"]
+    assert load(tmp_path / "last")["global_step"] == 1 + published
+    assert sweep(tmp_path, RUN, FILES) == []
+
+
+def test_debris_of_this_run_goes_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    mine = [reserved_name("a", RUN, "staged"), reserved_name("b", RUN, "removed")]
+    others = [reserved_name("a", "other", "staged"), "step=1", "notes", ".hidden", ".x~12.staged"]
+    for name in {*mine, *others} - {"step=1"}:
+        shutil.copytree(tmp_path / "step=1", tmp_path / name, dirs_exist_ok=True)
+    (tmp_path / reserved_name("c", RUN, "staged")).write_bytes(b"half a file")
+    assert len(sweep(tmp_path, RUN, FILES)) == 3
+    assert sorted(os.listdir(tmp_path)) == sorted(others)

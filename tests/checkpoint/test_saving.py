@@ -1,0 +1,372 @@
+"""Saves survive a crash at any operation, a full and a failing disk; and keep the order of a run's lines."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lightning_protrain.checkpoint.discovery import find, line_of, newest_good
+from lightning_protrain.checkpoint.draft import Draft
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.manifest import Manifest
+from lightning_protrain.checkpoint.names import parse_reserved, reserved_name
+from lightning_protrain.checkpoint.payload import split
+from lightning_protrain.checkpoint.retention import retire, sweep
+from lightning_protrain.checkpoint.saving import next_place
+from lightning_protrain.checkpoint.verifying import verify
+from tests.checkpoint.contents import RUN, content, load, same, save
+from tests.checkpoint.disks import Journal, Operation, crash_images, order_violations
+
+Mark = Callable[[int], None]
+
+
+class Quick(Files):
+    """Syncs nothing: for what is done around the recordings."""
+
+    def sync(self, descriptor: int) -> None: ...
+
+    def sync_directory(self, path: Path) -> None: ...
+
+
+class Scenario(NamedTuple):
+    """What the disk has, and what is recorded; `mark` is called with the sequence of each save that returned."""
+
+    before: Callable[[Path], object]
+    action: Callable[[Path, Files, Mark], object]
+
+
+def _run(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name: str | None = None) -> None:
+    """Saves as a run does that goes on: after each save all but the newest `keep` are removed."""
+    sweep(root, RUN, files)
+    newest = newest_good(root, RUN).chosen
+    parent = newest.manifest if newest is not None else None
+    for step in steps:
+        parent = save(root, step, files, parent=parent, name=name or f"step={step}")
+        mark(parent.sequence)
+        for each in line_of(find(root, RUN))[keep:]:
+            retire(each.path, RUN, files)
+
+
+def _prepare(*steps: int, name: str | None = None) -> Callable[[Path], None]:
+    return lambda root: _run(root, Quick(), lambda _: None, *steps, name=name)
+
+
+def _fork(root: Path, files: Files, mark: Mark) -> None:
+    """Goes on from step 1 while 2 and 3 are there, and removes these when the new line is durable."""
+    old = {each.manifest.step: each for each in find(root, RUN).found}
+    mark(save(root, 2, files, parent=old[1].manifest, name="again").sequence)
+    for step in (2, 3):
+        retire(old[step].path, RUN, files)
+
+
+def _interrupted(root: Path) -> None:
+    """What a save leaves that is killed between its two renames."""
+    save(root, 1, Quick(), name="last")
+    (root / "last").rename(root / reserved_name("last", RUN, "old"))
+    shutil.copytree(next(root.iterdir()), root / reserved_name("last", RUN, "staged"))
+
+
+SCENARIOS = {
+    "first": Scenario(lambda root: None, lambda root, files, mark: _run(root, files, mark, 1)),
+    "second": Scenario(_prepare(1), lambda root, files, mark: _run(root, files, mark, 2)),
+    "same name": Scenario(_prepare(1, name="last"), lambda *all: _run(*all, 2, name="last")),
+    "same name twice": Scenario(_prepare(1, name="last"), lambda *all: _run(*all, 1, 2, name="last")),
+    "keep 1": Scenario(_prepare(1), lambda *all: _run(*all, 2, 3, keep=1)),
+    "keep 2": Scenario(_prepare(1, 2), lambda *all: _run(*all, 3, 4, keep=2)),
+    "fork": Scenario(_prepare(1, 2, 3), _fork),
+    "interrupted": Scenario(_interrupted, lambda *all: _run(*all, 2, name="last")),
+}
+
+
+def _record(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) -> tuple[Path, list[Operation], int]:
+    """A copy of the disk before the action, the recording, and the sequence of the latest save before it, or -1."""
+    root, before = folder / "root", folder / "before"
+    root.mkdir()
+    scenario.before(root)
+    shutil.copytree(root, before)
+    found = find(root, RUN).found
+    recording = journal(root)
+    scenario.action(root, recording, recording.mark)
+    return before, recording.operations, found[0].manifest.sequence if found else -1
+
+
+def _judge(root: Path, durable: int) -> list[str]:
+    """What is wrong with a disk after a crash, if the save of sequence `durable` had returned before."""
+    findings = []
+    listing = find(root, RUN)
+    findings += [f"{path.name}: {what}" for path, what in listing.broken]
+    findings += [f"{each.path.name} {fault}" for each in listing.found for fault in verify(each.path)]
+    try:
+        chosen = newest_good(root, RUN).chosen
+    except ValueError as error:
+        return [*findings, str(error)]
+    if chosen is None:
+        return [*findings, *(["nothing is left"] if durable >= 0 else [])]
+    if chosen.manifest.sequence < durable:
+        findings.append(f"save {durable} had returned, {chosen.manifest.sequence} is the newest")
+    if not same(load(chosen.path), content(chosen.manifest.step)):
+        findings.append(f"{chosen.path.name} has other content")
+    sweep(root, RUN, Quick())
+    save(root, 77, Quick(), parent=chosen.manifest)
+    if [entry for entry in os.listdir(root) if parse_reserved(entry)] or load(root / "step=77")["global_step"] != 77:
+        findings.append(f"the next save leaves {sorted(os.listdir(root))}")
+    return findings
+
+
+def _crash_everywhere(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) -> tuple[list[str], int]:
+    before, operations, durable = _record(scenario, folder, journal)
+    bad = []
+    for place, root, mark in crash_images(before, operations, folder / "images"):
+        bad += [f"{place}: {what}" for what in _judge(root, durable if mark is None else mark)]
+    return bad, len(operations) + 1
+
+
+_POINTS: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_crash_at_any_operation_loses_no_save_that_returned(name: str, tmp_path: Path) -> None:
+    bad, _POINTS[name] = _crash_everywhere(SCENARIOS[name], tmp_path)
+    assert not bad, "\n".join(bad)
+
+
+def test_there_are_enough_crash_points() -> None:
+    if len(_POINTS) < len(SCENARIOS):
+        pytest.skip("counted where all scenarios have run")
+    print(_POINTS)
+    assert sum(_POINTS.values()) >= 150
+
+
+class Fine(Journal):
+    pieces = 32
+
+
+def test_a_crash_at_any_of_many_bytes_loses_nothing(tmp_path: Path) -> None:
+    before, operations, durable = _record(SCENARIOS["same name"], tmp_path, Fine)
+    ends = [len(each.argument) for each in operations if each.kind == "write"]
+    assert sum(length > 0 for length in ends) >= 64
+    images = crash_images(before, operations, tmp_path / "images", ("killed", "random-1"))
+    bad = [
+        f"{place}: {what}" for place, root, mark in images for what in _judge(root, durable if mark is None else mark)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+class Unsynced(Journal):
+    """A disk that is never asked to keep anything."""
+
+    def sync(self, descriptor: int) -> None: ...
+
+    def sync_directory(self, path: Path) -> None: ...
+
+
+class UnsyncedNames(Journal):
+    def sync_directory(self, path: Path) -> None: ...
+
+
+class UnsyncedData(Journal):
+    def sync(self, descriptor: int) -> None: ...
+
+
+@pytest.mark.parametrize("journal", [Unsynced, UnsyncedNames, UnsyncedData])
+@pytest.mark.parametrize("name", ["second", "same name", "keep 1"])
+def test_without_syncs_the_same_harness_finds_losses(journal: type[Journal], name: str, tmp_path: Path) -> None:
+    bad, _ = _crash_everywhere(SCENARIOS[name], tmp_path, journal)
+    assert bad
+    (tmp_path / "again").mkdir()
+    before, operations, _ = _record(SCENARIOS[name], tmp_path / "again", journal)
+    assert order_violations(before, operations)
+
+
+def _naive(root: Path, files: Files, mark: Mark) -> None:
+    """Writes under the final name, after making room for it."""
+    listing = find(root, RUN)
+    retire(root / "last", RUN, files)
+    files.make_directory(root / "last")
+    draft = Draft(root / "last", root / "last", RUN, files)
+    split(content(2)).write(draft)
+    place = next_place(listing, listing.found[0].manifest)
+    manifest = Manifest(RUN, 2, place.sequence, draft.identity, dict(draft.entries))
+    with draft._create("manifest.json") as file:
+        file.write(manifest.to_text().encode())
+        file.finish()
+    files.sync_directory(root / "last")
+    files.sync_directory(root)
+    mark(place.sequence)
+
+
+def test_a_naive_writer_fails_the_harness_however_much_it_syncs(tmp_path: Path) -> None:
+    bad, _ = _crash_everywhere(Scenario(_prepare(1, name="last"), _naive), tmp_path)
+    assert any("nothing is left" in what for what in bad)
+    assert any("killed" in what for what in bad)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_gets_its_name_before_it_is_on_the_disk(name: str, tmp_path: Path) -> None:
+    before, operations, _ = _record(SCENARIOS[name], tmp_path)
+    assert sum(operation.kind == "rename" for operation in operations) >= 1
+    assert order_violations(before, operations) == []
+
+
+class _Failing(Files):
+    """Does `kind` at the operation of a number: kills this process, or fails; a write is half done before."""
+
+    def __init__(self, number: int, error: int | None) -> None:
+        self._left = number
+        self._error = error
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        super().write(descriptor, data[: data.nbytes // 2])
+        self._count()
+        super().write(descriptor, data[data.nbytes // 2 :])
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0 and self._error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left == 0 and self._error is not None:
+            raise OSError(self._error, os.strerror(self._error))
+
+
+def _counted(name: str) -> Callable[..., object]:
+    def operation(self: _Failing, *args: object) -> object:
+        self._count()
+        return getattr(Files, name)(self, *args)
+
+    return operation
+
+
+for _name in ("make_directory", "create", "sync", "sync_directory", "rename", "remove", "remove_directory"):
+    setattr(_Failing, _name, _counted(_name))
+
+
+def _kill_at(number: int, name: str, root: Path) -> bool:
+    """Whether the process was killed at the operation; False: it had ended before."""
+    process = os.fork()
+    if process == 0:
+        SCENARIOS[name].action(root, _Failing(number, None), lambda _: None)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+
+@pytest.mark.parametrize("name", ["same name", pytest.param("keep 1", marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_at_any_operation_loses_nothing(name: str, tmp_path: Path) -> None:
+    bad, number = [], 0
+    while True:
+        number += 1
+        root = tmp_path / str(number)
+        root.mkdir()
+        SCENARIOS[name].before(root)
+        killed = _kill_at(number, name, root)
+        bad += [f"{number}: {what}" for what in _judge(root, 0)]
+        if not killed:
+            break
+    assert not bad, "\n".join(bad)
+    assert number > 20
+
+
+@pytest.mark.parametrize("name", ["first", "same name"])
+def test_an_error_of_any_operation_leaves_what_was_there(name: str, tmp_path: Path) -> None:
+    number = 0
+    while True:
+        number += 1
+        root = tmp_path / str(number)
+        root.mkdir()
+        SCENARIOS[name].before(root)
+        saved: list[int] = []
+        try:
+            SCENARIOS[name].action(root, _Failing(number, errno.EIO), saved.append)
+            raised = None
+        except OSError as caught:
+            raised = caught.errno
+        assert raised in (None, errno.EIO)
+        before = [0] if name == "same name" else []
+        # It is never reported as saved and gone, nor as failed with the former one gone.
+        assert _judge(root, max([*saved, *before], default=-1)) == []
+        if raised is None and number > 40:
+            break
+    assert saved
+
+
+class _Full(Files):
+    """A disk with so many bytes left."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        super().write(descriptor, data[: self.left])
+        if data.nbytes > self.left:
+            self.left = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.left -= data.nbytes
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_a_disk_that_is_full_at_any_size_leaves_the_former_one_and_no_debris(part: int, tmp_path: Path) -> None:
+    save(tmp_path, 1, name="last")
+    size = sum(each.stat().st_size for each in (tmp_path / "last").iterdir())
+    with pytest.raises(OSError, match="No space left") as caught:
+        save(tmp_path, 2, _Full(size * part // 16), name="last")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["last"]
+    assert same(load(tmp_path / "last"), content(1))
+    save(tmp_path, 2, _Full(2 * size), name="last")
+    assert same(load(tmp_path / "last"), content(2))
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*disk[:3], 5, 5, *disk[5:])))
+    with pytest.raises(OSError, match=r"GiB \(\d+ bytes\) is to be written, the disk has 0\.000 GiB") as caught:
+        save(tmp_path, 1, Journal(tmp_path))
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
+
+
+def _manifests(root: Path, branch_at: int) -> list[Manifest]:
+    parent, made = None, []
+    for step in (1, 2, 3):
+        parent = save(root, step, Quick(), parent=parent)
+        made.append(parent)
+    parent = made[branch_at]
+    for step in (branch_at + 2, branch_at + 3):
+        parent = save(root, step, Quick(), parent=parent, name=f"again={step}")
+    return made
+
+
+def test_what_a_run_left_behind_when_it_went_back_is_hidden(tmp_path: Path) -> None:
+    _manifests(tmp_path, branch_at=0)
+    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["again=3", "again=2", "step=1"]
+    assert len(find(tmp_path, RUN).found) == 5
+    chosen = newest_good(tmp_path, RUN).chosen
+    assert chosen is not None
+    assert chosen.path.name == "again=3"
+
+
+def test_a_run_that_begins_anew_shares_nothing_with_the_former_one(tmp_path: Path) -> None:
+    _prepare(1, 2)(tmp_path)
+    save(tmp_path, 1, name="anew")
+    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["anew"]
+
+
+def test_a_line_goes_back_over_several_branches(tmp_path: Path) -> None:
+    made = _manifests(tmp_path, branch_at=1)
+    again = {each.path.name: each.manifest for each in find(tmp_path, RUN).found}
+    last = save(tmp_path, 9, parent=again["again=3"], name="third")
+    assert last.lineage == ((0, 2), (1, 3))
+    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["third", "again=3", "step=2", "step=1"]
+    assert made[2].identity not in {each.manifest.identity for each in line_of(find(tmp_path, RUN))}
+
+
+def test_the_parent_of_another_run_is_no_parent(tmp_path: Path) -> None:
+    parent = save(tmp_path, 5, run="other")
+    child = save(tmp_path, 1, parent=parent)
+    assert (child.branch, child.sequence, child.lineage) == (0, 0, ())
