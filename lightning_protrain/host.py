@@ -13,15 +13,14 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-T = TypeVar("T")
 
 
 class HostMemory:
@@ -107,38 +106,6 @@ class Job(Protocol):
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Calls `function` with the job when it has ended, on the worker; at once if it has."""
-
-
-class Later(Generic[T]):
-    """What `function` returns, called as soon as `job` has ended, on the worker.
-
-    Args:
-        job: What has to end first.
-        function: What is called then; not if the job raised.
-    """
-
-    def __init__(self, job: Job, function: Callable[[], T]) -> None:
-        self._job = job
-        self._function = function
-        self._future: Future[T] = Future()
-        job.add_done_callback(self._run)
-
-    def result(self) -> T:
-        """Waits for the job and for the function.
-
-        Raises:
-            BaseException: What either of them raised.
-        """
-        self._job.result()
-        return self._future.result()
-
-    def _run(self, job: Job) -> None:
-        if job.exception() is not None:
-            return
-        try:
-            self._future.set_result(self._function())
-        except RuntimeError as error:
-            self._future.set_exception(error)  # raised in `result`, on the thread that needs it
 
 
 class HostWorker:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.host import PAGE, HostMemory, HostWorker, Later, worker_cores
+from lightning_protrain.host import PAGE, HostMemory, HostWorker, worker_cores
 
 
 class Locks:
@@ -225,35 +225,9 @@ def test_no_thread_without_a_job_and_none_after_the_end() -> None:
 def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
     worker = HostWorker()
     failing = worker.submit(lambda: 1 // 0)
-    later = Later(failing, lambda: pytest.fail("must not run"))
-    for waited in (failing, later):
-        with pytest.raises(ZeroDivisionError):
-            waited.result()
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
     assert worker.submit(lambda: None).result() is None
-    worker.close()
-
-
-def test_later_runs_after_its_job() -> None:
-    worker, gate, ran = HostWorker(), threading.Event(), []
-    job = worker.submit(lambda: (gate.wait(), ran.append("job")))
-    later = Later(job, lambda: ran.append("later") or len(ran))
-    assert not ran
-    gate.set()
-    assert later.result() == 2
-    assert ran == ["job", "later"]
-    assert Later(job, lambda: 5).result() == 5
-    worker.close()
-
-
-def test_what_runs_later_may_fail() -> None:
-    worker = HostWorker()
-
-    def fail() -> None:
-        raise RuntimeError("the copy failed")
-
-    later = Later(worker.submit(lambda: None), fail)
-    with pytest.raises(RuntimeError, match="the copy failed"):
-        later.result()
     worker.close()
 
 

@@ -21,8 +21,9 @@ from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training
 from lightning_protrain.planner.columns import ADD, NORM, SCALE, _has_tables_only, traffic
 from lightning_protrain.planner.entries import Entries, Uses, runs_of
+from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.plan import ChunkPlan
-from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, totals
+from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
@@ -94,7 +95,8 @@ class Candidates:
         self._back = Uses(len(segments), runs_back, sizes.nbytes, backward=True)
         self.in_order_from = max(needed_from, read_from)
         self._walked: dict[tuple[int, int], Integers] = {}
-        self._gradients, self._steps, self._resident, self._held = _landing(profile, sizes)
+        self._gradients, self._steps, self._resident, self._room = _landing(profile, sizes)
+        self._landings = _landings(profile, layout, sizes, self._backward[:, 0], hardware)
         self._casts = bool(sizes.low.any())
 
     def columns(
@@ -119,7 +121,7 @@ class Candidates:
         machine, training = self._hardware, self._training
         ups, backs = self._streams(persistent, buffers, loose)
         begin = self._gradients.begin(persistent)
-        download, tail = self._gradients.amount(DOWNLOAD, begin), self._gradients.largest(begin)
+        download = self._gradients.amount(DOWNLOAD, begin)
         nothing = np.zeros((1, 1), dtype=np.int64)
         cast = self._gradients.amount(CAST, begin) if self._casts else nothing
         added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
@@ -132,10 +134,7 @@ class Candidates:
         host_step = self._steps.amount(NUMEL, begin) / machine.host_step
         if training.overlap == "off":
             host_step = host_step + self._steps.amount(COPIED, begin) / machine.host_memory
-        held, after = self._held[fewest], np.append(tail[1:], np.zeros_like(tail[:1]), axis=0)
-        largest = self._gradients.largest(self._gradients.begin(fewest)) if loose.any() else tail
-        # In a set, the slower link makes it longer.
-        rate_ahead = np.where(loose, min(machine.download, machine.download_beside), rate_download)
+        stall, drain, landed, carry, ready = self._holding(persistent, self._room[fewest], loose, rate_download)
         return Columns(
             compute_forward=self._forward,
             recompute=checkpointed * self._forward,
@@ -147,9 +146,11 @@ class Candidates:
             late_backward=backs.late / rate_backward,
             wait_backward=backs.waits,
             download=download / rate_download,
-            tail=tail / rate_download,
-            ahead=np.maximum(held - tail - after, 0) / rate_ahead,
-            held=np.maximum(np.where(loose, largest, tail), held) / rate_ahead,
+            stall=stall,
+            drain=drain,
+            landed=landed,
+            carry=carry,
+            ready=ready,
             land=cast / machine.host_memory,
             add=added / machine.host_memory,
             norm=NORM * stepped / machine.host_memory,
@@ -159,6 +160,17 @@ class Candidates:
             swap_in=swapped / rate_backward,
             device_step=self._device_step(fewest),
         )
+
+    def _holding(self, persistent: Integers, room: Integers, loose: Flags, rates: Seconds) -> Seconds:
+        """What `Landings.of` says, each position at its rate of downloads, (5, P, K); in a set, at the best one."""
+        plans = list(zip(persistent.tolist(), room.tolist(), loose.tolist(), strict=True))
+        found: Seconds | None = None
+        for rate, landings in self._landings.items():
+            at_rate = np.stack([landings.of(*plan) for plan in plans], axis=-1)
+            best = at_rate if found is None else np.where(loose, np.minimum(found, at_rate), found)
+            found = best if found is None else np.where(~loose & (rates == rate), at_rate, best)
+        assert found is not None
+        return found
 
     def _streams(self, persistent: Integers, buffers: Integers, loose: Flags) -> tuple[_Uploads, _Uploads]:
         """What comes in forward and in backward."""
@@ -238,10 +250,26 @@ def _uses(
     return needs, reads, np.array([index in pinned for index in range(len(chunks))], dtype=np.bool_)
 
 
-def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:
-    """Gradients, steps, elements and bytes of what is trained in the first p chunks, and the second largest gradient.
+def _landings(
+    profile: ModelProfile, layout: ModelLayout, sizes: Sizes, computes: Seconds, hardware: HardwareProfile
+) -> dict[float, Landings]:
+    """What gradients hold up, by the rate of the link."""
+    backwards = list(enumerate(profile.segments))[::-1]
+    positions = np.repeat(
+        np.array([position for position, _ in backwards]), [len(segment.gradients) for _, segment in backwards]
+    )
+    each = np.array([sizes.place[fqn] for _, segment in backwards for fqn in segment.gradients], dtype=np.int64)
+    parts = np.array([part for _, segment in backwards for part in come_together(layout, segment)])
+    return {
+        rate: Landings(positions, sizes.chunk[each], sizes.streamed[each], parts, computes, rate)
+        for rate in (hardware.download, hardware.download_beside)
+    }
 
-    The last one is that of all chunks but the first p, (N + 1,).
+
+def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:
+    """Gradients, steps, elements and bytes of what is trained in the first p chunks, and the two largest gradients.
+
+    The last one is that of all chunks but the first p, together, (N + 1,).
     """
     segments, count = profile.segments, len(sizes.nbytes)
     counts = [len(segment.gradients) for segment in segments]
@@ -260,7 +288,7 @@ def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Int
         Entries(*shape, positions, chunks, gradients),
         Entries(*shape, last[chunks], chunks, steps),
         np.stack([before_each(totals(ordered, trained[by_chunk], count)) for trained in (numel, own)]),
-        second_largest(nbytes[by_chunk], ordered, count),
+        largest(nbytes[by_chunk], ordered, count) + second_largest(nbytes[by_chunk], ordered, count),
     )
 
 

@@ -15,10 +15,9 @@ that.
 
 [Note: Monotone]
 The result is made of sums and maxima alone, and every duration is added, never taken away. So it never falls when any
-duration of `Columns` grows, when `ahead` or `held` shrinks, when a wait is for a later position (in backward: for one
-that comes later there, which has a smaller index), or when -1 (no wait) becomes a wait. Whoever puts each entry at its
-best has a lower bound of all plans that the entries stand for. The value of a column depends on no other column, bit
-for bit.
+entry of `Columns` grows, when a wait is for a later position (in backward: for one that comes later there, which has a
+smaller index), or when -1 (no wait) becomes a wait. Whoever puts each entry at its best has a lower bound of all plans
+that the entries stand for. The value of a column depends on no other column, bit for bit.
 """
 
 from __future__ import annotations
@@ -81,10 +80,13 @@ class Columns:
         late_backward: As `late_forward`, in backward.
         wait_backward: The same in backward: of a later index, as backward goes from the last position to the first.
         download: Of the gradients that become whole at the position, those of offloaded chunks.
-        tail: The part of `download` that cannot begin before the position's computation has ended.
-        ahead: How far this position, if it has downloads, may run ahead of those of the position before (in backward):
-            what is under way is held on the device, so it is bounded.
-        held: How far it may run ahead of its own.
+        stall: If it has downloads, how much longer than its computation it takes, as what is under way is held on the
+            device, which is bounded; see [Note: Landings].
+        drain: If it has downloads, from when those of the positions before (in backward) have ended until its own
+            computation has, if that waits for them; negative where it may end before them.
+        landed: From when its computation begins until its downloads have ended.
+        carry: From when those of the positions before have ended until then.
+        ready: From then until the worker has something to do: not positive, as its chunks land one after the other.
         land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
         add: Of the worker for adding those gradients to those of the micro-batch before.
         norm: Of the host for their norm.
@@ -106,9 +108,11 @@ class Columns:
     late_backward: Seconds
     wait_backward: Positions
     download: Seconds
-    tail: Seconds
-    ahead: Seconds
-    held: Seconds
+    stall: Seconds
+    drain: Seconds
+    landed: Seconds
+    carry: Seconds
+    ready: Seconds
     land: Seconds
     add: Seconds
     norm: Seconds
@@ -255,13 +259,14 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
     ends, flat = _ends(columns)
     rows = _rows(columns.wait_backward)
     swaps = bool(columns.swap_in.any())
-    comes, lands, tails = (_only_where(part) for part in (columns.swap_in, columns.download, columns.download))
-    tails, holds, keeps = tails + columns.tail, lands - columns.ahead, lands - columns.held
+    comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
+    runs, drains, landed = columns.compute_backward + columns.stall, lands + columns.drain, lands + columns.landed
     behind = steps and (training.overlap == "backward" or (training.overlap == "forward" and training.clips))
     work = columns.add if adds else columns.land
     if behind:
         work = work + (columns.norm if training.overlap == "forward" else columns.host_step)
     begins = _only_where(work)
+    opens = begins + columns.ready
     stepped = np.empty(rows.shape) if behind and training.overlap == "backward" else None
 
     time = up = down = host = before = start
@@ -269,16 +274,13 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
         entered = time
         up = np.maximum(up + columns.upload_backward[index], flat.take(rows[index]) + columns.late_backward[index])
         begun = np.maximum(entered, up) + columns.recompute[index]
-        time = begun + columns.compute_backward[index]
+        time = np.maximum(begun + runs[index], down + drains[index])
         if swaps:
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
-        time = np.maximum(time, down + holds[index])
-        down = np.maximum(down, begun + lands[index]) + columns.download[index]
-        down = np.maximum(down, time + tails[index])
-        time = np.maximum(time, down + keeps[index])
-        host = np.maximum(host, down + begins[index]) + work[index]
+        down = np.maximum(begun + landed[index], down + columns.carry[index])
+        host = np.maximum(np.maximum(host, down + opens[index]) + work[index], down + begins[index])
         if stepped is not None:
             stepped[index] = host
         ends[index], before = time, entered

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training
+from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
@@ -93,12 +94,12 @@ def columns_of(
     ups, backs = _streams(profile, layout, plan)
     landing = _landing(profile, layout, plan)
     download, upload, upload_again = _column(landing.nbytes), _column(ups.nbytes), _column(backs.nbytes)
-    largest = _column(landing.largest)
     # A link that is busy in both directions is slower in each.
     rate_forward = np.where(_near(swapped), hardware.upload_beside, hardware.upload)
     rate_out = np.where(_near(upload), hardware.download_beside, hardware.download)
     rate_backward = np.where(_near(download), hardware.upload_beside, hardware.upload)
     rate_download = np.where(_near(upload_again + swapped), hardware.download_beside, hardware.download)
+    stall, drain, landed, carry, ready = _holding(profile, layout, plan, backward[:, 0], rate_download)
     return Columns(
         compute_forward=forward,
         recompute=again * forward,
@@ -110,9 +111,11 @@ def columns_of(
         late_backward=_column(backs.late) / rate_backward,
         wait_backward=np.array(backs.waits)[:, None],
         download=download / rate_download,
-        tail=largest / rate_download,
-        ahead=np.maximum(landing.hold_bytes - largest - np.append(largest[1:], [[0.0]], axis=0), 0.0) / rate_download,
-        held=np.maximum(largest, landing.hold_bytes) / rate_download,
+        stall=stall,
+        drain=drain,
+        landed=landed,
+        carry=carry,
+        ready=ready,
         land=_column(landing.cast_bytes) / hardware.host_memory,
         add=_column(landing.sum_bytes) / hardware.host_memory,
         norm=NORM * _column(landing.stepped_bytes) / hardware.host_memory,
@@ -176,21 +179,17 @@ class _Landing:
 
     Attributes:
         nbytes: Of the gradients of offloaded chunks that become whole.
-        largest: Of the largest one of them.
         cast_bytes: Bytes read and written to cast them for the host.
         sum_bytes: To add them to older ones.
         stepped: Elements of the chunks that can be stepped.
         stepped_bytes: Bytes of their gradients on the host.
         copy_bytes: Bytes read and written to make what is streamed of them.
-        hold_bytes: The most that is held on the device while it lands.
         resident: Parameters of resident chunks that have gradients.
     """
 
     num_positions: InitVar[int]
-    hold_bytes: int = 0
     resident: list[ParameterInfo] = field(default_factory=list)
     nbytes: list[int] = field(init=False)
-    largest: list[int] = field(init=False)
     cast_bytes: list[int] = field(init=False)
     sum_bytes: list[int] = field(init=False)
     stepped: list[int] = field(init=False)
@@ -199,7 +198,7 @@ class _Landing:
 
     def __post_init__(self, num_positions: int) -> None:
         """Nothing as yet."""
-        self.nbytes, self.largest, self.cast_bytes, self.sum_bytes = ([0] * num_positions for _ in range(4))
+        self.nbytes, self.cast_bytes, self.sum_bytes = ([0] * num_positions for _ in range(3))
         self.stepped, self.stepped_bytes, self.copy_bytes = ([0] * num_positions for _ in range(3))
 
 
@@ -207,7 +206,6 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
     found = _Landing(len(profile.segments))
     placed = {fqn: (index, chunk) for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
     last: dict[int, int] = {}
-    sizes = []
     for position, segment in reversed(list(enumerate(profile.segments))):
         for fqn in segment.gradients:
             info, (index, chunk) = layout.parameter(fqn), placed[fqn]
@@ -216,9 +214,7 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
                 continue
             last[index] = position
             nbytes = _streamed_bytes(info, chunk)
-            sizes.append(nbytes)
             found.nbytes[position] += nbytes
-            found.largest[position] = max(found.largest[position], nbytes)
             found.cast_bytes[position] += (nbytes + info.nbytes) if chunk.streamed_dtype else 0
             found.sum_bytes[position] += 2 * info.nbytes + nbytes
     for segment in profile.segments:
@@ -228,8 +224,28 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
                 found.stepped[last[index]] += info.numel
                 found.stepped_bytes[last[index]] += info.nbytes
                 found.copy_bytes[last[index]] += info.nbytes + 2 * info.numel if chunk.streamed_dtype else 0
-    found.hold_bytes = sorted(sizes)[-2] if len(sizes) > 1 else 0
     return found
+
+
+def _holding(
+    profile: ModelProfile, layout: ModelLayout, plan: Plan, computes: Seconds, rates: Seconds
+) -> tuple[Seconds, ...]:
+    """What `Landings.of` says, each position at its rate of downloads, five times (P, 1)."""
+    placed = {fqn: (index, chunk) for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
+    found = [
+        (position, placed[fqn][0], _streamed_bytes(layout.parameter(fqn), placed[fqn][1]), part)
+        for position, segment in reversed(list(enumerate(profile.segments)))
+        for fqn, part in zip(segment.gradients, come_together(layout, segment), strict=True)
+        if not placed[fqn][1].resident
+    ]
+    positions, chunks, nbytes = (np.array([entry[index] for entry in found], dtype=np.int64) for index in range(3))
+    parts = np.array([entry[3] for entry in found])
+    room = int(np.sort(nbytes)[-2:].sum())
+    durations = np.zeros((5, *rates.shape))
+    for rate in np.unique(rates):
+        at_rate = Landings(positions, chunks, nbytes, parts, computes, float(rate)).of(0, room)
+        durations = np.where(rates == rate, at_rate[..., None], durations)
+    return tuple(durations)
 
 
 def _streamed_bytes(info: ParameterInfo, chunk: ChunkPlan) -> int:

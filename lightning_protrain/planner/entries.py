@@ -46,10 +46,6 @@ class Entries:
         self._first = None if (np.diff(chunks) < 0).any() else np.searchsorted(chunks, np.arange(num_chunks + 1))
         self._rows = np.arange(num_positions)[:, None] * (num_chunks + 1)
         self._keys = positions * (num_chunks + 1) + chunks
-        self._largest = np.append(amounts[0], 0)
-        for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            own = self._largest[first:last][::-1]
-            np.maximum.accumulate(own, out=own)
 
     def begin(self, persistent: Integers) -> Integers:
         """The first entry of each position that is not of the first `persistent` chunks, (P, K)."""
@@ -63,10 +59,6 @@ class Entries:
         sums = self.sums[index]
         found: Integers = sums[self.end] - sums.take(begin)
         return found
-
-    def largest(self, begin: Integers) -> Integers:
-        """The largest first amount among the same, (P, K)."""
-        return np.where(begin < self.end, self._largest.take(begin), 0)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Footprint:
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
+        self._chunks = tuple(chunks)
         num_blocks = len(layout.blocks)
         self._rank = np.full(num_blocks, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
@@ -82,7 +83,8 @@ class Footprint:
     @cached_property
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
-        table = _host_states(self._layout, self._sizes, self._state_bytes, self._accumulates, self._asynchronous)
+        how = self._state_bytes, self._accumulates, self._asynchronous
+        table = _host_states(self._chunks, self._sizes, *how)
         return table, np.minimum.accumulate(table, axis=1)
 
     def swaps(self, num_swap: Integers) -> Flags:
@@ -202,7 +204,7 @@ def _in_flight(layout: ModelLayout, sizes: Sizes) -> Integers:
 
 
 def _host_states(
-    layout: ModelLayout, sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool
+    chunks: Sequence[ChunkPlan], sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -220,7 +222,7 @@ def _host_states(
     pool = np.zeros(count + 1, dtype=np.int64)
     growing, waits = _Pool(asynchronous), (sizes.trainable & (accumulates | sizes.low)).tolist()
     for index, nbytes in reversed(list(enumerate(sizes.nbytes.tolist()))):
-        growing.add(nbytes, waits[index])
+        growing.add(chunks[index].unit, nbytes, waits[index])
         pool[index] = growing.nbytes
     gradients = _after(np.where(sizes.trainable, own_pages, 0))
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
@@ -240,12 +242,14 @@ class _Pool:
         self.nbytes = 0
         self._asynchronous = asynchronous
         self._pending = 0
+        self._units: Counter[str] = Counter()
         self._counts: Counter[int] = Counter()
 
-    def add(self, nbytes: int, waits: bool) -> None:
-        """One more chunk, whose gradients wait or do not."""
-        if self._asynchronous and 2 * nbytes > self._pending:
-            self._pending = 2 * nbytes
+    def add(self, unit: str, nbytes: int, waits: bool) -> None:
+        """One more chunk of a unit, whose gradients wait or do not."""
+        self._units[unit] += nbytes
+        if self._asynchronous and 2 * self._units[unit] > self._pending:
+            self._pending = 2 * self._units[unit]
             self.nbytes = sum(map(self._share, self._counts))
         if waits:
             self.nbytes -= self._share(nbytes)

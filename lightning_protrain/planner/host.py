@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import ceil
 from mmap import PAGESIZE
 
-from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets
+from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets, unit_bytes
 from lightning_protrain.profiler.records import ModelLayout
 
 
@@ -19,8 +19,8 @@ def host_terms(
     - parameters: of offloaded chunks; low_precision_copies: what is streamed in place of them.
     - gradients: of all offloaded chunks at one time.
     - optimizer_states: of their parameters.
-    - landing_gradients: gradients that wait to be added to older ones, or to be cast: two of the largest chunks, and
-      the one that is landing. A block of memory is used again only for one of the same size.
+    - landing_gradients: gradients that wait to be added to older ones, or to be cast: those of two of the largest
+      units, and the chunk that is landing. A block of memory is used again only for one of the same size.
     - swapped_activations: what one call of every block swaps.
 
     Args:
@@ -34,7 +34,7 @@ def host_terms(
     trainable = [chunk for chunk in offloaded if chunk.trainable]
     elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
     waiting = [chunk.nbytes for chunk in trainable if accumulate > 1 or chunk.streamed_dtype is not None]
-    pending = 2 * max((chunk.nbytes for chunk in offloaded), default=0) if asynchronous else 0
+    pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
     return {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -200,6 +200,14 @@ def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(offsets), end
+
+
+def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:
+    """Bytes of all chunks of each unit that has some."""
+    totals: dict[str, int] = {}
+    for chunk in chunks:
+        totals[chunk.unit] = totals.get(chunk.unit, 0) + chunk.nbytes
+    return list(totals.values())
 
 
 def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) -> None:

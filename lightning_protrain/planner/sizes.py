@@ -93,6 +93,12 @@ def before_each(amounts: Integers) -> Integers:
     return sums
 
 
+def largest(amounts: Integers, keys: Integers, count: int) -> Integers:
+    """The largest of the amounts of key n and all later ones, (count + 1,); keys rise; 0 where there is none."""
+    later: Integers = np.maximum.accumulate(np.append(amounts, 0)[::-1])[::-1]
+    return later[np.searchsorted(keys, np.arange(count + 1))]
+
+
 def second_largest(amounts: Integers, keys: Integers, count: int) -> Integers:
     """The second largest of the amounts of key n and all later ones, (count + 1,); keys rise; 0 where there is none."""
     padded = np.append(amounts, (0, 0))

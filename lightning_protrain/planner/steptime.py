@@ -23,7 +23,11 @@ LINKS = (
     "upload_backward",
     "late_backward",
     "download",
-    "tail",
+    "stall",
+    "drain",
+    "landed",
+    "carry",
+    "ready",
     "swap_out",
     "swap_in",
 )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
+from lightning_protrain.planner.plan import unit_bytes
 from lightning_protrain.runtime.chunk import Chunk, Slot
 from lightning_protrain.runtime.gradient_memory import GradientMemory
 from lightning_protrain.runtime.guard import below_guard
@@ -96,7 +97,7 @@ class Landing:
         updates: Takes gradients of whole chunks over.
         is_past: Whether no call that reads the chunk is awaited any more.
         num_uses: In how many places calls of units have used a parameter in the present step.
-        pending_bytes: The most bytes of sums that may wait for their copies; None: two of the largest chunks.
+        pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class Landing:
         self._updates = updates
         self._is_past = is_past
         self._num_uses = num_uses
-        two_chunks = 2 * max((chunk.nbytes for chunk in chunks), default=0)
-        self._pending_bytes = two_chunks if pending_bytes is None else pending_bytes
+        # However small chunks are: the worker has something to do while the device recomputes a block.
+        in_units = unit_bytes(chunk.plan for chunk in chunks)
+        self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
         self._in_flight = _InFlight([s.twin.nbytes for c in chunks if c.plan.trainable for s in c.slots])
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)

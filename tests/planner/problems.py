@@ -163,7 +163,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
     infos: list[ParameterInfo] = []
     units: list[UnitInfo] = []
     for name, count in [("embed", 2), *((f"layers.{i}", chunks_per_block) for i in range(num_blocks)), ("head", 2)]:
-        names = tuple(f"{name}.w{part}" for part in range(count))
+        names = tuple(f"{name}.m{part}.w" for part in range(count))
         infos += [ParameterInfo(fqn, (fqn,), (1 << 12, 1 << 10), "float32", 1 << 24, True) for fqn in names]
         units.append(UnitInfo(name, name.startswith("layers"), names))
     segments, saved, live = [], 48 << 20, 0
@@ -173,7 +173,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
         forward, back = Pass(live, live + 2 * kept, cost), Pass(live, live + 3 * kept, cost * 2)
         live += kept
         peak = back.peak_bytes + (1 << 24)
-        segments.append(Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters))
+        segments.append(Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters[::-1]))
     calls = [UnitCall(unit.name, at, saved, (), 0, 0, 0, saved, saved) for at, unit in enumerate(units)]
     uses = tuple(ParameterUse(info.fqn) for info in infos)
     rates = {"upload": 25e9, "download": 25e9, "upload_beside": 20e9, "download_beside": 20e9}

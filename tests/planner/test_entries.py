@@ -91,5 +91,3 @@ def test_sums_by_position(seed: int) -> None:
         for index, row in enumerate(amounts):
             expected = [int(row[(positions == at) & (chunks >= persistent)].sum()) for at in range(6)]
             assert entries.amount(index, begin)[:, 0].tolist() == expected
-        largest = [amounts[0][(positions == at) & (chunks >= persistent)].max(initial=0) for at in range(6)]
-        assert entries.largest(begin)[:, 0].tolist() == largest

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import resident_bytes
 from lightning_protrain.planner.plan import chunk_offsets
-from lightning_protrain.planner.sizes import Sizes, second_largest, totals
+from lightning_protrain.planner.sizes import Sizes, largest, second_largest, totals
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layouts
 
@@ -33,10 +33,12 @@ def test_chunks_are_summed_up(layout: ModelLayout, chunk_bytes: int, state_bytes
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9))), st.integers(7, 9))
-def test_sums_and_the_second_largest_by_key(entries: list[tuple[int, int]], count: int) -> None:
+def test_sums_and_the_largest_by_key(entries: list[tuple[int, int]], count: int) -> None:
     entries.sort(key=lambda entry: entry[0])
     keys, amounts = np.array(entries, dtype=np.int64).reshape(-1, 2).T
     expected = [sum(amount for key, amount in entries if key == number) for number in range(count)]
     assert totals(keys, amounts, count).tolist() == expected
     second = [sorted([0, 0, *(amount for key, amount in entries if key >= n)])[-2] for n in range(count + 1)]
     assert second_largest(amounts, keys, count).tolist() == second
+    first = [max([0, *(amount for key, amount in entries if key >= n)]) for n in range(count + 1)]
+    assert largest(amounts, keys, count).tolist() == first

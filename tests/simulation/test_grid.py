@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,8 +15,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import minimum_chunk_buffers
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.planner.steptime import Training, step_time
+from lightning_protrain.planner.timeline import memory_timeline
 from lightning_protrain.runtime.updates import Updates
 from tests.planner.virtual import (
     CHECKPOINT,
@@ -50,11 +55,13 @@ LOOPS = [
     for accumulate in (1, 3)
     for overlap, clips in (("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True))
 ]
-# A prediction goes by blocks. What happens inside of one (which gradient waits for which, a sum that is made before the
-# next gradient lands) is a larger part of a step of six blocks than of one of sixty, where link or host are the bound.
-TOLERANCE = {"compute": 0.03, "link": 0.13, "host": 0.13}
-MEAN = 0.05
+TOLERANCE = 0.03
+# A block of which some chunks are streamed and some are not: the clock has the host's steps and the uploads of a block
+# as a whole, where the runtime has each chunk by itself. Of six blocks it is a larger part than of sixty.
+DIVIDED = ("tied, small chunks", 0.5)
+TOLERANCE_DIVIDED = 0.035
 REGRET = 0.03
+STATE_BYTES = 8.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,18 +108,61 @@ def _both(case: Case) -> tuple[float, float]:
     return predicted, measure(case)
 
 
+def tolerance(row: tuple[Any, ...]) -> float:
+    """How far a prediction may be off."""
+    return TOLERANCE_DIVIDED if (row[0], row[2]) == DIVIDED and row[1] != "compute" else TOLERANCE
+
+
 def hold(rows: list[tuple[Any, ...]]) -> None:
-    """Compares the rows of a grid: each within its tolerance, and their mean within another one."""
+    """Compares the rows of a grid, each by itself."""
     errors = {row: predicted / measured - 1 for row in rows for predicted, measured in [both(*row)]}
-    wrong = {row: round(error, 3) for row, error in errors.items() if abs(error) > TOLERANCE[row[1]]}
+    wrong = {row: round(error, 3) for row, error in errors.items() if abs(error) > tolerance(row)}
     assert wrong == {}
-    assert sum(map(abs, errors.values())) <= MEAN * len(errors)
 
 
-def regret(rows: list[tuple[Any, ...]]) -> float:
-    """How much longer the step of the plan that is predicted to be the fastest takes than the fastest one."""
-    choice = min(rows, key=lambda row: both(*row)[0])
-    return both(*choice)[1] / min(both(*row)[1] for row in rows) - 1
+def peak(case: Case) -> int:
+    """Bytes that the plan of a case takes on the device."""
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    hardware, plan = hardware_of(rates_of(case, layout, profile)), plan_of(case, layout, profile)
+    return memory_timeline(profile, layout, plan, hardware, STATE_BYTES, case.training.accumulate).device_peak
+
+
+def found(case: Case, budget: int, knobs: Knobs) -> Case:
+    """What the search makes of the same model, machine and loop within a budget.
+
+    Raises:
+        NoFeasiblePlan: Nothing fits.
+    """
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    hardware = hardware_of(rates_of(case, layout, profile))
+    problem = Problem(
+        profile, layout, hardware, case.training, STATE_BYTES, budget, None, chunk_bytes=(case.chunk_bytes,)
+    )
+    plan = search(problem, knobs)
+    policies = [block.policy for block in plan.blocks]
+    number = sum(chunk.resident for chunk in plan.chunks)
+    return replace(case, resident=number, num_buffers=plan.num_chunk_buffers, policies=lambda index: policies[index])
+
+
+def regret(rows: list[tuple[Any, ...]], part: float) -> float:
+    """How much longer a step of the plan that the search finds takes than the fastest one that fits.
+
+    That is one of the rows, or one of plans with so many resident chunks and checkpoints.
+
+    Args:
+        rows: Of one model, balance and loop.
+        part: The budget is what so many of the rows fit.
+    """
+    peaks = {row: peak(case_of(*row)) for row in rows}
+    budget = sorted(peaks.values())[round(part * (len(rows) - 1))]
+    best = min(both(*row)[1] for row in rows if peaks[row] <= budget)
+    case = case_of(*rows[0])
+    number = len(pack_chunks(profile_of(case.num_blocks, case.num_tokens, case.tied)[0], case.chunk_bytes))
+    for resident, num_checkpoint in itertools.product((0.25, 0.5, 0.75), (0, 3, 6)):
+        knobs = Knobs(num_persistent_chunks=round(resident * number), num_checkpoint_blocks=num_checkpoint)
+        with suppress(NoFeasiblePlan):
+            best = min(best, measure(found(case, budget, knobs)))
+    return measure(found(case, budget, Knobs())) / best - 1
 
 
 FAST = [
@@ -126,6 +176,14 @@ FAST = [
 
 def test_predictions_hold_on_the_virtual_clock() -> None:
     hold(FAST)
+
+
+def test_the_search_finds_what_is_fast_on_the_virtual_clock() -> None:
+    rows = [
+        ("a chunk for each block", "link", resident, 3, policies, LOOPS[1])
+        for resident, policies in itertools.product(RESIDENT, ("keep", "half", "swap, checkpoint"))
+    ]
+    assert regret(rows, 0.4) <= REGRET
 
 
 def test_a_resident_beginning_hides_the_first_uploads() -> None:
@@ -148,8 +206,5 @@ def test_a_resident_beginning_hides_the_first_uploads() -> None:
 def test_the_grid(model: str, balance: str, loop: Training) -> None:
     rows = [(model, balance, *rest, loop) for rest in itertools.product(RESIDENT, BUFFERS, POLICIES)]
     hold(rows)
-    # Whatever fits: so much resident, so many buffers, and these policies.
-    for resident, buffers, number in itertools.product(RESIDENT, BUFFERS, range(1, len(POLICIES) + 1)):
-        for policies in itertools.combinations(POLICIES, number):
-            fits = [row for row in rows if row[2] <= resident and row[3] <= buffers and row[4] in policies]
-            assert regret(fits) <= REGRET, (resident, buffers, policies)
+    for part in (0.2, 0.5, 0.8):
+        assert regret(rows, part) <= REGRET, part
