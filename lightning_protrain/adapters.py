@@ -1,15 +1,20 @@
-"""LoRA adapters on a model of transformers, by PEFT: what a user says of them, and the model with them."""
+"""LoRA adapters on a model of transformers, by PEFT: what a user says of them, and the model with them.
+
+PEFT is imported where adapters are made: it takes bitsandbytes along, which takes seconds and prints.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 # Of the layers that PEFT knows, all linear ones but the head: what most people fine-tune.
 DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -27,6 +32,8 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
     Raises:
         ValueError: An unknown key; near ones are named. What PEFT itself refuses.
     """
+    from peft import LoraConfig
+
     known = inspect.signature(LoraConfig).parameters
     for key in settings:
         if key not in known:
@@ -47,6 +54,8 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     Raises:
         ValueError: As `lora_config`; no layer of the model is one of `target_modules`.
     """
+    from peft import get_peft_model
+
     config = lora_config(settings)
     try:
         adapted = get_peft_model(model, config)
@@ -54,12 +63,11 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
         linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         names = ", ".join(sorted(linear))
         raise ValueError(f"lora does not fit the model: {error} Its linear layers are: {names}.") from error
-    assert isinstance(adapted, PeftModel)
     return adapted
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:
     """The model of transformers without the container of PEFT; adapters in its layers stay where they are."""
-    if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
+    if isinstance(model, PreTrainedModel) or model.active_peft_config.is_prompt_learning:
         return model
     return model.get_base_model()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
@@ -25,6 +24,9 @@ from lightning_protrain.data.packing import check_packing
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
 from lightning_protrain.scoring import token_scores
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64

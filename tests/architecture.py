@@ -81,6 +81,7 @@ MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "pro
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
     "tensorboard": "extra `tensorboard`",
+    "peft": "takes seconds, and bitsandbytes along; only for adapters",
 }
 AVOIDED_WORDS = {"helper", "helpers", "manager", "managers", "util", "utils", "wrapper", "wrappers"}
 
