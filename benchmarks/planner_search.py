@@ -38,7 +38,7 @@ MODELS = {
 }
 # Bytes to divide weights into: the same models with weights in about 25 and 50 pieces to a block, which stand for many
 # experts, give about 2,000 and 10,000 chunks. Each piece is a parameter of its own, so that each chunk has one of them.
-DIVIDED = {"80 blocks": 64 << 20, "200 blocks": 32 << 20}
+DIVIDED = {"80 blocks": 76 << 20, "200 blocks": 32 << 20}
 # Those for which all plans can be tried.
 TRIED = {
     f"{layers} blocks{', head used 8 times' if batch > 1 else ''}": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
 
@@ -42,9 +42,10 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
     for unit in layout.units:
         groups: dict[tuple[str, str | None, bool, tuple[str, ...]], list[ParameterInfo]] = {}
         for fqn in unit.parameters:
-            if users[fqn][0] == unit.name:
+            used_by = users[fqn]
+            if used_by[0] == unit.name:
                 info = layout.parameter(fqn)
-                kind = (info.dtype, info.streamed_dtype, info.trainable, users[fqn])
+                kind = (info.dtype, info.streamed_dtype, info.trainable, used_by)
                 groups.setdefault(kind, []).append(info)
         for (dtype, streamed, trainable, _), infos in groups.items():
             for members, nbytes in _split(infos, chunk_bytes):
@@ -65,7 +66,7 @@ def _split(infos: Sequence[ParameterInfo], chunk_bytes: int | None) -> Iterator[
     members: list[str] = []
     filled = 0
     for info in infos:
-        _, size = chunk_offsets([info.streamed_nbytes])
+        size = -(-info.streamed_nbytes // ALIGNMENT) * ALIGNMENT
         if members and chunk_bytes is not None and filled + size > chunk_bytes:
             yield tuple(members), filled
             members, filled = [], 0
