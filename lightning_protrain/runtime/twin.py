@@ -78,6 +78,8 @@ _SHARED = _attributes(
     *("get_device", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "data_ptr"),
     *("requires_grad_", "_is_view", "__hash__", "is_signed", "is_conj", "is_neg"),
 ) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined, union-attr]
+# What autograd's hooks on saved tensors are given.
+_DETACH = torch.ops.aten.detach.default
 # What is asked of the weight itself.
 _OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks")
 # Take dtype or shape of other arguments than the first, and nothing else.
@@ -186,8 +188,8 @@ class _Low:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and _is_below_autograd():
-            with below_guard():  # what autograd's engine runs, which a dispatch mode runs again
+        if isinstance(func, OpOverload) and (func is _DETACH or _is_below_autograd()):
+            with below_guard():  # what autograd does by itself, which a dispatch mode runs again
                 return func(*args, **kwargs)
         if func in _SHARED:
             with below_guard():
