@@ -120,6 +120,7 @@ def _run(
 ) -> None:
     store = dist.FileStore(str(folder / "meeting"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=BOUND))
+    dist.barrier()  # Nobody leaves while another one is still being connected.
     try:
         answer = function(rank, *args), None
     except BaseException as error:  # noqa: BLE001 (whatever it is, the test wants to see it)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_protrain.callbacks import occasions
+from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
 from lightning_protrain.callbacks.ranks import gather, refuse_different, together
 from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
@@ -121,7 +123,7 @@ class ProTrainCheckpoint(ModelCheckpoint):
             )
         checkpoints.run = self.run
         checkpoints.together = together
-        if stage != "fit" or _tries_only(trainer):
+        if stage != "fit" or tries_only(trainer):
             return
         with together(f"Preparing {self._root} for checkpoints"):
             if trainer.is_global_zero:
@@ -194,14 +196,15 @@ class ProTrainCheckpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Saves if steps or time say so: at the end of the step, and after the evaluation that follows on it."""
-        every, stepped = self._every_n_train_steps, not _accumulates(trainer)
+        every, stepped = self._every_n_train_steps, not accumulates(trainer)
         steps = stepped and every >= 1 and trainer.global_step % every == 0
         self._due = self._time_is_up(trainer) or self._due or steps
-        if self._due and stepped and not _validates_next(trainer):
+        if self._due and stepped and not occasions.validates_next(trainer):
             self._due = False
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
-            fresh = not _validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
-            self._save_now(trainer, self._score(trainer, step_metrics) if fresh else None, fresh)
+            fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
+            found = (self._score(trainer, step_metrics), True) if fresh else self._measured_now(trainer)
+            self._save_now(trainer, *found)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what is best so far, and what was to be saved after this evaluation.
@@ -209,34 +212,48 @@ class ProTrainCheckpoint(ModelCheckpoint):
         Raises:
             ValueError: The metric does not exist.
         """
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or _tries_only(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or tries_only(trainer):
             return
-        score = self._score(trainer, trainer.callback_metrics)
-        self._evaluated = trainer.global_step, score
-        best = None if self.best_model_score is None else float(self.best_model_score)
-        better = trainer.strategy.broadcast(self.ranking.is_better(score, best)) and self.save_top_k != 0
+        beside = occasions.is_measured_beside(self.monitor, trainer)
+        better = not beside and self._is_better(trainer)
+        score, fresh = self._measured_now(trainer)
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
-        due = (self._due or epoch) and not _accumulates(trainer)
+        due = (self._due or epoch) and not accumulates(trainer)
         if due:
             self._due = False
         if better or due:
-            self._save_now(trainer, score, fresh=True, again=better)
+            self._save_now(trainer, score, fresh, again=better)
+
+    def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
+        """Saves what is best so far, if it is measured by an `Evaluator`."""
+        if self.monitor in names and not tries_only(trainer) and self._is_better(trainer):
+            self._save_now(trainer, *self._measured_now(trainer), again=True)
+
+    def _is_better(self, trainer: Trainer) -> bool:
+        """Notes an evaluation that has just ended, and says whether it is the best so far."""
+        score = self._score(trainer, trainer.callback_metrics)
+        self._evaluated = trainer.global_step, score
+        best = None if self.best_model_score is None else float(self.best_model_score)
+        return trainer.strategy.broadcast(self.ranking.is_better(score, best)) and self.save_top_k != 0
+
+    def _measured_now(self, trainer: Trainer) -> tuple[float | None, bool]:
+        """The score of the weights as they are, and whether they have been evaluated."""
+        step, score = self._evaluated or (-1, None)
+        return (score, True) if step == trainer.global_step else (None, False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves if epochs say so and no evaluation has seen to it."""
-        if _tries_only(trainer) or not self._epoch_is_due(trainer):
+        if tries_only(trainer) or not self._epoch_is_due(trainer):
             return
-        if not _validates(trainer):
+        if not validates(trainer) and not occasions.is_measured_beside(self.monitor, trainer):
             self._save_now(trainer, self._score(trainer, trainer.callback_metrics), fresh=True)
-        elif self._save_on_train_epoch_end:
-            step, score = self._evaluated or (-1, None)
-            fresh = step == trainer.global_step
-            self._save_now(trainer, score if fresh else None, fresh)
+        elif self._save_on_train_epoch_end or not validates(trainer):
+            self._save_now(trainer, *self._measured_now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves at the end of a step, if asked to; not on several ranks, of which others may not have failed."""
         try:
-            if self._should_save_on_exception(trainer) and trainer.world_size == 1 and not _accumulates(trainer):
+            if self._should_save_on_exception(trainer) and trainer.world_size == 1 and not accumulates(trainer):
                 self._save_now(trainer, None, fresh=False)
         except (OSError, RuntimeError, ValueError) as error:  # The exception that ends the run is the one to be seen.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
@@ -256,14 +273,14 @@ class ProTrainCheckpoint(ModelCheckpoint):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def _save_now(self, trainer: Trainer, score: float | None, fresh: bool, again: bool = False) -> None:
-        if _tries_only(trainer) or (self.save_top_k == 0 and not self.save_last):
+        if tries_only(trainer) or (self.save_top_k == 0 and not self.save_last):
             return
         if self._last_global_step_saved == trainer.global_step and not again:
             return
         candidates = self._monitor_candidates(trainer)
         path = trainer.strategy.broadcast(self._path(candidates, fresh))
         record = {**self.ranking.record(score), "callback": self.state_key}
-        if _accumulates(trainer):
+        if accumulates(trainer):
             record[_ACCUMULATING] = True
         self._write(trainer, path, record)
         self._parent = _io(trainer).parent
@@ -376,20 +393,3 @@ def _io(trainer: Trainer) -> ProTrainCheckpointIO:
     checkpoints = trainer.strategy.checkpoint_io
     assert isinstance(checkpoints, ProTrainCheckpointIO)
     return checkpoints
-
-
-def _tries_only(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # The Trainer is given it later.
-
-
-def _accumulates(trainer: Trainer) -> bool:
-    return trainer.fit_loop.epoch_loop._should_accumulate()
-
-
-def _validates(trainer: Trainer) -> bool:
-    return trainer.enable_validation and sum(trainer.num_val_batches) > 0
-
-
-def _validates_next(trainer: Trainer) -> bool:
-    fetcher = trainer.fit_loop._data_fetcher
-    return _validates(trainer) and fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -26,6 +26,7 @@ from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
 from lightning_protrain.callbacks.failures import broadcast_buffers_once, failing_together
+from lightning_protrain.callbacks.occasions import HearsOfEvaluations
 
 Loader = Iterable[Any]
 
@@ -84,6 +85,11 @@ class Evaluator(Callback):
         self._evaluated_at: int | None = None
         self._logged: set[str] = set()
         self._without_value: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """Of all metrics that it logs, once training is set up."""
+        return {str(key) for collection in self._collections.values() for key in collection.keys()}  # noqa: SIM118
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -167,6 +173,9 @@ class Evaluator(Callback):
         trainer.callback_metrics.update(logged)
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
+        for callback in _callbacks(trainer):
+            if isinstance(callback, HearsOfEvaluations):
+                callback.on_evaluated(trainer, logged.keys())
 
     def _evaluate(
         self, name: str, loader: Loader, trainer: Trainer, pl_module: LightningModule

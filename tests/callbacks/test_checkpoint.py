@@ -249,6 +249,7 @@ def test_with_none_at_all_it_begins(tmp_path: Path) -> None:
     assert trainer.global_step == 8
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint has no states of random numbers")
 def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
     stock = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=3)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MetricCollection
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
@@ -292,8 +293,9 @@ def test_at_most_as_many_batches() -> None:
     assert fit(Evaluator({"extra": rows_in_batches(3)}, max_batches=1)).callback_metrics["extra_loss"] == alone
 
 
-def test_it_can_be_monitored(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, monitor="extra_loss", every_n_train_steps=2, save_top_k=1)
+@pytest.mark.parametrize("kind", [ModelCheckpoint, ProTrainCheckpoint])
+def test_it_can_be_monitored(kind: type[ModelCheckpoint], tmp_path: Path) -> None:
+    checkpoint = kind(tmp_path, monitor="extra_loss", every_n_train_steps=2, save_top_k=1)
     stopping = EarlyStopping("extra_loss", check_on_train_epoch_end=True, mode="max", patience=1)
     trainer = fit(
         Evaluator({"extra": Data(0)}, every_n_steps=2), checkpoint, stopping, enable_checkpointing=True, max_steps=12
@@ -302,6 +304,18 @@ def test_it_can_be_monitored(tmp_path: Path) -> None:
     assert checkpoint.best_model_score.isfinite()
     assert stopping.best_score.isfinite()
     assert trainer.global_step < 12  # the loss falls, which is no gain under mode="max"
+
+
+def test_the_best_of_a_metric_beside_the_validation_is_of_the_weights_it_was_measured_on(tmp_path: Path) -> None:
+    """A validation in between does not save the next weights under the score of the former ones."""
+    note = Note()
+    checkpoint = ProTrainCheckpoint(tmp_path, monitor="extra_loss", save_top_k=-1, every_n_train_steps=1)
+    options = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    fit(Evaluator({"extra": Data(0)}, every_n_steps=2, at_end=False), checkpoint, note, max_steps=5, **options)
+    scores = {path: float(score) for path, score in checkpoint.best_k_models.items()}
+    measured = {step: values["extra_loss"] for step, values in note.seen if step in (2, 4)}
+    saved = {torch.load(Path(path) / "state.pt", weights_only=True)["global_step"]: scores[path] for path in scores}
+    assert saved == pytest.approx(measured)
 
 
 # --- bad input
