@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 # Seconds: nobody may wait longer for a rank that has failed or gone.
 BOUND = 10.0
@@ -87,9 +87,12 @@ def kill_this_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer_on_rank(rank: int, world_size: int, **options: Any) -> Trainer:
-    """A Trainer with DDP for a rank of `run_ranks`."""
-    strategy = DDPStrategy(cluster_environment=_Environment(rank, world_size), process_group_backend="gloo")
+def trainer_on_rank(
+    rank: int, world_size: int, kind: Callable[..., ParallelStrategy] = DDPStrategy, **options: Any
+) -> Trainer:
+    """A Trainer with DDP, or another kind of parallel strategy, for a rank of `run_ranks`."""
+    strategy = kind(process_group_backend="gloo")
+    strategy.cluster_environment = _Environment(rank, world_size)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

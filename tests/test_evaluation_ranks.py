@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.data.datamodule import ChatDataModule
@@ -74,6 +76,41 @@ def test_validation_is_that_of_one_process(
     assert set(alone) == NAMES
     for results in by_world[world_size]:
         assert results[case] == pytest.approx(alone, rel=1e-6)
+
+
+class Sharded(CausalLMModule):
+    """Its weights are gathered for every forward: all ranks have to run as many."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            assert self.model is not None
+            base: Any = self.model
+            for layer in [*base.model.layers, base.model, base.lm_head]:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def validate_sharded(rank: int, world_size: int, folder: Path, number: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    trainer = trainer_on_rank(rank, world_size, ModelParallelStrategy)
+    found = trainer.validate(Sharded(config=LLAMA, warmup_steps=0), chats(folder, number, 2), verbose=False)
+    return dict(found[0])
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_ranks_that_run_out_take_part_in_forwards_that_gather_weights(tmp_path: Path, number: int) -> None:
+    """Three ranks: with five rows some have one batch less of their own, with one row two have none."""
+    chats(tmp_path, number, 1).setup("validate")
+    folders = [tmp_path / name for name in ("alone", "sharded")]
+    for folder in folders:
+        folder.mkdir()
+    (alone,) = values(run_ranks(validate, 1, folders[0], 1, tmp_path, number))
+    for each in values(run_ranks(validate_sharded, 3, folders[1], 3, tmp_path, number)):
+        assert each == pytest.approx(alone, rel=1e-6)
+
+
+def validate(rank: int, world_size: int, folder: Path, number: int) -> dict[str, float]:
+    return dict(trainer_on_rank(rank, world_size).validate(module(), chats(folder, number, 2), verbose=False)[0])
 
 
 def fit(rank: int, folder: Path, how: str) -> dict[str, float]:

@@ -24,8 +24,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks import occasions
+from lightning_protrain.callbacks.failures import failing_together
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
-from lightning_protrain.callbacks.ranks import gather, refuse_different, together
+from lightning_protrain.callbacks.ranks import gather, refuse_different
 from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
 from lightning_protrain.checkpoint.names import check_run
@@ -122,10 +123,10 @@ class ProTrainCheckpoint(ModelCheckpoint):
                 "writes one run."
             )
         checkpoints.run = self.run
-        checkpoints.together = together
+        checkpoints.together = failing_together
         if stage != "fit" or tries_only(trainer):
             return
-        with together(f"Preparing {self._root} for checkpoints"):
+        with failing_together(f"Preparing {self._root} for checkpoints"):
             if trainer.is_global_zero:
                 check_writable(self._root, self.run, checkpoints.files)
                 checkpoints.hold(self._root)
@@ -298,17 +299,17 @@ class ProTrainCheckpoint(ModelCheckpoint):
     def _write(self, trainer: Trainer, path: str, record: dict[str, Any]) -> None:
         """What `Trainer.save_checkpoint` does, but that all ranks fail if one does."""
         doing = f"Saving {path}"
-        with together(doing):
+        with failing_together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
         if trainer.world_size > 1 and _RANDOMNESS in checkpoint:
             checkpoint[_RANDOMNESS] = gather(checkpoint[_RANDOMNESS][0])
-        with together(doing):
+        with failing_together(doing):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
     def _keep(self, trainer: Trainer) -> None:
         """Removes what nobody wants any more, and remembers the rest."""
         kept: list[Found] = []
-        with together(f"Removing checkpoints from {self._root}"):
+        with failing_together(f"Removing checkpoints from {self._root}"):
             if trainer.is_global_zero:
                 checkpoints = _io(trainer)
                 assert checkpoints.parent is not None
@@ -353,7 +354,7 @@ class ProTrainCheckpoint(ModelCheckpoint):
     def _score(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
         if self.monitor is None:
             return None
-        with together(f"Looking for {self.monitor!r}"):
+        with failing_together(f"Looking for {self.monitor!r}"):
             if self.monitor not in metrics:
                 raise ValueError(
                     f"monitor={self.monitor!r}: no metric of that name was logged, but {sorted(metrics) or 'none'}. "

@@ -1,33 +1,10 @@
-"""What several ranks do together: they fail together, and they go on only if they mean the same."""
+"""What ranks tell each other, so that they go on only if they mean the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
-
-from lightning_protrain.callbacks.failures import share_failure
-
-
-@contextmanager
-def together(doing: str) -> Iterator[None]:
-    """All ranks do the block, and all of them raise if one does; they come and go together.
-
-    Args:
-        doing: For the message: `"Saving X"`.
-
-    Raises:
-        RuntimeError: Another rank failed, or has gone; the message names it.
-    """
-    try:
-        yield
-    except BaseException as error:
-        with suppress(RuntimeError):  # The error of this rank is the one to be seen here.
-            share_failure(error, doing)
-        raise
-    share_failure(None, doing)
 
 
 def gather(value: Any) -> list[Any]:

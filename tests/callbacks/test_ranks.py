@@ -1,4 +1,4 @@
-"""What one rank fails in, all fail in; what they mean is compared."""
+"""What ranks tell each other."""
 
 from __future__ import annotations
 
@@ -6,36 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.ranks import gather, refuse_different, together
+from lightning_protrain.callbacks.ranks import gather, refuse_different
 from tests.ranks import run_ranks, values
 
 
 def test_alone_it_is_nothing() -> None:
-    with together("Trying"):
-        assert gather(5) == [5]
+    assert gather(5) == [5]
     refuse_different("a", "x")
-    with pytest.raises(KeyError), together("Trying"):
-        raise KeyError
 
 
-def _together(rank: int, failing: int) -> list[int]:
-    with together("Trying"):
-        if rank == failing:
-            raise KeyError("of this rank")
-    return gather(rank)
-
-
-def test_several_come_and_go_together(tmp_path: Path) -> None:
-    assert values(run_ranks(_together, 3, tmp_path, -1)) == [[0, 1, 2]] * 3
-
-
-def test_one_fails_and_all_do(tmp_path: Path) -> None:
-    errors = [outcome.error for outcome in run_ranks(_together, 3, tmp_path, 1)]
-    assert errors[1] == "KeyError: 'of this rank'"
-    for rank in (0, 2):
-        assert errors[rank] == (
-            f"RuntimeError: Trying failed on rank 1 (KeyError: 'of this rank'); rank {rank} stops with it."
-        )
+def test_values_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    assert values(run_ranks(gather, 3, tmp_path)) == [[0, 1, 2]] * 3
 
 
 def _means(rank: int, names: tuple[str | None, ...]) -> None:

@@ -10,13 +10,13 @@ import pytest
 from lightning_protrain.data import settings as settings_module
 from lightning_protrain.data.agreement import NO_END
 from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import ChatEncoder, encode_rows
-from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.encoding import encode_rows
 from lightning_protrain.data.found import FoundTurns, find_turns, mask_turns, uncuttable
 from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
 from lightning_protrain.data.masking import MaskOptions
-from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.settings import Chats
 from tests.data.conftest import conversation
+from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS
 from tests.data.tokenizers import byte_level
 
@@ -95,20 +95,6 @@ def test_markers_and_media_are_not_cut_in_two() -> None:
 # --- rows of real formats ---------------------------------------------------------------------------------------------
 
 
-def _settings(**knobs: Any) -> ChatSettings:
-    return ChatSettings(**{"max_length": 10_000, **knobs})
-
-
-def _one(encoder: ChatEncoder, row: Conversation) -> Encoded:
-    (encoded,) = encoder.encode([row])
-    assert isinstance(encoded, Encoded), encoded
-    return encoded
-
-
-def _kept(encoder: ChatEncoder, encoded: Encoded) -> str:
-    return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))
-
-
 def _chat(turns: list[tuple[str, str]]) -> Conversation:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
@@ -133,7 +119,7 @@ def _ended_between_turns(end: str = "<E>") -> Chats:
 @pytest.mark.parametrize("policy", ["drop", "error", "warn"])
 def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
     boundaries = [{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}]
-    encoder = _ended_between_turns().encoder(_settings(on_untrainable=policy, role_boundaries=boundaries))
+    encoder = _ended_between_turns().encoder(settings_of(on_untrainable=policy, role_boundaries=boundaries))
     ended, cut = _chat([("user", "?"), ("assistant", "One."), ("user", "!")]), conversation("?", "One.")
     rows = [ended, cut, cut]
     if policy == "error":
@@ -155,18 +141,18 @@ def test_ends_that_nobody_asked_for_are_not_missed() -> None:
         {"role": "user", "start": "<U>"},
     ]
     for knobs in ({"train_on_eos": "none"}, {"train_on_inputs": True}):
-        encoder = _ended_between_turns().encoder(_settings(role_boundaries=boundaries, **knobs))
-        assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
-    encoder = _ended_between_turns().encoder(_settings(role_boundaries=[{**boundaries[0], "end": ["<E>", None]}]))
-    assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
+        encoder = _ended_between_turns().encoder(settings_of(role_boundaries=boundaries, **knobs))
+        assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
+    encoder = _ended_between_turns().encoder(settings_of(role_boundaries=[{**boundaries[0], "end": ["<E>", None]}]))
+    assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
 
 
 def test_a_format_without_ends_says_so_and_counts_every_turn(told: list[str]) -> None:
     chats = _ended_between_turns(end="")
     boundaries = [{"role": "assistant", "start": "<A>"}, {"role": "user", "start": "<U>"}]
-    encoder = chats.encoder(_settings(role_boundaries=boundaries, on_untrainable="error"))
+    encoder = chats.encoder(settings_of(role_boundaries=boundaries, on_untrainable="error"))
     assert "Its trained turns have no end marker: where to stop is not learnt." in told[0]
-    assert _one(encoder, conversation("?", "One.", "Two.")).num_unended == 2
+    assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 2
 
 
 def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
@@ -175,9 +161,9 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
         "{%- if add_generation_prompt %}[assistant]{%- endif %}"
     )
     tokenizer = byte_level(template, ("<s>",), "<s>", corpus=["Well.[end]", "yes.[end]?[end]", "Hi.[user]"] * 20)
-    encoder = Chats(tokenizer, None).encoder(_settings())
-    encoded = _one(encoder, conversation("Who?", "Well.", "Me?"))
-    assert _kept(encoder, encoded) == "Well.[end]Me?[end]"
+    encoder = Chats(tokenizer, None).encoder(settings_of())
+    encoded = one(encoder, conversation("Who?", "Well.", "Me?"))
+    assert kept(encoder, encoded) == "Well.[end]Me?[end]"
     assert encoded.num_unended == 0
 
 
@@ -185,7 +171,7 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
 def test_markers_of_excluded_parts_are_not_cut_in_two(max_length: int) -> None:
     form = FORMATS["gpt-oss"]
     encoder = Chats(byte_level(form.template, form.controls, form.eos), None).encoder(
-        _settings(train_thinking=False, max_length=max_length, on_untrainable="warn")
+        settings_of(train_thinking=False, max_length=max_length, on_untrainable="warn")
     )
     row: Any = conversation("?", "Yes.")
     row["messages"][1]["reasoning_content"] = "Hm."
@@ -194,4 +180,4 @@ def test_markers_of_excluded_parts_are_not_cut_in_two(max_length: int) -> None:
     first = ids.index(channel)
     stop = ids.index(encoder.renderer.tokenizer.convert_tokens_to_ids("<|message|>"), first) + 1
     assert stop - first > 2
-    assert not first < len(_one(encoder, row)) < stop
+    assert not first < len(one(encoder, row)) < stop

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 
 from lightning_protrain.data.boundaries import parse_boundaries
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import ChatEncoder
-from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.families import FAMILIES
 from lightning_protrain.data.markers import Markers, resolve
 from lightning_protrain.data.probes import TemplateRender
 from lightning_protrain.data.scaffolds import with_scaffolds, with_tags
-from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.settings import Chats
 from lightning_protrain.data.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.conftest import conversation
+from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS
 
 BOUNDARIES = parse_boundaries([{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}])
@@ -78,40 +76,26 @@ def test_a_tag_that_answers_have_too_is_none_of_thoughts() -> None:
 FORMATS_TRIED = ["qwen3", "gemma4", "llama3", "mistral-v1", "deepseek-v3.1", "gpt-oss", "glm4.5", "solar"]
 
 
-def _settings(**knobs: Any) -> ChatSettings:
-    return ChatSettings(**{"max_length": 10_000, **knobs})
-
-
-def _one(encoder: ChatEncoder, row: Conversation) -> Encoded:
-    (encoded,) = encoder.encode([row])
-    assert isinstance(encoded, Encoded), encoded
-    return encoded
-
-
-def _kept(encoder: ChatEncoder, encoded: Encoded) -> str:
-    return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))
-
-
 def test_a_thought_that_is_a_turn_of_its_own_is_left_out_with_its_end() -> None:
     form = FORMATS["gpt-oss"]
     encoder = Chats(tokenizers.byte_level(form.template, form.controls, form.eos), None).encoder(
-        _settings(train_thinking=False)
+        settings_of(train_thinking=False)
     )
     row: Any = conversation("Why?", "Because.")
     row["messages"][1]["reasoning_content"] = "Consider all of it."
-    assert _kept(encoder, _one(encoder, row)) == "<|channel|>final<|message|>Because.<|return|>"
+    assert kept(encoder, one(encoder, row)) == "<|channel|>final<|message|>Because.<|return|>"
 
 
 @pytest.mark.parametrize("name", FORMATS_TRIED)
 def test_thoughts_are_left_out_of_every_format_and_nothing_else(name: str) -> None:
     form = FORMATS[name]
     chats = Chats(tokenizers.byte_level(form.template, form.controls, form.eos), None)
-    loud, quiet = (chats.encoder(_settings(train_thinking=thinking)) for thinking in (True, False))
+    loud, quiet = (chats.encoder(settings_of(train_thinking=thinking)) for thinking in (True, False))
     plain, thinks, tagged = (conversation("Who?", "It is maple.") for _ in range(3))
     thinks["messages"][1]["reasoning_content"] = "Consider sorrel."
     tagged["messages"][1]["content"] = "<think>Consider sorrel.</think>It is maple."
     for row in (plain, thinks, tagged):
-        kept = _kept(quiet, _one(quiet, row))
-        assert "sorrel" not in kept
-        assert "is maple." in kept
-    assert _kept(quiet, _one(quiet, plain)) == _kept(loud, _one(loud, plain))
+        text = kept(quiet, one(quiet, row))
+        assert "sorrel" not in text
+        assert "is maple." in text
+    assert kept(quiet, one(quiet, plain)) == kept(loud, one(loud, plain))

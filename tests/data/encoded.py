@@ -1,0 +1,27 @@
+"""One row of a real format through an encoder, and what is trained of it as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.encoding import ChatEncoder
+from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.settings import ChatSettings
+
+
+def settings_of(**knobs: Any) -> ChatSettings:
+    """With room for every row."""
+    return ChatSettings(**{"max_length": 10_000, **knobs})
+
+
+def one(encoder: ChatEncoder, row: Conversation) -> Encoded:
+    """The row, which must be trainable."""
+    (encoded,) = encoder.encode([row])
+    assert isinstance(encoded, Encoded), encoded
+    return encoded
+
+
+def kept(encoder: ChatEncoder, encoded: Encoded) -> str:
+    """The text of its trained tokens."""
+    return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))
