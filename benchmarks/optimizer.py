@@ -1,11 +1,11 @@
 """What an optimizer step on the CPU costs, as a ratio to one `torch.optim.AdamW(fused=True).step()` in the same run.
 
     python -m benchmarks.optimizer --results optimizer-step
-    python -m benchmarks.optimizer --quick --case chunked-bf16 --tile-bytes 262144 1048576
+    python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile-bytes 262144 1048576
 
-All cases step the same tensors, in turns with the peer. So nothing depends on where the pages of one of them came to
-lie, and one process does. Beside that, each case runs in a thread while the main thread counts in a Python loop: how
-much of its rate the loop keeps, and how much longer the step takes.
+All cases step the same tensors, in turns with the peer, with one thread and with all cores. So nothing depends on where
+the pages of one of them came to lie, and one process does. Beside that, each case runs in a thread while the main
+thread counts in a Python loop: how much of its rate the loop keeps, and how much longer the step takes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from torch.optim import AdamW
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
 from lightning_protrain.runtime import kernels
-from lightning_protrain.runtime.hoststep import TILE_BYTES, HostStep, Update, hyperparameters
+from lightning_protrain.runtime.hoststep import TILE_BYTES, Given, HostStep, Update, hyperparameters
 
 HEADER = (
     "case",
+    "threads",
     "step / fused (95 %)",
     "wanted",
     "met",
@@ -51,6 +53,8 @@ CASES = {
     "for-loop": None,
     "foreach": None,
 }
+# Many times as long as the others, and far from them: a quarter of the pairs will do.
+SLOW = ("for-loop", "foreach")
 WANTED_RATE = 0.9
 # A peer this much slower than its fastest step waited for busy cores: a ratio to it says nothing about an idle machine.
 DISTURBED = 1.5
@@ -99,14 +103,17 @@ class Model:
                 copy.copy_(parameter)
 
     def chunked(self, host: HostStep, low_precision: bool) -> None:
-        """Chunk after chunk."""
-        group = hyperparameters(self.fused.param_groups[0])
-        for chunk in self.chunks:
-            if low_precision:
-                updates = [Update(each, self.gradients[each], self.copies[each]) for each in chunk]
-            else:
-                updates = [Update(each, _gradient(each)) for each in chunk]
-            host.step(self.fused, group, updates)
+        """Chunk after chunk, each of which is waited for, as behind a forward."""
+        group, steps = hyperparameters(self.fused.param_groups[0]), host.steps(self.fused)
+        portions = [steps.add(partial(self._given, group, chunk, low_precision)) for chunk in self.chunks]
+        with torch.no_grad():
+            for portion in portions:
+                steps.finish(portion)
+
+    def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], low_precision: bool) -> Given:
+        if low_precision:
+            return [(group, [Update(each, self.gradients[each], self.copies[each]) for each in chunk])]
+        return [(group, [Update(each, _gradient(each)) for each in chunk])]
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class Measurement:
     Attributes:
         steps: Of the case.
         peers: Of the fused step, in turns with those.
-        beside: Beside the loop, one compute thread each.
+        beside: Beside the loop, one compute thread each; empty: not measured.
     """
 
     steps: list[Times]
@@ -159,26 +166,46 @@ class Measurement:
         return median_ratio([getattr(each, what) for each in self.beside])
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        label: The case, and the size of its tiles if that is not the usual one.
+        threads: That compute, of the case and its peer.
+        wanted: Bound of the ratio of their times; None: none.
+        measurement: What was measured.
+    """
+
+    label: str
+    threads: int
+    wanted: float | None
+    measurement: Measurement
+
+
 def main(arguments: Sequence[str]) -> None:
     args = _parse(arguments)
     torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
-    load = os.getloadavg()[0]
+    load, before = os.getloadavg()[0], torch.get_num_threads()
     model = Model(args.elements, args.chunk)
-    measured: dict[str, tuple[float | None, Measurement]] = {}
-    for name in args.case:
-        for tile in args.tile_bytes if name.startswith("chunked-bf16") else args.tile_bytes[:1]:
-            label = name if tile == TILE_BYTES or not name.startswith("chunked-bf16") else f"{name} {tile >> 10} KiB"
-            measured[label] = CASES[name], _measure(model, name, tile, args)
-            print(_table({label: measured[label]}), flush=True)
+    rows: list[Row] = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for name in args.case:
+            tiled = name.startswith("chunked-bf16")
+            for tile in args.tile_bytes if tiled else args.tile_bytes[:1]:
+                label = f"{name} {tile >> 10} KiB" if tiled and tile != TILE_BYTES else name
+                rows.append(Row(label, threads, CASES[name], _measure(model, name, tile, threads, args)))
+                print(_table(rows[-1:]), flush=True)
+    torch.set_num_threads(before)
     text = (
-        f"AdamW, {model.numel / 1e6:.3g} million parameters in {len(model.chunks)} chunks, {args.threads} thread(s), "
-        f"{args.pairs} pairs; beside the loop 1 thread, {args.loops} pairs. Of the loop's rate >= {WANTED_RATE} is "
-        f"wanted. Load average of the machine at the start and at the end: {load:.1f}, {os.getloadavg()[0]:.1f}. "
-        f"`busy`: the fused step took more than {DISTURBED} times its fastest, so its threads waited for cores.\n\n"
-        f"{_table(measured)}"
+        f"AdamW, {model.numel / 1e6:.3g} million parameters in {len(model.chunks)} chunks, {args.pairs} pairs; beside "
+        f"the loop 1 thread, {args.loops} pairs; a quarter of that for {' and '.join(SLOW)}. Of the loop's rate >= "
+        f"{WANTED_RATE} is wanted. Load average of the machine at the start and at the end: {load:.1f}, "
+        f"{os.getloadavg()[0]:.1f}. `busy`: the fused step took more than {DISTURBED} times its fastest with as many "
+        f"threads, so its threads waited for cores.\n\n{_table(rows)}"
     )
-    results = {label: _as_json(measurement) for label, (_, measurement) in measured.items()}
+    results = [{"case": row.label, "threads": row.threads, **_as_json(row.measurement)} for row in rows]
     print(f"\n{text}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -194,16 +221,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tile-bytes", type=int, nargs="+", default=[TILE_BYTES], help="of the bf16 cases")
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of each case, after one that does not count")
     parser.add_argument("--loops", type=int, default=20, help="pairs beside a loop in Python")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that compute, in both")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=sorted({1, _num_cores()}), help="that compute, in both"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model and few pairs: nothing to conclude from")
     parser.add_argument("--json", type=Path, help="file for every single time")
     parser.add_argument("--results", help="name of a folder for benchmarks/results")
     args = parser.parse_args(arguments)
     if args.quick:
         args.elements, args.chunk, args.pairs, args.loops = 200_000, 50_000, 2, 2
-    if min(args.elements, args.chunk, args.pairs, args.loops, args.threads, *args.tile_bytes) < 1:
+    if min(args.elements, args.chunk, args.pairs, args.loops, *args.threads, *args.tile_bytes) < 1:
         parser.error("give positive numbers")
     return args
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _integer(text: str) -> int:
@@ -230,13 +263,17 @@ def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
         host.close()
 
 
-def _measure(model: Model, name: str, tile: int, args: argparse.Namespace) -> Measurement:
-    with _work(model, name, tile, args.threads) as work:
-        pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(args.pairs + 1)][1:]
-    # One compute thread: the loop is to find a core free, and be held up by Python's lock alone.
-    with _work(model, name, tile, 1) as work, ThreadPoolExecutor(1, initializer=_alone) as other:
-        beside = [_beside(work, other) for _ in range(args.loops + 1)][1:]
-    torch.set_num_threads(args.threads)
+def _measure(model: Model, name: str, tile: int, threads: int, args: argparse.Namespace) -> Measurement:
+    share = 4 if name in SLOW else 1
+    with _work(model, name, tile, threads) as work:
+        num = -(-args.pairs // share) + 1
+        pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
+    beside: list[Beside] = []
+    if threads == args.threads[0]:
+        # One compute thread: the loop is to find a core free, and be held up by Python's lock alone.
+        with _work(model, name, tile, 1) as work, ThreadPoolExecutor(1, initializer=_alone) as other:
+            beside = [_beside(work, other) for _ in range(-(-args.loops // share) + 1)][1:]
+        torch.set_num_threads(threads)
     return Measurement([step for step, _ in pairs], [peer for _, peer in pairs], beside)
 
 
@@ -280,24 +317,28 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _table(measured: dict[str, tuple[float | None, Measurement]]) -> str:
-    fastest = min(step.wall for _, measurement in measured.values() for step in measurement.peers)
-    return table(HEADER, [_row(label, *each, fastest) for label, each in measured.items()])
+def _table(rows: Sequence[Row]) -> str:
+    fastest: dict[int, float] = {}
+    for row in rows:
+        peer = min(step.wall for step in row.measurement.peers)
+        fastest[row.threads] = min(peer, fastest.get(row.threads, peer))
+    return table(HEADER, [_cells(row, fastest[row.threads]) for row in rows])
 
 
-def _row(label: str, wanted: float | None, measurement: Measurement, fastest: float) -> list[str]:
-    wall, peer = measurement.ratio("wall"), statistics.median(step.wall for step in measurement.peers)
+def _cells(row: Row, fastest: float) -> list[str]:
+    wall, peer = row.measurement.ratio("wall"), statistics.median(step.wall for step in row.measurement.peers)
     bound, met = "-", "-"
-    if wanted is not None:
-        bound, met = f"<= {wanted}", "yes" if wall.upper <= wanted else "no"
+    if row.wanted is not None:
+        bound, met = f"<= {row.wanted}", "yes" if wall.upper <= row.wanted else "no"
         met = "busy" if peer > DISTURBED * fastest else met
-    loop = [str(measurement.loop(what)) for what in ("rate", "slowdown")]
-    return [label, str(wall), bound, met, str(measurement.ratio("cpu")), f"{peer:.3g} s", *loop]
+    loop = [str(row.measurement.loop(what)) if row.measurement.beside else "-" for what in ("rate", "slowdown")]
+    times = [str(wall), bound, met, str(row.measurement.ratio("cpu")), f"{peer:.3g} s"]
+    return [row.label, str(row.threads), *times, *loop]
 
 
 def _as_json(measurement: Measurement) -> dict[str, Any]:
     ratios = {what: asdict(measurement.ratio(what)) for what in ("wall", "cpu")}
-    loops = {what: asdict(measurement.loop(what)) for what in ("rate", "slowdown")}
+    loops = {what: asdict(measurement.loop(what)) for what in ("rate", "slowdown") if measurement.beside}
     return {**ratios, **loops, **asdict(measurement)}
 
 

@@ -27,29 +27,18 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
-def build_model(
-    config: PretrainedConfig, folder: str | None, dtype: str, attn_implementation: str | None, vocab_size: int | None
-) -> PreTrainedModel:
-    """The model of a config with random weights, or with those of a folder.
+def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str | None = None) -> PreTrainedModel:
+    """The model of a config with random weights, or without memory where the default device is meta.
 
     Args:
-        config: Of the model; of the folder if there is one.
-        folder: Folder or Hugging Face id of a pretrained model; None: random weights. Where tensors have no memory (the
-            default device is meta) nothing is loaded.
-        dtype: Name of a dtype of torch, or `auto`: that of the checkpoint.
+        config: Of the model.
+        dtype: Name of a dtype of torch, or `auto`: that of the config.
         attn_implementation: Attention of transformers; None lets it choose.
-        vocab_size: Rows that the embedding of a pretrained model is to have; None: as it is.
     """
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    model: PreTrainedModel
-    if folder is None or torch.get_default_device().type == "meta":
-        known = config.dtype if folder is not None else None
-        options["dtype"] = known if dtype == "auto" else getattr(torch, dtype)
-        model = auto_class(config).from_config(config, **options)
-        return model
-    model = auto_class(config).from_pretrained(folder, **options)
-    if vocab_size not in (None, vocab_size_of(model.config)):
-        model.resize_token_embeddings(vocab_size)
+    known = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    model: PreTrainedModel = auto_class(config).from_config(
+        config, dtype=known, attn_implementation=attn_implementation
+    )
     return model
 
 

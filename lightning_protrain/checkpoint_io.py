@@ -1,17 +1,23 @@
-"""ProTrainCheckpointIO: checkpoints of any strategy as folders that survive a crash, or as stock files."""
+"""ProTrainCheckpointIO: checkpoints of any strategy as folders that survive a crash, or as stock files.
+
+[Note: Behind]
+A save may be made of copies, and be written behind the training. Everything that changes or reads the folder waits for
+it, and what is removed after it is removed by the same thread, in order: so there is never more than one under way, and
+nothing is removed for one that is not durable.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
 from lightning_protrain.checkpoint.discovery import resolve
@@ -20,11 +26,17 @@ from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.locks import RunLock
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
 from lightning_protrain.checkpoint.names import check_name, check_run
+from lightning_protrain.checkpoint.payload import Payload, split
 from lightning_protrain.checkpoint.retention import erase, retire, sweep
-from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.saving import save_payload
+from lightning_protrain.checkpoint.snapshot import Snapshot
+from lightning_protrain.checkpoint.space import check_space, in_gib
 from lightning_protrain.checkpoint.verifying import read_manifest
+from lightning_protrain.checkpoint.writer import Writer
 
 Layout = Literal["folder", "file"]
+# Of free host memory, how much more than a copy has to be there: the training goes on beside it.
+_SPARE = 1.1
 
 
 class ProTrainCheckpointIO(CheckpointIO):
@@ -55,12 +67,19 @@ class ProTrainCheckpointIO(CheckpointIO):
         self.parent: Manifest | None = None
         # Who loads on several ranks at once puts in what makes them fail together; the argument is for the message.
         self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
+        # Who has more to say about what is loaded: gets the content, which it may change, and the place for messages.
+        self.accept: Callable[[dict[str, Any], str], None] = _as_it_is
+        # What is written behind the training, see [Note: Behind].
+        self.writer = Writer()
+        self._snapshot: Snapshot | None = None
         self._locks: dict[Path, RunLock] = {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Saves `checkpoint` at `path`; what is there is replaced when the new one is durable.
+
+        Within `copying` it is copied when this returns, and durable when the writer has done it.
 
         Args:
             checkpoint: What Lightning makes of a run, or a state dict.
@@ -76,6 +95,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         target = _local(path)
         check_name(target.name)
         target.parent.mkdir(parents=True, exist_ok=True)
+        self.writer.join()
         with self._lock(target.parent):
             cleared = sweep(target.parent, self.run, self.files)
             if cleared:
@@ -85,9 +105,20 @@ class ProTrainCheckpointIO(CheckpointIO):
                 return
             step = checkpoint.get("global_step", 0)
             record = {**(storage_options or {}), "epoch": checkpoint.get("epoch"), "versions": _versions()}
-            self.parent = save_folder(
-                checkpoint, target, self.run, step, self.files, self.parent, digest=self.digest, record=record
-            )
+            payload = split(checkpoint)
+
+            def save() -> None:
+                self.parent = save_payload(
+                    payload, target, self.run, step, self.files, self.parent, digest=self.digest, record=record
+                )
+
+            if self._snapshot is None or not self._has_room(self._snapshot, payload):
+                save()
+                return
+            assert target.parent in self._locks
+            check_space(target.parent, payload.nbytes)
+            payload = self._snapshot.take(payload)
+            self.writer.submit(save)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -103,15 +134,18 @@ class ProTrainCheckpointIO(CheckpointIO):
             ValueError: It is not good, and what is wrong with it.
             FileNotFoundError: There is nothing.
         """
+        self.writer.join()
         self.parent = None
         with self.together(f"Loading {path}"):
             place = resolve(_local(path))
             if not place.is_dir():
-                return load_stock(place, map_location or "cpu", weights_only)
-            if not is_remains(place):
+                content = load_stock(place, map_location or "cpu", weights_only)
+            elif not is_remains(place):
                 raise ValueError(f"{place} is a folder without {MANIFEST}: lightning_protrain has not saved it.")
-            content = load_folder(place, map_location, keep=True)
-            self.parent = read_manifest(place)
+            else:
+                content = load_folder(place, map_location, keep=True)
+            self.accept(content, str(place))
+            self.parent = read_manifest(place) if place.is_dir() else None
             return content
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -121,6 +155,11 @@ class ProTrainCheckpointIO(CheckpointIO):
             ValueError: It is a folder and no checkpoint.
             OSError: The disk.
         """
+        self.writer.join()
+        self.remove_now(path)
+
+    def remove_now(self, path: str | os.PathLike[str]) -> None:
+        """The same, but that it does not wait for what is under way: for what is done after it, on its thread."""
         target = _local(path)
         if not os.path.lexists(target):
             return
@@ -129,6 +168,19 @@ class ProTrainCheckpointIO(CheckpointIO):
             retire(target, self.run, self.files)
         else:
             erase(target, self.files)
+
+    @contextmanager
+    def copying(self, snapshot: Snapshot | None) -> Iterator[None]:
+        """Within it a save only copies, and is written by `writer`, if the host has room; see [Note: Behind].
+
+        Args:
+            snapshot: Where the copies go; the one before is written when it is overwritten. None: nothing is changed.
+        """
+        self._snapshot = snapshot
+        try:
+            yield
+        finally:
+            self._snapshot = None
 
     def hold(self, root: str | os.PathLike[str]) -> None:
         """Keeps other processes from writing this run to `root`, until `teardown`.
@@ -143,10 +195,24 @@ class ProTrainCheckpointIO(CheckpointIO):
             self._locks[folder] = lock
 
     def teardown(self) -> None:
-        """Lets go of what `hold` has taken, and of other ranks."""
+        """Lets go of what `hold` has taken, of other ranks, and of who has more to say, once everything is written."""
+        error = self.writer.close()
+        if error is not None:
+            rank_zero_warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}")
         self.together = nullcontext
+        self.accept = _as_it_is
         while self._locks:
             self._locks.popitem()[1].release()
+
+    def _has_room(self, snapshot: Snapshot, payload: Payload) -> bool:
+        needed, free = snapshot.needed(payload), snapshot.free_bytes()
+        if needed * _SPARE > free:
+            rank_zero_warn(
+                f"A copy of the checkpoint takes {in_gib(needed)} of host memory, which has {in_gib(free)} free: it is "
+                "written before the training goes on."
+            )
+            return False
+        return True
 
     def _lock(self, root: Path) -> AbstractContextManager[object]:
         return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
@@ -160,6 +226,10 @@ def _local(path: str | os.PathLike[str]) -> Path:
             "and copy finished checkpoints from there."
         )
     return Path(os.path.abspath(text))
+
+
+def _as_it_is(content: dict[str, Any], name: str) -> None:
+    pass
 
 
 def _versions() -> Mapping[str, str]:

@@ -20,6 +20,8 @@ class TransferCounters:
         swapped_out_bytes: Device to host, activations.
         swapped_in_bytes: Host to device, the same.
         waited_seconds: The host has waited for gradients and swapped activations on their way to it.
+        collectives: Number of collectives among ranks, those of DDP not counted.
+        communicated_bytes: What this rank has given to them.
     """
 
     uploaded_bytes: int = 0
@@ -32,6 +34,8 @@ class TransferCounters:
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     waited_seconds: float = 0.0
+    collectives: int = 0
+    communicated_bytes: int = 0
 
     def add_live(self, nbytes: int) -> None:
         """Counts `nbytes` more (or fewer, if negative) on the device."""

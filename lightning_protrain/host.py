@@ -68,6 +68,13 @@ class HostMemory:
         flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
         return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
 
+    def lock_block(self, block: mmap.mmap) -> None:
+        """Page-locks memory of somebody else, where blocks are page-locked, until `close`."""
+        if self._lock is not None:
+            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+            if self._lock(address, len(block)):
+                self._locked[address] = block
+
     def close(self) -> None:
         """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
         while self._locked:
@@ -81,10 +88,7 @@ class HostMemory:
     def _new_block(self, size: int) -> mmap.mmap:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.allocated_bytes += size
-        if self._lock is not None:
-            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
-            if self._lock(address, size):
-                self._locked[address] = block
+        self.lock_block(block)
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:

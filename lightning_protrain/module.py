@@ -21,8 +21,10 @@ from lightning_protrain.callbacks.failures import SharedFailure
 from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
 from lightning_protrain.data.loader import TokenWindow
 from lightning_protrain.data.packing import check_packing
+from lightning_protrain.loading import load_model
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
+from lightning_protrain.schedule import learning_rate_factor
 from lightning_protrain.scoring import token_scores
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class CausalLMModule(LightningModule):
             them and warns, `error` ends the run on all ranks, `keep` lets them through to the metrics.
         vocab_size: Rows of the embedding. None: what the model or the config says, else the size of the tokenizer of
             the datamodule, rounded up to a multiple of 64.
+        allow_pickle: Whether weights of `model` may be unpickled from `.bin` files where there are no safetensors.
 
     Raises:
         ValueError: If not exactly one of `model` and `config` is given, if a number is out of its range, or if the
@@ -83,6 +86,7 @@ class CausalLMModule(LightningModule):
         vocab_size: int | None = None,
         lora: dict[str, Any] | None = None,
         nonfinite: NonFinite = "exclude",
+        allow_pickle: bool = False,
     ) -> None:
         super().__init__()
         if (model is None) == (config is None):
@@ -123,7 +127,12 @@ class CausalLMModule(LightningModule):
         if self.model is not None:
             return
         config, given = self._resolve_config(), self.hparams
-        model = build_model(config, given["model"], given["dtype"], given["attn_implementation"], given["vocab_size"])
+        options = {name: given[name] for name in ("dtype", "attn_implementation")}
+        if given["model"] is None or torch.get_default_device().type == "meta":
+            model = build_model(config, **options)
+        else:
+            options |= {name: given[name] for name in ("vocab_size", "allow_pickle")}
+            model = load_model(given["model"], config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings is not known to make its logits by its head alone: "
@@ -366,23 +375,6 @@ class CausalLMModule(LightningModule):
             rank_zero_warn("The number of steps is unknown: the learning rate stays constant after the warm-up.")
             return None, int(warmup)
         return num_steps, round(warmup * num_steps) if warmup < 1 else int(warmup)
-
-
-def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
-    """Return the learning rate of an optimizer step over the peak.
-
-    Args:
-        step: Optimizer steps taken before this one.
-        warmup: Steps of linear warm-up; the last of them is the first at the peak.
-        num_steps: Steps in all; None holds the peak after the warm-up.
-        floor: The factor at and after the last step.
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    if num_steps is None:
-        return 1.0
-    progress = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

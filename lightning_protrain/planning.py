@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.host import host_terms
@@ -18,7 +21,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits, format_bytes
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import Plan, check_plan
-from lightning_protrain.planner.presets import Preset, make_plan
+from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
@@ -30,7 +33,7 @@ from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 from lightning_protrain.profiling import profile_training_step, streamable
-from lightning_protrain.runtime.optimizer import state_bytes_per_element
+from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
 
 # Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
 # what a plan may take that knows them. Handles of libraries take some later.
@@ -49,6 +52,7 @@ class Wishes:
         device_memory: Bytes that the device may hold; None: what it has free.
         host_memory: Bytes that the host may hold; None: what it has free.
         hardware: What the machine can do; None: it is measured.
+        copies: How many ranks of this machine hold what is offloaded, each all of it.
     """
 
     choice: Plan | Preset
@@ -58,6 +62,47 @@ class Wishes:
     device_memory: int | None
     host_memory: int | None
     hardware: HardwareProfile | None
+    copies: int = 1
+
+
+def read_choice(plan: Plan | str | os.PathLike[str]) -> Plan | Preset:
+    """A plan, or the way to make one.
+
+    Args:
+        plan: `"auto"`, `"resident"`, `"offload"`, a plan, or the path of one.
+
+    Raises:
+        ValueError: Nothing of these.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
+    return cast(Preset, plan) if plan in get_args(Preset) else Plan.load(os.fspath(plan))
+
+
+def make_wishes(
+    choice: Plan | Preset,
+    knobs: Knobs,
+    blocks: BlockChoice,
+    min_num_params: int,
+    device_memory: str | int,
+    host_memory: str | int,
+    hardware: HardwareProfile | None,
+) -> Wishes:
+    """What the arguments of a strategy say; memory as `"22GiB"`, as a number of bytes, or `"auto"`.
+
+    Raises:
+        ValueError: A value out of range, or a knob beside a whole plan.
+    """
+    if type(min_num_params) is not int or min_num_params < 1:
+        raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
+    if isinstance(choice, Plan):
+        knobs.refuse("a Plan")
+    device_bytes, host_bytes = (
+        None if memory == "auto" else parse_bytes(memory) for memory in (device_memory, host_memory)
+    )
+    return Wishes(choice, knobs, blocks, min_num_params, device_bytes, host_bytes, hardware)
 
 
 @dataclass(frozen=True)
@@ -74,6 +119,7 @@ class Case:
         state_bytes: Bytes of optimizer states for each trained element.
         training: How the training loop uses the plan; None: nothing is trained.
         foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
+        optimizers: Those of the model; empty: nothing is trained.
         profile_on: Profiles the step, and says what is streamed in two bytes, for a GPU of some compute capability that
             is not here, or for `device`; None: it need not be profiled.
     """
@@ -87,6 +133,7 @@ class Case:
     state_bytes: float = 0.0
     training: Training | None = None
     foreach: bool = False
+    optimizers: tuple[Optimizer, ...] = ()
     profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
     def on(self, machine: HardwareProfile | None) -> Case:
@@ -110,6 +157,12 @@ class Case:
         Raises:
             ValueError: No plan fits, or the one that is given is not for this model; a knob contradicts another one.
         """
+        plan = self._plan(machine)
+        if plan.num_offloaded_chunks:
+            refuse_without_host_step(self.optimizers)
+        return plan
+
+    def _plan(self, machine: HardwareProfile | None) -> Plan:
         choice, device_bytes, host_bytes = self.wishes.choice, self.budget(machine), self._host_bytes(machine)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
@@ -150,12 +203,13 @@ class Case:
         return max(self._host_bytes(None) - taken, 0)
 
     def _host_bytes(self, machine: HardwareProfile | None) -> int:
+        copies = self.wishes.copies
         if self.wishes.host_memory is not None:
-            return self.wishes.host_memory
+            return self.wishes.host_memory // copies
         if machine is not None:
-            return machine.host_bytes
+            return machine.host_bytes // copies
         # The weights are in host memory already.
-        return free_host_bytes() + sum(info.nbytes for info in self.layout.parameters)
+        return free_host_bytes() // copies + sum(info.nbytes for info in self.layout.parameters)
 
     def _measure(self, profile: ModelProfile) -> HardwareProfile:
         if self.wishes.hardware is not None:
@@ -170,7 +224,7 @@ class Case:
         problem = Problem(
             profile=profile,
             layout=self.layout,
-            hardware=machine,
+            hardware=replace(machine, host_step=machine.host_step / host_slowdown(self.optimizers)),
             training=training,
             device_bytes=budget,
             host_bytes=self._host_bytes(machine),
@@ -247,6 +301,7 @@ def describe_case(
     Raises:
         ValueError: A model that cannot be described, or a step that has to be profiled and cannot be.
     """
+    prepare_weights(model)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
     if optimizers is None and isinstance(wishes.choice, Plan):
         return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)
@@ -263,9 +318,10 @@ def describe_case(
         device=device,
         layout=layout,
         low_dtype=precision.low_dtype_name,
-        state_bytes=state_bytes_per_element(optimizers),
+        state_bytes=mean_state_bytes(optimizers),
         training=training,
         foreach=device.torch_device.type != "cpu" and any(map(_may_take_foreach, optimizers)),
+        optimizers=tuple(optimizers),
     )
     if not (elsewhere or _needs_profile(case)):
         return case
@@ -278,6 +334,15 @@ def describe_case(
 
     case = replace(case, profile_on=profile_on)
     return case if elsewhere else case.on(None)
+
+
+def say_if_one_block(plan: Plan, layout: ModelLayout) -> None:
+    """Tells the user that little can be streamed."""
+    if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
+        rank_zero_info(
+            "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
+            "during a step. Name blocks with `blocks` to stream them one by one."
+        )
 
 
 def answers(case: Case, machines: Mapping[str, HardwareProfile | None]) -> dict[str, Plan | ValueError]:

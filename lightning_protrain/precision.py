@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_protrain.runtime.eightbit import in_tiles
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Updates
 
@@ -120,7 +121,7 @@ class ProTrainPrecision(Precision):
         launch = self._updates.launch if self._updates is not None else frozenset
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
-            with fused_host_step(optimizer, prepared, self._device_type, launch) as final:
+            with in_tiles(optimizer), fused_host_step(optimizer, prepared, self._device_type, launch) as final:
                 return optimizer.step(closure=final, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
@@ -131,10 +132,13 @@ class ProTrainPrecision(Precision):
         skipped = result is None and model.automatic_optimization
         if not skipped:
             self.scaler.unscale_(optimizer)
+            if self._updates is not None:
+                found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                self._updates.agree_on_overflow(found)
         self._after_closure(model, optimizer)
         if skipped:
             return result
-        with fused_host_step(optimizer, lambda: None, self._device_type, launch) as split:
+        with in_tiles(optimizer), fused_host_step(optimizer, lambda: None, self._device_type, launch) as split:
             split()
             result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

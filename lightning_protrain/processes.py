@@ -1,16 +1,25 @@
-"""Who takes part in a run: processes, machines, accelerators. One process and one device in this version."""
+"""Who takes part in a run: processes, machines, accelerators, and how they find each other."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_protrain.companions import accepting_companions
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -93,27 +102,82 @@ class ProcessStrategy(ParallelStrategy):
             )
         self._own_accelerator = accelerator
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of a data set is this rank's; the base class forgets the other machines."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        with accepting_companions(self.lightning_module):
+            super().load_model_state_dict(checkpoint, strict)
+
     def _configure_launcher(self) -> None:
         self._has_trainer = True
-        if self.is_distributed:
-            raise ValueError(
-                f'strategy="protrain" runs on one device in this version, {self.num_nodes * self.num_processes} were '
-                "asked for. Set Trainer(devices=1, num_nodes=1)."
-            )
         if self._start_method != "popen":
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        elif self.is_distributed:
+            assert self.cluster_environment is not None
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Opens the device, and the process group if there are several processes."""
+        super().setup_environment()
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout, device_id=device)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment which process of how many this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * max(self.num_processes, 1))
+        if self.cluster_environment is None:
+            return
+        processes = max(self.num_processes, 1)
+        self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * processes)
+        # Both copies of the utility: the environments of a cluster may ignore the setters.
+        for only in (rank_zero_only, fabric_rank_zero_only):
+            setattr(only, "rank", self.global_rank)  # noqa: B010 (a function has no such attribute to mypy)
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        if not isinstance(tensor, Tensor) or not _has_group():
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Waits for all ranks."""
+        if _has_group():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
+        """What rank `src` has."""
+        if not _has_group():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def _backend(self) -> str:
+        """What tensors of the host and of the device are sent by; gradients and weights are on both.
+
+        Raises:
+            ValueError: A backend that does not send what is on the device.
+        """
+        chosen, kind = self._process_group_backend, self.root_device.type
+        if chosen is None:
+            return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        sends = kind if ":" in chosen else {"nccl": "cuda"}.get(chosen, kind)
+        if sends != kind or (":" in chosen and f"{kind}:" not in chosen):
+            raise ValueError(
+                f"process_group_backend={chosen!r} does not send what is on {kind!r}. Leave it out, or give "
+                f'"{"cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"}".'
+            )
+        return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -33,14 +34,14 @@ from lightning_protrain.overlap import (
     plan_overlap,
     step_is_followed_by_forward,
 )
+from lightning_protrain.parallel import DataParallelStrategy, Parallelism, ShardingChoice
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.presets import Preset, parse_bytes
-from lightning_protrain.planning import Wishes, answers, describe_case
-from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
-from lightning_protrain.processes import ProcessStrategy, StartMethod
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planning import answers, describe_case, make_wishes, read_choice, say_if_one_block
+from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.replicas import DDPOptions, GradSync
 from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
@@ -49,10 +50,8 @@ from lightning_protrain.runtime.optimizer import (
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.runtime.updates import Overlap
 
-PRESETS = ("auto", "resident", "offload")
 
-
-class ProTrainStrategy(ProcessStrategy):
+class ProTrainStrategy(DataParallelStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -74,6 +73,13 @@ class ProTrainStrategy(ProcessStrategy):
             the device under `"auto"` if it fits.
         overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
             first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
+        sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
+            the ranks of a machine together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
+            `"auto"`: `"shard"` where a machine has several ranks.
+        reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
+        adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
+            tensor; `"auto"`: the second, unless the devices are linked directly.
+        find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
@@ -104,6 +110,13 @@ class ProTrainStrategy(ProcessStrategy):
         blocks: Sequence[str | type[nn.Module]] | Literal["size"] | None = None,
         min_num_params: int = 100_000_000,
         overlap_optimizer: OverlapChoice = "auto",
+        sharding: ShardingChoice = "auto",
+        reduce_dtype: Literal["float32", "bfloat16"] | None = None,
+        adapter_grad_sync: GradSync = "auto",
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: object = None,
         hardware: HardwareProfile | None = None,
         monitor: bool = True,
         process_group_backend: str | None = None,
@@ -111,6 +124,12 @@ class ProTrainStrategy(ProcessStrategy):
         start_method: StartMethod = "popen",
     ) -> None:
         super().__init__(
+            Parallelism(
+                sharding,
+                reduce_dtype,
+                adapter_grad_sync,
+                DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state),
+            ),
             accelerator,
             parallel_devices,
             cluster_environment,
@@ -120,11 +139,6 @@ class ProTrainStrategy(ProcessStrategy):
             timeout,
             start_method,
         )
-        if not isinstance(plan, (Plan, str, os.PathLike)):
-            raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
-        if type(min_num_params) is not int or min_num_params < 1:
-            raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
-        choice = plan if isinstance(plan, Plan) or plan in PRESETS else Plan.load(os.fspath(plan))
         knobs = Knobs(
             num_persistent_chunks=num_persistent_chunks,
             num_chunk_buffers=num_chunk_buffers,
@@ -133,17 +147,8 @@ class ProTrainStrategy(ProcessStrategy):
             num_keep_offloaded_blocks=num_keep_offloaded_blocks,
             chunk_bytes=chunk_bytes,
         )
-        if isinstance(choice, Plan):
-            knobs.refuse("a Plan")
-        self._wishes = Wishes(
-            choice=cast("Plan | Preset", choice),
-            knobs=knobs,
-            blocks=blocks,
-            min_num_params=min_num_params,
-            device_memory=None if device_memory == "auto" else parse_bytes(device_memory),
-            host_memory=None if host_memory == "auto" else parse_bytes(host_memory),
-            hardware=hardware,
-        )
+        choice = self.allowed_plan(read_choice(plan))
+        self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._monitor = PlanMonitor() if monitor else None
         self._machines: Mapping[str, HardwareProfile | None] | None = None
         self._answers: dict[str, Plan | ValueError] = {}
@@ -204,14 +209,6 @@ class ProTrainStrategy(ProcessStrategy):
         finally:
             self._machines = None
 
-    @property
-    def precision_plugin(self) -> ProTrainPrecision:
-        return self._precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision = as_protrain_precision(plugin)
-
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -237,27 +234,29 @@ class ProTrainStrategy(ProcessStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = open_device(self.root_device, rank_zero_info)
+        sharding = self.choose_sharding(self._overlap_choice in ("forward", "backward"))
         if fitting:
             self.setup_optimizers(trainer)
             kind = "cuda" if any((self._machines or {}).values()) else self.root_device.type
-            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+            overlap = "off" if sharding is Sharding.SHARD else self._overlap_choice
+            self._overlap = plan_overlap(overlap, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
+        wishes = replace(self._wishes, copies=1 if sharding is Sharding.SHARD else max(self.num_processes, 1))
         case = describe_case(
-            self._wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
+            wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         )
         if self._machines is not None:
             self._answers.update(answers(case, self._machines))
             raise _TunerExitException
-        plan, layout = case.plan(), case.layout
+        plan, layout = self.agree(case.layout, model, lambda: replace(case.plan(), sharding=sharding)), case.layout
         self._budget = case.budget()
-        if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
-            rank_zero_info(
-                "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
-                "during a step. Name blocks with `blocks` to stream them one by one."
-            )
+        say_if_one_block(plan, layout)
+        refuse_meta(model)
+        self.equalise(model, plan)
         self._place(model, plan, layout, case.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
+            self.replicate(model, plan)
             if self._monitor is not None:
                 self._monitor.join(trainer)
             check_one_device(self.optimizers)
@@ -266,9 +265,6 @@ class ProTrainStrategy(ProcessStrategy):
                 self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()))
             if plan.num_offloaded_chunks and self._overlap.overlap is not Overlap.OFF:
                 rank_zero_info(self._overlap.describe(self._device.worker.threads))
-
-    def model_to_device(self) -> None:
-        """Does nothing: `setup` places the model as the plan says."""
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
@@ -290,12 +286,13 @@ class ProTrainStrategy(ProcessStrategy):
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare_host_bytes: int) -> None:
         assert self._device is not None
-        refuse_meta(model)
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
         manual = not model.automatic_optimization
-        self._runtime = apply_plan(model, plan, layout, self._device, rank_zero_info, manual, spare_host_bytes)
+        self._runtime = apply_plan(
+            model, plan, layout, self._device, rank_zero_info, manual, spare_host_bytes, self.ranks, self.reduce_dtype
+        )
         self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
 
@@ -305,13 +302,13 @@ class ProTrainStrategy(ProcessStrategy):
         return self._run_step(super().training_step, args, kwargs, training=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(super().validation_step, args, kwargs, training=False)
+        return self._run_step(self.past_ddp("validation_step"), args, kwargs, training=False)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(super().test_step, args, kwargs, training=False)
+        return self._run_step(self.past_ddp("test_step"), args, kwargs, training=False)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(super().predict_step, args, kwargs, training=False)
+        return self._run_step(self.past_ddp("predict_step"), args, kwargs, training=False)
 
     def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         assert self._runtime is not None
@@ -324,9 +321,13 @@ class ProTrainStrategy(ProcessStrategy):
             RuntimeError: A weight was needed that the runtime could not know of.
         """
         assert self._runtime is not None
+        if self.averages:
+            self._runtime.begin_averages()
         try:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except RuntimeError as error:
+            if (explained := self.explain(error)) is not error:
+                raise explained from error
             if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
                 raise
             raise RuntimeError(
@@ -335,6 +336,7 @@ class ProTrainStrategy(ProcessStrategy):
                 "values from the block, or make it resident (`num_persistent_chunks`)."
             ) from error
         self._runtime.end_backward()
+        self.average_resident()
         return loss
 
     def optimizer_step(
@@ -367,7 +369,7 @@ class ProTrainStrategy(ProcessStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._finish_updates()
-        return super().optimizer_state(optimizer)
+        return self.gathered_state(optimizer, self._runtime.owners if self._runtime is not None else {})
 
     def _finish_updates(self) -> None:
         """Before weights or optimizer states are saved.
@@ -382,9 +384,11 @@ class ProTrainStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
+            self.drop_states_of_others(optimizer, self._runtime.owners if self._runtime is not None else {})
         move_state_beside_parameters(self.optimizers)
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._runtime is not None:
             self._runtime.reset()
 

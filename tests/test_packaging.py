@@ -32,6 +32,7 @@ PUBLIC = {
     "Plan",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
+    "ProTrainFSDP2Strategy",
     "ProTrainPrecision",
     "ProTrainStrategy",
 }

@@ -1,4 +1,4 @@
-"""One process on one device; everything else is refused by name."""
+"""Processes of a run: how many there are, who starts them, and by what they send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.processes import ProcessStrategy
@@ -27,10 +27,40 @@ def test_one_process_is_not_distributed() -> None:
     assert strategy.launcher is None
 
 
-@pytest.mark.parametrize(("options", "number"), [({"devices": 2}, 2), ({"devices": 1, "num_nodes": 3}, 3)])
-def test_more_processes_are_refused(options: dict[str, int], number: int) -> None:
-    with pytest.raises(ValueError, match=rf"runs on one device in this version, {number} were asked for"):
-        trainer_with("protrain", **options)
+@pytest.mark.parametrize(("devices", "num_nodes"), [(2, 1), (1, 3), (2, 3)])
+def test_several_processes_are_launched(devices: int, num_nodes: int) -> None:
+    strategy = trainer_with("protrain", devices=devices, num_nodes=num_nodes).strategy
+    assert strategy.is_distributed
+    assert isinstance(strategy.launcher, _SubprocessScriptLauncher)
+    assert strategy.world_size == devices * num_nodes
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": devices * num_nodes, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind", "backend"),
+    [
+        (None, "cpu", "gloo"),
+        (None, "cuda", "cpu:gloo,cuda:nccl"),
+        ("nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        ("gloo", "cpu", "gloo"),
+        ("gloo", "cuda", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_the_backend_sends_what_is_on_host_and_device(
+    chosen: str | None, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ProTrainStrategy(process_group_backend=chosen)
+    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
+    assert strategy._backend() == backend
+
+
+@pytest.mark.parametrize(("chosen", "kind"), [("nccl", "cpu"), ("cuda:nccl", "cpu"), ("cpu:gloo", "cuda")])
+def test_another_backend_is_refused(chosen: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ProTrainStrategy(process_group_backend=chosen)
+    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
+    with pytest.raises(ValueError, match=f"process_group_backend='{chosen}' does not send what is on '{kind}'"):
+        strategy._backend()
 
 
 def test_mps_is_refused() -> None:

@@ -11,38 +11,35 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks import occasions
+from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
 from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
+from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
-from lightning_protrain.callbacks.ranks import gather, refuse_different
+from lightning_protrain.callbacks.ranks import refuse_different
+from lightning_protrain.callbacks.resuming import Resumption
+from lightning_protrain.callbacks.scores import Scores
 from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
+from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.names import check_run
-from lightning_protrain.checkpoint.randomness import capture, restore
 from lightning_protrain.checkpoint.ranking import Ranking
-from lightning_protrain.checkpoint.retention import sweep
-from lightning_protrain.checkpoint.space import check_space, check_writable
-from lightning_protrain.checkpoint.verifying import Fault, verify_files
+from lightning_protrain.checkpoint.snapshot import Snapshot
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-
-_DEFAULT_RUN = "run"
-_ACCUMULATING = "accumulating"
-_RANDOMNESS = "random_states"
+from lightning_protrain.profiler.limits import free_host_bytes
 
 
-class ProTrainCheckpoint(ModelCheckpoint):
+class ProTrainCheckpoint(BoundaryCheckpoint):
     """Saves and keeps checkpoints that survive a crash, and finds the newest and the best again.
 
     With a metric every evaluation counts: the best one so far is saved when it is found, whatever the other triggers
@@ -57,23 +54,42 @@ class ProTrainCheckpoint(ModelCheckpoint):
         enable_version_counter: As in `ModelCheckpoint`; without it a checkpoint of the same name is replaced.
         run: Begins the names of the checkpoints; several runs in one folder never touch each other's. None: one run.
         min_delta: By how much a score must be better than the best one.
+        allow_drift: Terms that may differ from those of the checkpoint that is resumed from, of `TERMS` in
+            checkpoint/contract.py. If `"optimizer"` does, it begins anew, with its schedule.
+        weights_and_counters_only: Resume with weights, steps and epochs, and begin everything else anew.
+        replay: Whether batches that were trained are drawn again to find the place in the data. None: where loaders
+            have a length and no position, and no data module saves a state.
+        save_on_preemption: Whether SIGTERM, or SLURM's signal, on any rank ends the run with a checkpoint at the end of
+            the step, and exit code 143.
+        asynchronous: Whether a save only copies the states to host memory, and writes them behind the training.
 
     Raises:
         ValueError: A name or number that cannot be; more in `setup`, before anything is trained.
     """
 
-    def __init__(self, *args: Any, run: str | None = None, min_delta: float = 0.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: str | None = None,
+        min_delta: float = 0.0,
+        allow_drift: Collection[str] = (),
+        weights_and_counters_only: bool = False,
+        replay: bool | None = None,
+        save_on_preemption: bool = True,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self._known_best: str | None = None
-        super().__init__(*args, **kwargs)
-        self.run = check_run(_DEFAULT_RUN if run is None else run)
+        super().__init__(*args, save_on_preemption=save_on_preemption, asynchronous=asynchronous, **kwargs)
+        self.run = check_run(DEFAULT_RUN if run is None else run)
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
+        self._scores = Scores(self.ranking)
         self._due = False
+        self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
-        self._randomness: list[Any] | None = None
+        self._resumption = Resumption(allow_drift, weights_and_counters_only, replay)
         self._resumed_from: str | None = None
-        # Step and score of the latest evaluation.
-        self._evaluated: tuple[int, float | None] | None = None
 
     @property
     def state_key(self) -> str:
@@ -109,37 +125,22 @@ class ProTrainCheckpoint(ModelCheckpoint):
             OSError: The disk has not even room for the weights.
         """
         super().setup(trainer, pl_module, stage)
-        checkpoints = trainer.strategy.checkpoint_io
-        if type(checkpoints) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = checkpoints = ProTrainCheckpointIO()
-        if not isinstance(checkpoints, ProTrainCheckpointIO):
-            raise ValueError(
-                f"ProTrainCheckpoint saves through ProTrainCheckpointIO, and the Trainer has "
-                f"{type(checkpoints).__name__}. Take that plugin away, or use Lightning's ModelCheckpoint."
-            )
-        if checkpoints.run not in (_DEFAULT_RUN, self.run):
-            raise ValueError(
-                f"ProTrainCheckpoint(run={self.run!r}) and ProTrainCheckpointIO(run={checkpoints.run!r}): one Trainer "
-                "writes one run."
-            )
-        checkpoints.run = self.run
-        checkpoints.together = failing_together
-        if stage != "fit" or tries_only(trainer):
-            return
-        with failing_together(f"Preparing {self._root} for checkpoints"):
-            if trainer.is_global_zero:
-                check_writable(self._root, self.run, checkpoints.files)
-                checkpoints.hold(self._root)
-                sweep(self._root, self.run, checkpoints.files)
-                check_space(self._root, sum(parameter.nbytes for parameter in pl_module.parameters()))
+        checkpoints = install_io(trainer, self.run)
+        checkpoints.accept = lambda content, name: self._resumption.accept(trainer, content, name)
+        if stage == "fit":
+            self._resumption.begin(trainer)
+        if stage == "fit" and not tries_only(trainer):
+            prepare_folder(trainer, pl_module, self._root)
+            if self.save_on_preemption:
+                self._preemption.shield_workers(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on it is known what the run continues from.
 
         Raises:
-            ValueError: The ranks have loaded different checkpoints.
+            ValueError: The ranks have loaded different checkpoints, or it is one of a run on other terms.
         """
-        checkpoints = _io(trainer)
+        checkpoints = io_of(trainer)
         # Without a checkpoint to resume from, a second fit goes on where the first one has ended.
         parent = checkpoints.parent if trainer.ckpt_path else trainer.strategy.broadcast(self._parent)
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
@@ -148,41 +149,28 @@ class ProTrainCheckpoint(ModelCheckpoint):
         self._resumed_from = None if parent is None else parent.identity
         line = [] if parent is None else line_of(find(self._root, self.run), parent)
         self._remember(trainer.strategy.broadcast(line))
+        self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
         self._due = False
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        newest = newest_good(root, self.run, _usable)
+        newest = newest_good(root, self.run, usable)
         if newest.chosen is None:
             return super()._find_last_checkpoints(trainer)
         if newest.skipped:
             rank_zero_warn(newest.message())
         return {str(newest.chosen.path)}
 
-    # --- random numbers -----------------------------------------------------------------------------------------------
+    # --- what goes on in a resumed run --------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The generators of this rank; `_write` puts those of the others beside them."""
-        checkpoint[_RANDOMNESS] = [capture(trainer.strategy.root_device)]
+        """Adds what only this rank has; `_write` puts that of the others beside it."""
+        self._resumption.save(trainer, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps them for when training starts: what is drawn until then does not count."""
-        self._randomness = checkpoint.get(_RANDOMNESS)
-
-    def _restore_randomness(self, trainer: Trainer) -> None:
-        states, self._randomness = self._randomness, None
-        if states is None:
-            if trainer.ckpt_path:
-                rank_zero_warn("The checkpoint has no states of random numbers: from here on other ones are drawn.")
-        elif len(states) != trainer.world_size:
-            rank_zero_warn(
-                f"The checkpoint has the random numbers of {len(states)} ranks, and there are {trainer.world_size}: "
-                "from here on other ones are drawn."
-            )
-        else:
-            for name in restore(states[trainer.global_rank], trainer.strategy.root_device):
-                rank_zero_warn(f"The checkpoint was not saved on {name}, whose random numbers are other ones.")
+        """The weights are loaded."""
+        self._resumption.loaded()
 
     # --- when to save -------------------------------------------------------------------------------------------------
 
@@ -193,19 +181,26 @@ class ProTrainCheckpoint(ModelCheckpoint):
             ValueError: The checkpoint has something else in their place.
         """
         self._last_time_checked = time.monotonic()
-        self._restore_randomness(trainer)
+        self._resumption.restore(trainer)
+        self._listen(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What is drawn from here on counts."""
+        self._resumption.begin_epoch()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Saves if steps or time say so: at the end of the step, and after the evaluation that follows on it."""
         every, stepped = self._every_n_train_steps, not accumulates(trainer)
         steps = stepped and every >= 1 and trainer.global_step % every == 0
-        self._due = self._time_is_up(trainer) or self._due or steps
+        ends = stepped and self._agree(trainer)
+        self._due = self._time_is_up(trainer) or self._due or steps or ends
         if self._due and stepped and not occasions.validates_next(trainer):
             self._due = False
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
             fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
-            found = (self._score(trainer, step_metrics), True) if fresh else self._measured_now(trainer)
+            found = (self._scores.read(trainer, step_metrics), True) if fresh else self._scores.now(trainer)
             self._save_now(trainer, *found)
+            self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what is best so far, and what was to be saved after this evaluation.
@@ -217,39 +212,38 @@ class ProTrainCheckpoint(ModelCheckpoint):
             return
         beside = occasions.is_measured_beside(self.monitor, trainer)
         better = not beside and self._is_better(trainer)
-        score, fresh = self._measured_now(trainer)
+        score, fresh = self._scores.now(trainer)
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
-        due = (self._due or epoch) and not accumulates(trainer)
+        stepped = not accumulates(trainer)
+        ends = stepped and self._agree(trainer)
+        due = (self._due or epoch or ends) and stepped
         if due:
             self._due = False
         if better or due:
             self._save_now(trainer, score, fresh, again=better)
+        if due:
+            self._leave(trainer)
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
         """Saves what is best so far, if it is measured by an `Evaluator`."""
         if self.monitor in names and not tries_only(trainer) and self._is_better(trainer):
-            self._save_now(trainer, *self._measured_now(trainer), again=True)
+            self._save_now(trainer, *self._scores.now(trainer), again=True)
 
     def _is_better(self, trainer: Trainer) -> bool:
-        """Notes an evaluation that has just ended, and says whether it is the best so far."""
-        score = self._score(trainer, trainer.callback_metrics)
-        self._evaluated = trainer.global_step, score
         best = None if self.best_model_score is None else float(self.best_model_score)
-        return trainer.strategy.broadcast(self.ranking.is_better(score, best)) and self.save_top_k != 0
-
-    def _measured_now(self, trainer: Trainer) -> tuple[float | None, bool]:
-        """The score of the weights as they are, and whether they have been evaluated."""
-        step, score = self._evaluated or (-1, None)
-        return (score, True) if step == trainer.global_step else (None, False)
+        under_way = None if self._pending is None else self._pending.score
+        if self.ranking.is_better(under_way, best):
+            best = under_way
+        return self._scores.note(trainer, best) and self.save_top_k != 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves if epochs say so and no evaluation has seen to it."""
         if tries_only(trainer) or not self._epoch_is_due(trainer):
             return
         if not validates(trainer) and not occasions.is_measured_beside(self.monitor, trainer):
-            self._save_now(trainer, self._score(trainer, trainer.callback_metrics), fresh=True)
+            self._save_now(trainer, self._scores.read(trainer, trainer.callback_metrics), fresh=True)
         elif self._save_on_train_epoch_end or not validates(trainer):
-            self._save_now(trainer, *self._measured_now(trainer))
+            self._save_now(trainer, *self._scores.now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves at the end of a step, if asked to; not on several ranks, of which others may not have failed."""
@@ -259,68 +253,92 @@ class ProTrainCheckpoint(ModelCheckpoint):
         except (OSError, RuntimeError, ValueError) as error:  # The exception that ends the run is the one to be seen.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
         finally:
-            self.teardown(trainer, pl_module, "fit")
+            self._close(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what `save_last` promises, if nothing was saved at all."""
         if self.save_last and not self._last_checkpoint_saved and self._resumed_from is None:
             self._save_now(trainer, None, fresh=False)
+        self._settle(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Others may write this run now."""
+        self._close(trainer)
+        self._preemption.restore()
+
+    def _close(self, trainer: Trainer) -> None:
+        self._preemption.close()
+        self._agreement.close()
         if isinstance(trainer.strategy.checkpoint_io, ProTrainCheckpointIO):
             trainer.strategy.checkpoint_io.teardown()
+        self._pending = None
+        self._snapshot.release()
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def _save_now(self, trainer: Trainer, score: float | None, fresh: bool, again: bool = False) -> None:
-        if tries_only(trainer) or (self.save_top_k == 0 and not self.save_last):
+        if not self._saves(trainer):
             return
         if self._last_global_step_saved == trainer.global_step and not again:
             return
+        self._settle(trainer)
         candidates = self._monitor_candidates(trainer)
         path = trainer.strategy.broadcast(self._path(candidates, fresh))
         record = {**self.ranking.record(score), "callback": self.state_key}
         if accumulates(trainer):
-            record[_ACCUMULATING] = True
-        self._write(trainer, path, record)
-        self._parent = _io(trainer).parent
+            record[ACCUMULATING] = True
+        behind = self.asynchronous and not self._preemption.is_agreed
+        self._write(trainer, path, record, behind)
         self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = self.last_model_path = path
-        if score is not None:
-            self.current_score = torch.tensor(score, dtype=torch.float64)
-        if self.verbose:
-            rank_zero_info(f"Step {trainer.global_step}: saved {path}" + ("" if score is None else f", score {score}"))
-        self._keep(trainer)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+        job = io_of(trainer).writer.submit(lambda: self._prune(trainer)) if behind and trainer.is_global_zero else None
+        self._pending = Pending(path, trainer.global_step, score, job)
+        if not behind:
+            self._settle(trainer)
 
-    def _write(self, trainer: Trainer, path: str, record: dict[str, Any]) -> None:
+    def _write(self, trainer: Trainer, path: str, record: dict[str, Any], behind: bool) -> None:
         """What `Trainer.save_checkpoint` does, but that all ranks fail if one does."""
         doing = f"Saving {path}"
         with failing_together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        if trainer.world_size > 1 and _RANDOMNESS in checkpoint:
-            checkpoint[_RANDOMNESS] = gather(checkpoint[_RANDOMNESS][0])
-        with failing_together(doing):
+        self._resumption.gather(trainer, checkpoint)
+        with failing_together(doing), io_of(trainer).copying(self._snapshot if behind else None):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
-    def _keep(self, trainer: Trainer) -> None:
-        """Removes what nobody wants any more, and remembers the rest."""
+    def _settle(self, trainer: Trainer) -> None:
+        """Ends the save that is under way, if there is one: every rank calls it at the same point."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
         kept: list[Found] = []
-        with failing_together(f"Removing checkpoints from {self._root}"):
+        with failing_together(f"Saving {pending.path}"):
             if trainer.is_global_zero:
-                checkpoints = _io(trainer)
-                assert checkpoints.parent is not None
-                line = line_of(find(self._root, self.run), checkpoints.parent)
-                mine = [each for each in line if each.manifest.record.get("callback") == self.state_key]
-                protected = [] if self._resumed_from is None else [self._resumed_from]
-                gone = self.ranking.surplus(mine, self.save_top_k, protected)
-                for each in gone:
-                    checkpoints.remove_checkpoint(each.path)
-                kept = [each for each in line if each not in gone]
+                kept = self._prune(trainer) if pending.job is None else io_of(trainer).writer.settle(pending.job)
+        self._parent = io_of(trainer).parent
+        self._last_checkpoint_saved = pending.path
+        if pending.score is not None:
+            self.current_score = torch.tensor(pending.score, dtype=torch.float64)
+        if self.verbose:
+            score = "" if pending.score is None else f", score {pending.score}"
+            rank_zero_info(f"Step {pending.step}: saved {pending.path}{score}")
         self._remember(trainer.strategy.broadcast(kept))
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+    def _prune(self, trainer: Trainer) -> list[Found]:
+        """Removes what nobody wants any more; what is left. It may be called on another thread."""
+        checkpoints = io_of(trainer)
+        assert checkpoints.parent is not None
+        protected = [] if self._resumed_from is None else [self._resumed_from]
+        return prune(
+            self._root,
+            checkpoints.parent,
+            self.state_key,
+            self.ranking,
+            self.save_top_k,
+            protected,
+            checkpoints.remove_now,
+        )
 
     def _remember(self, line: list[Found]) -> None:
         best = self._best_of(line)
@@ -345,52 +363,11 @@ class ProTrainCheckpoint(ModelCheckpoint):
         format_name: Callable[..., str] = self._format_checkpoint_name
         stem = format_name(filename, candidates, self._prefix, self.auto_insert_metric_name).replace(os.sep, "_")
         path = self._root / f"{stem}{self.FILE_EXTENSION}"
-        version = self.STARTING_VERSION
-        while self._enable_version_counter and os.path.lexists(path):
-            path = self._root / f"{stem}{self.CHECKPOINT_JOIN_CHAR}v{version}{self.FILE_EXTENSION}"
-            version += 1
-        return str(path)
-
-    def _score(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
-        if self.monitor is None:
-            return None
-        with failing_together(f"Looking for {self.monitor!r}"):
-            if self.monitor not in metrics:
-                raise ValueError(
-                    f"monitor={self.monitor!r}: no metric of that name was logged, but {sorted(metrics) or 'none'}. "
-                    "Log it in validation_step, or monitor another one."
-                )
-        score = float(trainer.strategy.broadcast(metrics[self.monitor].item()))
-        if not self.ranking.record(score):
-            rank_zero_warn(f"{self.monitor} is {score} at step {trainer.global_step}: that is never the best.")
-        return score
-
-    def _epoch_is_due(self, trainer: Trainer) -> bool:
-        return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
-
-    def _time_is_up(self, trainer: Trainer) -> bool:
-        if self._train_time_interval is None:
-            return False
-        now, before = time.monotonic(), self._last_time_checked
-        up = before is not None and now - before >= self._train_time_interval.total_seconds()
-        if trainer.strategy.broadcast(up):
-            self._last_time_checked = now
-            return True
-        return False
+        return str(
+            free_path(path, self.CHECKPOINT_JOIN_CHAR, self.STARTING_VERSION) if self._enable_version_counter else path
+        )
 
     @property
     def _root(self) -> Path:
         assert self.dirpath is not None
         return Path(self.dirpath)
-
-
-def _usable(each: Found) -> list[Fault]:
-    if each.manifest.record.get(_ACCUMULATING):
-        return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
-    return verify_files(each.path, each.manifest)
-
-
-def _io(trainer: Trainer) -> ProTrainCheckpointIO:
-    checkpoints = trainer.strategy.checkpoint_io
-    assert isinstance(checkpoints, ProTrainCheckpointIO)
-    return checkpoints

@@ -2,7 +2,8 @@
 
 [Note: Commit]
 1. A folder with a name of [Note: States] is made in the folder of the target. TMPDIR, links and locks play no part.
-2. Each file is created, never opened, written once, digested while it is written, and synced.
+2. Each file is created, never opened, written once, and digested while it is written; the disk begins on what is
+   written at once. When all are written, each is synced.
 3. The manifest is the last file. It is synced, then the folder, then the folder's own name.
 4. What has the target's name is renamed to its `.old` name, and that is synced. Both are whole now.
 5. The folder is renamed to the target, and that is synced. The checkpoint is published: the save has succeeded.
@@ -91,14 +92,20 @@ class DraftFile:
             self._pending = bytearray()
 
     def finish(self) -> FileEntry:
-        """Everything is on the disk when it returns."""
-        self.flush()
+        """Nothing more will be written, and everything is on the disk when it returns."""
+        entry = self.end()
         self._files.sync(self._descriptor)
+        return entry
+
+    def end(self) -> FileEntry:
+        """Nothing more will be written; whether it is on the disk is another question."""
+        self.flush()
         return FileEntry(self._size, str(self._digest))
 
     def _put(self, piece: memoryview) -> None:
         self._digest.update(piece)
         self._files.write(self._descriptor, piece)
+        self._files.start_sync(self._descriptor, self._size, piece.nbytes)
         self._size += piece.nbytes
 
 
@@ -122,14 +129,28 @@ class Draft:
         self.entries: dict[str, FileEntry] = {}
         self._files = files
         self._digest = digest
+        # Of files that are written and not synced.
+        self._open: list[int] = []
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[DraftFile]:
-        """A new file of the checkpoint, durable and in `entries` when the block ends."""
+        """A new file of the checkpoint, in `entries` when the block ends, and durable after `settle`."""
         assert name not in {MANIFEST, *self.entries}
-        with self._create(name) as file:
-            yield file
-            self.entries[name] = file.finish()
+        descriptor = self._files.create(self.folder / check_file(name))
+        self._open.append(descriptor)
+        file = DraftFile(self._files, descriptor, self._digest)
+        yield file
+        self.entries[name] = file.end()
+
+    def settle(self) -> None:
+        """Everything that was written is on the disk when it returns.
+
+        Raises:
+            OSError: The disk.
+        """
+        for descriptor in self._open:
+            self._files.sync(descriptor)
+        self._close()
 
     def publish(self, manifest: Manifest) -> None:
         """Makes it the checkpoint of its target's name; on an error everything is as it was, but for the draft.
@@ -140,9 +161,8 @@ class Draft:
         """
         refuse_foreign(self.target)
         parent = self.target.parent
-        with self._create(MANIFEST) as file:
-            file.write(manifest.to_text().encode())
-            file.finish()
+        self.settle()
+        self._write_manifest(manifest)
         self._files.sync_directory(self.folder)
         if not os.path.lexists(self.target):
             self._files.rename(self.folder, self.target)
@@ -165,16 +185,22 @@ class Draft:
 
     def discard(self) -> None:
         """Removes what was written, as far as the disk lets it; `sweep` does the rest later."""
+        self._close()
         with contextlib.suppress(OSError):
             erase(self.folder, self._files)
 
-    @contextlib.contextmanager
-    def _create(self, name: str) -> Iterator[DraftFile]:
-        descriptor = self._files.create(self.folder / check_file(name))
+    def _write_manifest(self, manifest: Manifest) -> None:
+        descriptor = self._files.create(self.folder / MANIFEST)
         try:
-            yield DraftFile(self._files, descriptor, self._digest)
+            file = DraftFile(self._files, descriptor, self._digest)
+            file.write(manifest.to_text().encode())
+            file.finish()
         finally:
             self._files.close(descriptor)
+
+    def _close(self) -> None:
+        while self._open:
+            self._files.close(self._open.pop())
 
 
 @contextlib.contextmanager
@@ -202,6 +228,8 @@ def open_draft(target: Path, run: str, files: Files, digest: str = "crc32") -> I
     except BaseException:
         draft.discard()
         raise
+    finally:
+        draft._close()
 
 
 def refuse_foreign(target: Path) -> None:

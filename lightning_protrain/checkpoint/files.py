@@ -34,6 +34,14 @@ class Files:
         while data.nbytes:
             data = data[os.write(descriptor, data) :]
 
+    def start_sync(self, descriptor: int, begin: int, size: int) -> None:
+        """The system may begin to bring these bytes to the disk, beside what is done next; it promises nothing.
+
+        They are not wanted again, and need not push anything else out of the page cache.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
+
     def sync(self, descriptor: int) -> None:
         """What was written is on the disk when it returns; an error is final, the data may be gone, never try again."""
         os.fsync(descriptor)

@@ -10,7 +10,7 @@ from lightning_protrain.checkpoint.discovery import Listing, find
 from lightning_protrain.checkpoint.draft import open_draft
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.payload import split
+from lightning_protrain.checkpoint.payload import Payload, split
 from lightning_protrain.checkpoint.space import check_space
 
 
@@ -66,8 +66,26 @@ def save_folder(
         ValueError: What cannot be saved, or a name that cannot be one.
         OSError: The disk is full (found before anything is written, if it can be), or fails.
     """
+    return save_payload(split(content), target, run, step, files, parent, digest, record)
+
+
+def save_payload(
+    payload: Payload,
+    target: Path,
+    run: str,
+    step: int,
+    files: Files,
+    parent: Manifest | None = None,
+    digest: str = "crc32",
+    record: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """The second half of `save_folder`, for what is split already.
+
+    Raises:
+        ValueError: A name that cannot be one.
+        OSError: As there.
+    """
     parent = parent if parent is not None and parent.run == run else None
-    payload = split(content)
     check_space(target.parent, payload.nbytes)
     place = next_place(find(target.parent, run), parent)
     with open_draft(target, run, files, digest) as draft:

@@ -11,7 +11,7 @@ there as early as that of any chunk before it in execution order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class Levels:
         forward_own: The same, of the segment itself.
         backward: Levels in backward.
         backward_credit: As `forward_credit`.
-        backward_own: As `forward_own`, (S, 1).
         reserve: For blocks that have not run, (U,).
     """
 
@@ -43,8 +42,12 @@ class Levels:
     forward_own: Integers
     backward: Integers
     backward_credit: Integers
-    backward_own: Integers
     reserve: Integers
+
+    def beside(self, others: Levels) -> Levels:
+        """These and others."""
+        columns = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
+        return Levels(*(np.concatenate(pair, axis=-1) for pair in columns))
 
 
 class Activations:
@@ -86,22 +89,22 @@ class Activations:
         streamed = frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
         self._casts = self._positions.casts(streamed)
         self._first_streamed = _first_streamed(self._positions, sizes, streamed)
+        self._highest, self._without_casts = self._backward_levels()
 
     def levels(self, checkpoints: Flags, swaps: Flags) -> Levels:
         """What `highest` needs to know of U layouts of policies.
 
         Args:
-            checkpoints: Which blocks recompute, (B, U).
-            swaps: Which swap, (B, U).
+            checkpoints: Which blocks recompute, (B + 1, U); the last row is of what is in no block.
+            swaps: Which swap, (B + 1, U).
         """
         kept, given = (
-            np.array([of.get(name, 0) for name in self._blocks], dtype=np.int64)[:, None]
+            np.array([*(of.get(name, 0) for name in self._blocks), 0], dtype=np.int64)[:, None]
             for of in (self._reserve.kept, self._reserve.checkpointed)
         )
         reserve = np.where(swaps, 0, np.where(checkpoints, given, kept)).sum(axis=0) + self._reserve.total({})
-        outside = ((0, 1), (0, 0))  # `NOWHERE` is the last one.
-        at = self._positions.block
-        return self._levels(np.pad(checkpoints, outside)[at], np.pad(swaps, outside)[at], reserve)
+        at = self._positions.block  # `NOWHERE` is the last one.
+        return self._levels(checkpoints[at], swaps[at], reserve)
 
     def highest(self, levels: Levels, pair: Integers, persistent: Integers) -> Integers:
         """The peaks of K candidates, as in `ActivationCurve.peaks`.
@@ -118,7 +121,7 @@ class Activations:
             own = np.arange(len(backward))[:, None] >= streamed_from
             credit = _credit(levels.forward_credit[:, pair], streamed_from, own, levels.forward_own[:, pair])
             highest = (levels.forward[:, pair] - credit).max(axis=0)
-            backward -= _credit(levels.backward_credit[:, pair], streamed_from, own, levels.backward_own)
+            backward -= _credit(levels.backward_credit[:, pair], streamed_from, own, self._without_casts)
         else:
             highest = levels.forward.max(axis=0)[pair]
         reserved = levels.reserve[pair] + LOSS_COPIES
@@ -141,39 +144,47 @@ class Activations:
         return self._held[persistent]
 
     def _levels(self, checkpoints: Flags, swaps: Flags, reserve: Integers) -> Levels:
-        held = self._held_anyway(checkpoints)
-        return Levels(*self._forward(checkpoints, swaps, held), *self._backward(checkpoints, swaps, held), reserve)
-
-    def _forward(self, checkpoints: Flags, swaps: Flags, held: Integers) -> tuple[Integers, Integers, Integers]:
-        """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones."""
-        at, inside = self._positions, self._inside
+        at = self._positions
         saved = at.checkpoint_saving
-        freed = _choose(checkpoints, swaps, saved, at.swap_saving, np.where(inside, np.minimum(saved, 0), 0))
+        freed = _choose(checkpoints, swaps, saved, at.swap_saving, np.where(self._inside, np.minimum(saved, 0), 0))
+        there = self._held_anyway(checkpoints) - at.freed_before(freed)
+        forward = self._forward(checkpoints, swaps, there + at.window(freed, swaps))
+        return Levels(*forward, *self._backward(checkpoints, swaps, there), reserve)
+
+    def _forward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers, Integers]:
+        """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones.
+
+        `there` is what comes on top of the profile's levels, or goes off them.
+        """
+        at, inside, saved = self._positions, self._inside, self._positions.checkpoint_saving
         levels = np.where(checkpoints, at.unsaved_peak[:, None], at.forward_peak[:, None])
-        levels += held - at.freed_before(freed) + at.window(freed, swaps)
+        levels += there
         casts = self._casts * at.reached
         kept = np.where(inside, np.clip(np.minimum(casts, saved), 0, None), casts)
         nothing = np.zeros_like(saved)
         own = np.where(checkpoints, at.unsaved_casts[:, None], at.forward_casts[:, None])
         return levels, before(_choose(checkpoints, swaps, nothing, nothing, kept)), own
 
-    def _backward(self, checkpoints: Flags, swaps: Flags, held: Integers) -> tuple[Integers, Integers, Integers]:
-        """The same in backward."""
+    def _backward_levels(self) -> tuple[Integers, Integers]:
+        """Levels in backward if everything is kept or run again, and how far they go down without own casts, (S, 1)."""
         at, inside = self._positions, self._inside
-        saved = at.checkpoint_saving
-        freed = _choose(checkpoints, swaps, saved, at.swap_saving, np.where(inside, np.minimum(saved, 0), 0))
         kept, again = at.backward_peak + np.where(inside, at.newly_held, 0), at.recomputation()
         highest = np.where(inside, np.maximum(kept, again), at.backward_peak)
         without = np.where(
             inside, np.maximum(kept - at.backward_casts, again - at.forward_casts), kept - at.backward_casts
         )
-        levels = highest[:, None] + held - before(freed * at.reached[:, None])
+        return highest[:, None], (highest - without)[:, None]
+
+    def _backward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers]:
+        """Levels in backward, (S, U), and casts before, as in forward."""
+        at, inside, saved = self._positions, self._inside, self._positions.checkpoint_saving
+        levels = self._highest + there
         levels += at.window(at.swap_bytes[:, None], swaps)
         levels += np.where(swaps, at.copies()[:, None], 0)
         credit = np.where(inside, np.clip(np.minimum(self._casts, saved), 0, None), self._casts)
         nothing = np.zeros_like(saved)
         chosen = _choose(checkpoints, swaps, nothing, nothing, credit * at.reached)
-        return levels, before(chosen), (highest - without)[:, None]
+        return levels, before(chosen)
 
     def _held_anyway(self, checkpoints: Flags) -> Integers:
         """What recomputations would keep if all blocks were recomputed, (S, U)."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.memory import _nests
-from lightning_protrain.planner.plan import ChunkPlan
+from lightning_protrain.planner.memory import nests
+from lightning_protrain.planner.sizes import before_each
 from lightning_protrain.profiler.records import ModelLayout
 
 Integers = NDArray[np.int64]
@@ -22,18 +23,18 @@ class Buffers:
 
     Args:
         layout: The model.
-        chunks: All chunks in execution order, all offloaded.
+        sizes: Bytes of all chunks in execution order, (N,).
+        needed: Indices of those that each unit needs.
 
     Attributes:
         least: The fewest buffers that the model can run with, by p, (N + 1,).
         sums: Bytes of the first chunks, (N + 1,).
     """
 
-    def __init__(self, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> None:
-        sizes = [chunk.nbytes for chunk in chunks]
+    def __init__(self, layout: ModelLayout, sizes: Integers, needed: Mapping[str, tuple[int, ...]]) -> None:
         self.count = len(sizes)
-        self.sums = np.array([0, *np.cumsum(sizes, dtype=np.int64)], dtype=np.int64)
-        self.least, self._least_bytes = _together(layout, chunks)
+        self.sums = before_each(sizes)
+        self.least, self._least_bytes = _together(layout, sizes, needed)
         self._heaviest = lru_cache(KEPT)(self._heaviest_windows)
 
     def bytes(self, persistent: Integers, buffers: Integers) -> Integers:
@@ -80,16 +81,15 @@ class Buffers:
         return heaviest
 
 
-def _together(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[Integers, Integers]:
+def _together(layout: ModelLayout, sizes: Integers, needed: Mapping[str, tuple[int, ...]]) -> tuple[Integers, Integers]:
     """Number and bytes of the chunks that have to be there at one time if the first p are resident, (N + 1,) each."""
-    sizes = np.array([chunk.nbytes for chunk in chunks], dtype=np.int64)
-    number, nbytes = np.zeros(len(chunks) + 1, dtype=np.int64), np.zeros(len(chunks) + 1, dtype=np.int64)
-    for together in _nests(layout, chunks):
-        members = np.array(sorted(together), dtype=np.int64)
-        if members.size:
-            # What is left of it if the first p are resident changes at its members.
-            left = np.cumsum(sizes[members][::-1])[::-1]
-            np.maximum.at(number, members, np.arange(members.size, 0, -1))
-            np.maximum.at(nbytes, members, left)
+    number, nbytes = np.zeros(len(sizes) + 1, dtype=np.int64), np.zeros(len(sizes) + 1, dtype=np.int64)
+    found = list(nests(layout, needed))
+    members = np.fromiter(chain.from_iterable(found), dtype=np.int64)
+    counts = np.array([len(nest) for nest in found], dtype=np.int64)
+    # What is left of a set if the first p are resident changes at its members.
+    sums, ends = before_each(sizes[members]), np.repeat(np.cumsum(counts), counts)
+    np.maximum.at(number, members, ends - np.arange(len(members)))
+    np.maximum.at(nbytes, members, sums[ends] - sums[:-1])
     # Between two members of one set all that come later are left: as at the next member.
     return np.maximum.accumulate(number[::-1])[::-1], np.maximum.accumulate(nbytes[::-1])[::-1]

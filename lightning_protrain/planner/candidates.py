@@ -11,18 +11,16 @@ numbers of resident chunks and of buffers; sets of plans are bounded by the one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training
 from lightning_protrain.planner.columns import ADD, NORM, SCALE, _has_tables_only, traffic
 from lightning_protrain.planner.entries import Entries, Uses, runs_of
 from lightning_protrain.planner.landing import Landings, come_together
-from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -50,8 +48,9 @@ class Candidates:
     Args:
         profile: One step with its backward.
         layout: The model.
-        chunks: All its chunks in execution order, as they are if they are streamed.
-        sizes: Those of `chunks`.
+        needed: Indices of the chunks that each unit needs.
+        sizes: Those of all chunks in execution order.
+        computes: Seconds of the device at each position, in forward and in backward.
         hardware: The machine.
         training: How plans are used.
 
@@ -66,8 +65,9 @@ class Candidates:
         self,
         profile: ModelProfile,
         layout: ModelLayout,
-        chunks: Sequence[ChunkPlan],
+        needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
+        computes: tuple[Sequence[float], Sequence[float]],
         hardware: HardwareProfile,
         training: Training,
     ) -> None:
@@ -75,18 +75,17 @@ class Candidates:
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
-        self._forward = np.array([hardware.seconds(segment.forward.operations) for segment in segments])[:, None]
-        self._backward = np.array([hardware.seconds(segment.backward.operations) for segment in segments])[:, None]
+        self._forward, self._backward = (np.array(seconds)[:, None] for seconds in computes)
         of_block = self.block < len(index_of)
         streamed = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * (
             sizes.nbytes / hardware.download + sizes.elements / hardware.host_step
         )
         self.each = (
             float(self._forward[of_block].sum()) / max(len(index_of), 1),
-            float(streamed.sum()) / max(len(chunks), 1),
+            float(streamed.sum()) / max(len(streamed), 1),
         )
         self.computation = float(self._forward.sum() + self._backward.sum()) or 1.0
-        needs, reads, pinned = _uses(profile, layout, chunks)
+        needs, reads, pinned = _uses(profile, layout, needed, len(streamed))
         self._sizes = sizes.nbytes.tolist()
         self._pinned_bytes, self._num_pinned = _suffix(np.where(pinned, sizes.nbytes, 0)), _suffix(pinned)
         (needed_from, runs), (read_from, runs_back) = runs_of(needs), runs_of(reads)
@@ -96,7 +95,7 @@ class Candidates:
         self.in_order_from = max(needed_from, read_from)
         self._walked: dict[tuple[int, int], Integers] = {}
         self._gradients, self._steps, self._resident, self._room = _landing(profile, sizes)
-        self._landings = _landings(profile, layout, sizes, self._backward[:, 0], hardware)
+        self._landings = _landings(profile, sizes, self._backward[:, 0], hardware)
         self._casts = bool(sizes.low.any())
 
     def columns(
@@ -134,7 +133,9 @@ class Candidates:
         host_step = self._steps.amount(NUMEL, begin) / machine.host_step
         if training.overlap == "off":
             host_step = host_step + self._steps.amount(COPIED, begin) / machine.host_memory
-        stall, drain, landed, carry, ready = self._holding(persistent, self._room[fewest], loose, rate_download)
+        stall, drain, landed, carry, ready, ready_behind = self._holding(
+            persistent, self._room[fewest], loose, rate_download
+        )
         return Columns(
             compute_forward=self._forward,
             recompute=checkpointed * self._forward,
@@ -151,6 +152,7 @@ class Candidates:
             landed=landed,
             carry=carry,
             ready=ready,
+            ready_behind=ready_behind,
             land=cast / machine.host_memory,
             add=added / machine.host_memory,
             norm=NORM * stepped / machine.host_memory,
@@ -162,15 +164,19 @@ class Candidates:
         )
 
     def _holding(self, persistent: Integers, room: Integers, loose: Flags, rates: Seconds) -> Seconds:
-        """What `Landings.of` says, each position at its rate of downloads, (5, P, K); in a set, at the best one."""
-        plans = list(zip(persistent.tolist(), room.tolist(), loose.tolist(), strict=True))
-        found: Seconds | None = None
-        for rate, landings in self._landings.items():
-            at_rate = np.stack([landings.of(*plan) for plan in plans], axis=-1)
-            best = at_rate if found is None else np.where(loose, np.minimum(found, at_rate), found)
-            found = best if found is None else np.where(~loose & (rates == rate), at_rate, best)
-        assert found is not None
-        return found
+        """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.
+
+        Where all plans of a set have uploads at their side, so has the set.
+        """
+        # Many differ in nothing that counts here.
+        keys = (room * (len(self._sizes) + 1) + persistent) * 2 + loose
+        _, one, which = np.unique(keys, return_index=True, return_inverse=True)
+        loosely = loose[one]
+        alone, beside = self._landings.of(persistent[one], room[one], loosely)
+        both = np.concatenate((np.where(loosely, np.minimum(alone, beside), alone), beside), axis=-1)
+        chosen = which.reshape(-1) + np.where(rates == self._hardware.download_beside, len(one), 0)
+        flat = np.arange(len(rates))[:, None] * both.shape[-1] + chosen
+        return both.reshape(len(both), -1).take(flat, axis=1)
 
     def _streams(self, persistent: Integers, buffers: Integers, loose: Flags) -> tuple[_Uploads, _Uploads]:
         """What comes in forward and in backward."""
@@ -234,10 +240,9 @@ class Candidates:
 
 
 def _uses(
-    profile: ModelProfile, layout: ModelLayout, chunks: Sequence[ChunkPlan]
+    profile: ModelProfile, layout: ModelLayout, needed: Mapping[str, tuple[int, ...]], count: int
 ) -> tuple[list[list[int]], list[list[int]], Flags]:
     """Chunks that positions need in forward and read in backward, and which ones are there all the time."""
-    needed = chunks_of(layout, chunks)
     pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
     tables = {unit.name for unit in layout.units if not unit.is_block and _has_tables_only(layout, unit.parameters)}
     own = {name: [index for index in indices if index not in pinned] for name, indices in needed.items()}
@@ -247,23 +252,23 @@ def _uses(
         looks_up = segment.unit in tables and not any(cost.flops for cost in segment.forward.operations)
         needs.append(found)
         reads.append(found if segment.backward.operations and not looks_up else [])
-    return needs, reads, np.array([index in pinned for index in range(len(chunks))], dtype=np.bool_)
+    return needs, reads, np.array([index in pinned for index in range(count)], dtype=np.bool_)
 
 
-def _landings(
-    profile: ModelProfile, layout: ModelLayout, sizes: Sizes, computes: Seconds, hardware: HardwareProfile
-) -> dict[float, Landings]:
-    """What gradients hold up, by the rate of the link."""
-    backwards = list(enumerate(profile.segments))[::-1]
-    positions = np.repeat(
-        np.array([position for position, _ in backwards]), [len(segment.gradients) for _, segment in backwards]
-    )
-    each = np.array([sizes.place[fqn] for _, segment in backwards for fqn in segment.gradients], dtype=np.int64)
-    parts = np.array([part for _, segment in backwards for part in come_together(layout, segment)])
-    return {
-        rate: Landings(positions, sizes.chunk[each], sizes.streamed[each], parts, computes, rate)
-        for rate in (hardware.download, hardware.download_beside)
-    }
+def _landings(profile: ModelProfile, sizes: Sizes, computes: Seconds, hardware: HardwareProfile) -> Landings:
+    """What gradients hold up where the link is busy in one direction, and in both."""
+    backwards = [segment.gradients for segment in profile.segments[::-1]]
+    counts = np.array([len(gradients) for gradients in backwards], dtype=np.int64)
+    positions = np.repeat(np.arange(len(counts))[::-1], counts)
+    each = np.array([sizes.place[fqn] for gradients in backwards for fqn in gradients], dtype=np.int64)
+    numels = np.split(sizes.numel[each], np.cumsum(counts)[:-1])
+    parts = np.array([
+        part
+        for gradients, numel in zip(backwards, numels, strict=True)
+        for part in come_together(gradients, numel.tolist())
+    ])  # fmt: skip
+    rates = hardware.download, hardware.download_beside
+    return Landings(positions, sizes.chunk[each], sizes.streamed[each], parts, computes, rates)
 
 
 def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:

@@ -11,11 +11,12 @@ from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
 def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
     """Names of the units that need each parameter, in execution order, by its first name."""
-    users: dict[str, list[str]] = {info.fqn: [] for info in layout.parameters}
+    users: dict[str, tuple[str, ...]] = {info.fqn: () for info in layout.parameters}
     for unit in layout.units:
+        own = (unit.name,)  # One object for all that nobody else needs.
         for fqn in unit.parameters:
-            users[fqn].append(unit.name)
-    return {fqn: tuple(names) for fqn, names in users.items()}
+            users[fqn] += own
+    return users
 
 
 def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:

@@ -86,7 +86,9 @@ class Columns:
             computation has, if that waits for them; negative where it may end before them.
         landed: From when its computation begins until its downloads have ended.
         carry: From when those of the positions before have ended until then.
-        ready: From then until the worker has something to do: not positive, as its chunks land one after the other.
+        ready: From when its computation begins until the worker has something to do: when the first of its chunks has
+            landed.
+        ready_behind: From when those of the positions before have ended until then.
         land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
         add: Of the worker for adding those gradients to those of the micro-batch before.
         norm: Of the host for their norm.
@@ -113,6 +115,7 @@ class Columns:
     landed: Seconds
     carry: Seconds
     ready: Seconds
+    ready_behind: Seconds
     land: Seconds
     add: Seconds
     norm: Seconds
@@ -260,13 +263,17 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
     rows = _rows(columns.wait_backward)
     swaps = bool(columns.swap_in.any())
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
-    runs, drains, landed = columns.compute_backward + columns.stall, lands + columns.drain, lands + columns.landed
     behind = steps and (training.overlap == "backward" or (training.overlap == "forward" and training.clips))
     work = columns.add if adds else columns.land
     if behind:
         work = work + (columns.norm if training.overlap == "forward" else columns.host_step)
     begins = _only_where(work)
-    opens = begins + columns.ready
+    # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads,
+    # the first of them that the worker has waited for.
+    behind_begin = np.stack(
+        (columns.compute_backward + columns.stall, lands + columns.landed, lands + begins + columns.ready), axis=1
+    )
+    behind_link = np.stack((lands + columns.drain, columns.carry, begins + columns.ready_behind), axis=1)
     stepped = np.empty(rows.shape) if behind and training.overlap == "backward" else None
 
     time = up = down = host = before = start
@@ -274,13 +281,12 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
         entered = time
         up = np.maximum(up + columns.upload_backward[index], flat.take(rows[index]) + columns.late_backward[index])
         begun = np.maximum(entered, up) + columns.recompute[index]
-        time = np.maximum(begun + runs[index], down + drains[index])
+        time, down, opens = np.maximum(begun + behind_begin[index], down + behind_link[index])
         if swaps:
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
-        down = np.maximum(begun + landed[index], down + columns.carry[index])
-        host = np.maximum(np.maximum(host, down + opens[index]) + work[index], down + begins[index])
+        host = np.maximum(np.maximum(host, opens) + work[index], down + begins[index])
         if stepped is not None:
             stepped[index] = host
         ends[index], before = time, entered

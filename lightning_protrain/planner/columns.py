@@ -13,7 +13,7 @@ from lightning_protrain.planner.clock import Columns, Seconds, Training
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
 
 # Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
 ADD, NORM, SCALE = 3, 1, 1
@@ -99,7 +99,7 @@ def columns_of(
     rate_out = np.where(_near(upload), hardware.download_beside, hardware.download)
     rate_backward = np.where(_near(download), hardware.upload_beside, hardware.upload)
     rate_download = np.where(_near(upload_again + swapped), hardware.download_beside, hardware.download)
-    stall, drain, landed, carry, ready = _holding(profile, layout, plan, backward[:, 0], rate_download)
+    stall, drain, landed, carry, ready, ready_behind = _holding(profile, layout, plan, backward[:, 0], rate_download)
     return Columns(
         compute_forward=forward,
         recompute=again * forward,
@@ -116,6 +116,7 @@ def columns_of(
         landed=landed,
         carry=carry,
         ready=ready,
+        ready_behind=ready_behind,
         land=_column(landing.cast_bytes) / hardware.host_memory,
         add=_column(landing.sum_bytes) / hardware.host_memory,
         norm=NORM * _column(landing.stepped_bytes) / hardware.host_memory,
@@ -230,22 +231,26 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
 def _holding(
     profile: ModelProfile, layout: ModelLayout, plan: Plan, computes: Seconds, rates: Seconds
 ) -> tuple[Seconds, ...]:
-    """What `Landings.of` says, each position at its rate of downloads, five times (P, 1)."""
+    """What `Landings.of` says, each position at its rate of downloads, six times (P, 1)."""
     placed = {fqn: (index, chunk) for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
     found = [
         (position, placed[fqn][0], _streamed_bytes(layout.parameter(fqn), placed[fqn][1]), part)
         for position, segment in reversed(list(enumerate(profile.segments)))
-        for fqn, part in zip(segment.gradients, come_together(layout, segment), strict=True)
+        for fqn, part in zip(segment.gradients, _parts(layout, segment), strict=True)
         if not placed[fqn][1].resident
     ]
     positions, chunks, nbytes = (np.array([entry[index] for entry in found], dtype=np.int64) for index in range(3))
     parts = np.array([entry[3] for entry in found])
-    room = int(np.sort(nbytes)[-2:].sum())
-    durations = np.zeros((5, *rates.shape))
-    for rate in np.unique(rates):
-        at_rate = Landings(positions, chunks, nbytes, parts, computes, float(rate)).of(0, room)
-        durations = np.where(rates == rate, at_rate[..., None], durations)
-    return tuple(durations)
+    room = np.sort(nbytes)[-2:].sum(keepdims=True)
+    known = np.unique(rates)
+    landings = Landings(positions, chunks, nbytes, parts, computes, tuple(known.tolist()))
+    at_rates = landings.of(np.zeros_like(room), room, np.zeros(1, dtype=np.bool_))
+    durations = at_rates[np.searchsorted(known, rates[:, 0]), :, np.arange(len(rates))]
+    return tuple(durations.swapaxes(0, 1))
+
+
+def _parts(layout: ModelLayout, segment: Segment) -> list[float]:
+    return come_together(segment.gradients, [layout.parameter(fqn).numel for fqn in segment.gradients])
 
 
 def _streamed_bytes(info: ParameterInfo, chunk: ChunkPlan) -> int:

@@ -3,22 +3,22 @@
 [Note: Fewest offloaded]
 What a candidate takes at least, with the fewest buffers, does not fall with resident chunks once every table of bytes
 is replaced by its least from there on. So for each layout of policies there is a number of offloaded chunks below
-which nothing fits: halving finds it, and boxes of candidates are cut there.
+which nothing fits, and boxes of candidates are cut there. What activations take hardly depends on that number, so the
+one that is sought is next to where they would just fit if it did not; halving now and then makes sure that it is found.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from mmap import PAGESIZE
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.activations import Activations
+from lightning_protrain.planner.activations import Activations, Levels
 from lightning_protrain.planner.buffers import Buffers
-from lightning_protrain.planner.chunks import users_of
 from lightning_protrain.planner.host import _pages
 from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms
 from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, totals
@@ -27,6 +27,8 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapp
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+# Of so many guesses of the fewest offloaded chunks that fit, one halves.
+HALVED = 4
 
 
 class Footprint:
@@ -36,6 +38,7 @@ class Footprint:
         profile: One step with forward and backward.
         layout: The model.
         chunks: All its chunks in execution order, all offloaded.
+        needed: Indices of the chunks that each unit needs.
         sizes: Those of `chunks`.
         places: Indices of the blocks that may swap, in the order in which they are taken.
         hardware: Whether copies run beside computation.
@@ -46,7 +49,8 @@ class Footprint:
 
     Attributes:
         buffers: Bytes of chunk buffers.
-        swap_bytes: Host bytes that a block swaps if the first p chunks are resident, (B, N + 1).
+        swap_bytes: Host bytes that a block swaps if the first p chunks are resident, (B + 1, N + 1); the last row is of
+            what is in no block, as in all that has a row for each block.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Footprint:
         profile: ModelProfile,
         layout: ModelLayout,
         chunks: Sequence[ChunkPlan],
+        needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
         places: Sequence[int],
         hardware: HardwareProfile,
@@ -62,20 +67,24 @@ class Footprint:
         alpha: float = 1.0,
         foreach: bool = False,
     ) -> None:
-        self.buffers = Buffers(layout, chunks)
+        self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
         self._chunks = tuple(chunks)
         num_blocks = len(layout.blocks)
-        self._rank = np.full(num_blocks, num_blocks, dtype=np.int64)
+        self._levels: Levels | None = None
+        self._column = np.full((num_blocks + 1) ** 2, -1, dtype=np.int64)
+        self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
-        self._places_before = np.searchsorted(np.array(places, dtype=np.int64), np.arange(num_blocks))
+        # What is in no block is so far behind them that it is not reached.
+        self._order = np.append(np.arange(num_blocks), 2 * num_blocks)
+        self._places_before = np.searchsorted(np.array(places, dtype=np.int64), self._order)
         self._activations = Activations(profile, layout, sizes, hardware.asynchronous, accumulate, alpha, foreach)
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
         held = self._activations.held(np.arange(len(chunks) + 1))
         self._fixed = resident + held + layout.buffer_bytes
-        self._resident, self._in_flight = resident + gradients, _in_flight(layout, sizes)
+        self._resident, self._in_flight = resident + gradients, _in_flight(sizes)
         self._states = self._resident + self._in_flight + layout.buffer_bytes
         # The least if at least the first p are resident.
         self._least_fixed, self._least_states = _least_after(self._fixed), _least_after(self._states)
@@ -88,18 +97,18 @@ class Footprint:
         return table, np.minimum.accumulate(table, axis=1)
 
     def swaps(self, num_swap: Integers) -> Flags:
-        """Which blocks swap, (B, K)."""
+        """Which blocks swap, (B + 1, K)."""
         swaps: Flags = self._rank[:, None] < num_swap
         return swaps
 
     def checkpoints(self, num_swap: Integers, num_checkpoint: Integers) -> Flags:
-        """Which blocks recompute, (B, K)."""
-        among_others = np.arange(len(self._rank))[:, None] - np.minimum(self._places_before[:, None], num_swap)
+        """Which blocks recompute, (B + 1, K)."""
+        among_others = self._order[:, None] - np.minimum(self._places_before[:, None], num_swap)
         checkpoints: Flags = ~self.swaps(num_swap) & (among_others < num_checkpoint)
         return checkpoints
 
     def swapped(self, num_swap: Integers, persistent: Integers) -> Integers:
-        """Host bytes that each block swaps, (B, K)."""
+        """Host bytes that each block swaps, (B + 1, K)."""
         return np.where(self.swaps(num_swap), self.swap_bytes[:, persistent], 0)
 
     def device(self, num_swap: Integers, num_checkpoint: Integers, fewest: Integers, point: Flags) -> Integers:
@@ -111,11 +120,7 @@ class Footprint:
             fewest: Resident chunks.
             point: Whether there are exactly so many of them, or so many or more: then it is what no plan is below.
         """
-        width = len(self._rank) + 1
-        pairs, pair = np.unique(num_swap * width + num_checkpoint, return_inverse=True)
-        swap, checkpoint = np.divmod(pairs, width)
-        levels = self._activations.levels(self.checkpoints(swap, checkpoint), self.swaps(swap))
-        peaks = self._activations.highest(levels, pair.reshape(-1), fewest)
+        peaks = self._activations.highest(*self._levels_of(num_swap, num_checkpoint), fewest)
         fixed = np.where(point, self._fixed[fewest], self._least_fixed[fewest])
         states = np.where(point, self._states[fewest], self._least_states[fewest])
         return np.maximum(peaks + fixed, states + self._neighbours(num_swap, fewest))
@@ -132,16 +137,18 @@ class Footprint:
             budget: Bytes of the device.
             beside: Bytes of the fewest chunk buffers if the first p are resident, (N + 1,).
         """
-        levels = self._activations.levels(self.checkpoints(num_swap, num_checkpoint), self.swaps(num_swap))
+        levels, columns = self._levels_of(num_swap, num_checkpoint)
         fixed, states = _least_after(self._fixed + beside), _least_after(self._states + beside)
-        columns = np.arange(len(num_swap))
-        # Of resident chunks, `fits` fit (-1: none), `over` are too many.
-        fits, over = np.full_like(known, -1), len(beside) - known
+        # Of resident chunks, `fits` fit (-1: none), `over` are too many; often all there may be fit.
+        fits, over, step = np.full_like(known, -1), len(beside) - known, 0
+        guess = over - 1
         while (over - fits > 1).any():
-            middle = np.maximum((fits + over) // 2, 0)
-            taken = self._activations.highest(levels, columns, middle) + fixed[middle]
-            enough = np.maximum(taken, states[middle] + self._neighbours(num_swap, middle)) <= budget
-            fits, over = np.where(enough, middle, fits), np.where(enough, over, middle)
+            step += 1
+            tried = np.maximum(np.clip(guess, fits + 1, over - 1) if step % HALVED else (fits + over) // 2, 0)
+            peaks = self._activations.highest(levels, columns, tried)
+            enough = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap, tried)) <= budget
+            fits, over = np.where(enough, tried, fits), np.where(enough, over, tried)
+            guess = np.searchsorted(fixed, budget - peaks, side="right") - 1
         return len(beside) - 1 - fits
 
     def host(self, num_swap: Integers, fewest: Integers, most: Integers) -> Integers:
@@ -161,23 +168,36 @@ class Footprint:
             swapped_activations=int(self._neighbours(swap, at)[0]),
         )
 
+    def _levels_of(self, num_swap: Integers, num_checkpoint: Integers) -> tuple[Levels, Integers]:
+        """Levels of all layouts of policies that were asked for so far, and which of them these have, (K,)."""
+        width = len(self._rank)
+        pairs = num_swap * width + num_checkpoint
+        new = np.unique(pairs[self._column[pairs] < 0])
+        if new.size:
+            swap, checkpoint = np.divmod(new, width)
+            found = self._activations.levels(self.checkpoints(swap, checkpoint), self.swaps(swap))
+            self._levels = found if self._levels is None else self._levels.beside(found)
+            self._column[new] = self._levels.reserve.size - new.size + np.arange(new.size)
+        assert self._levels is not None
+        return self._levels, self._column[pairs]
+
     def _neighbours(self, num_swap: Integers, persistent: Integers) -> Integers:
         """What two neighbours swap at most, (K,)."""
         if not num_swap.any():
             return np.zeros_like(num_swap)
-        swapped = np.pad(self.swapped(num_swap, persistent), ((1, 1), (0, 0)))
+        swapped = self.swapped(num_swap, persistent)
         most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
         return most
 
 
 def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
-    """Host bytes that one call of each block swaps if the first p chunks are resident, (B, N + 1).
+    """Host bytes that one call of each block swaps if the first p chunks are resident, (B + 1, N + 1).
 
     What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
     """
     index_of = {block.name: index for index, block in enumerate(layout.blocks)}
     chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, -1).tolist()
-    table = np.zeros((len(index_of), len(sizes.nbytes) + 1), dtype=np.int64)
+    table = np.zeros((len(index_of) + 1, len(sizes.nbytes) + 1), dtype=np.int64)
     for call in profile.calls:
         if call.name in index_of:
             row = table[index_of[call.name]]
@@ -189,14 +209,11 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
     return table
 
 
-def _in_flight(layout: ModelLayout, sizes: Sizes) -> Integers:
+def _in_flight(sizes: Sizes) -> Integers:
     """Gradients in flight, as in `memory_terms`, if the first p chunks are resident, (N + 1,)."""
-    users = users_of(layout)
-    infos = (layout.parameter(fqn) for fqn in sizes.place)
-    shared = np.array([len(info.sites) > 1 or len(users[info.fqn]) > 1 for info in infos], dtype=np.bool_)
     trained, count = np.where(sizes.trainable[sizes.chunk], sizes.streamed, 0), len(sizes.nbytes)
-    together = totals(sizes.chunk, np.where(shared, trained, 0), count)
-    alone = np.where(shared, 0, trained)
+    together = totals(sizes.chunk, np.where(sizes.shared, trained, 0), count)
+    alone = np.where(sizes.shared, 0, trained)
     largest = np.zeros(count + 1, dtype=np.int64)
     np.maximum.at(largest, sizes.chunk, alone)
     two = np.maximum.accumulate(largest[::-1])[::-1] + second_largest(alone, sizes.chunk, count)

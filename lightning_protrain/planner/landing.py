@@ -4,7 +4,7 @@
 The device has room for the two largest gradients: for those under way, and for the one that is computed next. So when a
 gradient has been computed, the device waits until those under way leave room for the next one. Which one waits for
 which, inside of a block and across several, is walked through once, as sums and maxima of two things alone: when the
-position's computation begins, and when the link has carried what was given to it before. The clock then goes by five
+position's computation begins, and when the link has carried what was given to it before. The clock then goes by six
 durations for each position. Gradients of one module come together, when its backward ends, and computation goes by
 elements. It is assumed that the link carries what earlier positions gave it without a pause, as it does where it is
 waited for.
@@ -15,6 +15,11 @@ walked through with everything offloaded, once for each size of the room, and ag
 that counts there. Sets of plans with so many chunks resident or fewer have a bound there: with more gradients, more is
 under way and what is given later lands later, so what is waited for with the fewest is waited for in all of them, if of
 all that may come next it is the least.
+
+[Note: Kinds]
+Most positions are calls of equal blocks. Two of them whose gradients have the same sizes, times and chunks, counted
+from their first one, are of one *kind*. Where those before them, as far as they may be waited for, and those after them
+are of the same kinds, too, so are the durations: one position of each such neighbourhood is walked through.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.profiler.records import ModelLayout, Segment
+from lightning_protrain.planner.sizes import before_each
 
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Durations = tuple[float, float, float, float, float]
+Flags = NDArray[np.bool_]
+Durations = tuple[float, float, float, float, float, float]
 NEVER = -np.inf
 
 
@@ -55,16 +61,21 @@ class Near:
     compute: float
 
 
-def come_together(layout: ModelLayout, segment: Segment) -> list[float]:
-    """Which part of the segment's backward has been computed when each of its gradients is there."""
-    modules = [fqn.rpartition(".")[0] for fqn in segment.gradients]
-    sums = list(accumulate(layout.parameter(fqn).numel for fqn in segment.gradients))
+def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
+    """Which part of a segment's backward has been computed when each of its gradients is there.
+
+    Args:
+        gradients: First names of their parameters.
+        numels: Elements of each.
+    """
+    modules = [fqn.rpartition(".")[0] for fqn in gradients]
+    sums = list(accumulate(numels))
     ends = dict(zip(modules, sums, strict=True))
     return [ends[module] / max(sums[-1], 1) for module in modules]
 
 
 def walk(near: Near, room: int, rate: float) -> Durations:
-    """Stall, drain, landed, carry and ready of a position, as `Landings.of` has them.
+    """The durations of a position, as `Landings.of` has them.
 
     Args:
         near: What counts for it.
@@ -84,7 +95,8 @@ def walk(near: Near, room: int, rate: float) -> Durations:
         carried = max(end + late_link, carried) + nbytes / rate
         under_way.append(nbytes)
         ends.append((landed, carried))
-    return late, near.compute + late_link, landed, carried, -near.rest / rate
+    rest = near.rest / rate
+    return late, near.compute + late_link, landed, carried, landed - rest, carried - rest
 
 
 def _waited(under_way: Sequence[int], most: int) -> int:
@@ -106,62 +118,96 @@ class Landings:
         nbytes: Bytes of each, as they are streamed, (M,).
         parts: Which part of the position's backward has been computed then, (M,).
         computes: Seconds of each position's backward, (P,).
-        rate: Bytes per second of the link.
+        rates: Bytes per second that the link may have, (R,).
     """
 
     def __init__(
-        self, positions: Integers, chunks: Integers, nbytes: Integers, parts: Seconds, computes: Seconds, rate: float
+        self,
+        positions: Integers,
+        chunks: Integers,
+        nbytes: Integers,
+        parts: Seconds,
+        computes: Seconds,
+        rates: tuple[float, ...],
     ) -> None:
         count = len(computes)
-        self._rate, self._computes = rate, computes.tolist()
+        self._rates, self._computes = rates, computes.tolist()
         self._chunks, self._nbytes = chunks.tolist(), nbytes.tolist()
         self._ends = (parts * computes[positions]).tolist() if len(positions) else []
-        self._first = np.searchsorted(-positions, -np.arange(count)).tolist()
-        self._stop = np.searchsorted(-positions, -np.arange(count), side="right").tolist()
-        # The last chunk of each position; the last one of any gradient from each on.
+        falling = -positions
+        self._first = np.searchsorted(falling, -np.arange(count)).tolist()
+        self._stop = np.searchsorted(falling, -np.arange(count), side="right").tolist()
+        # The last chunk of each position; the last one of any gradient from each on; bytes of all before each.
         self._last = np.full(count, -1, dtype=np.int64)
         np.maximum.at(self._last, positions, chunks)
         self._later = np.append(np.maximum.accumulate(chunks[::-1])[::-1], -1).tolist()
-        self._walked: dict[tuple[Near, int], Durations] = {}
+        self._sums = before_each(nbytes)
+        self._landing = (-np.unique(falling)).tolist()
+        self._kinds = self._kinds_of_positions()
+        self._walked: dict[tuple[Near, int], Seconds] = {}
         self._bases: dict[int, tuple[Seconds, Integers]] = {}
-        self._tables: dict[tuple[int, int, bool], Seconds] = {}
+        self._exceptions: dict[tuple[int, int, int, bool], Seconds] = {}
 
-    def of(self, persistent: int, room: int, loose: bool = False) -> Seconds:
-        """Seconds for each position if the first chunks are resident, (5, P); 0 where nothing lands.
+    def of(self, persistent: Integers, room: Integers, loose: Flags) -> Seconds:
+        """Seconds for each rate, position and plan, (R, 6, P, K); 0 where nothing lands.
 
         - stall: How much longer than its computation it takes, if the link is free when it begins.
         - drain: From when the link has carried what came before until the computation has ended; it may be negative.
         - landed: From the beginning of the computation until the last gradient has landed.
         - carry: From when the link has carried what came before until then.
-        - ready: From then until all those of a chunk have landed, never positive.
+        - ready: From the beginning of the computation until all those of a chunk have landed.
+        - ready_behind: From when the link has carried what came before until then.
 
         Args:
-            persistent: How many chunks are resident.
-            room: Bytes that gradients may take on the device, see [Note: Landings].
-            loose: Whether a bound is wanted of all plans with so many resident chunks or fewer, see [Note: Affected].
+            persistent: How many of the first chunks are resident, (K,).
+            room: Bytes that gradients may take on the device, (K,), see [Note: Landings].
+            loose: Whether a bound is wanted of all plans with so many resident chunks or fewer, (K,), see
+                [Note: Affected].
         """
-        key = persistent, room, loose
-        if key not in self._tables:
-            base, least = self._base(room)
-            table = np.where(least >= persistent, base, 0.0)
-            for position in np.flatnonzero((self._last >= persistent) & (least < persistent)).tolist():
-                near, _ = self._near(position, persistent, room, loose)
-                table[:, position] = self._durations(near, room)
-            self._tables[key] = table
-        return self._tables[key]
+        rooms, which = np.unique(room, return_inverse=True)
+        tables, firsts = zip(*map(self._base, rooms.tolist()), strict=True)
+        least = np.stack(firsts, axis=-1)[:, which]
+        found = np.where(least >= persistent, np.stack(tables, axis=-1)[..., which], 0.0)
+        positions, plans = np.nonzero((self._last[:, None] >= persistent) & (least < persistent))
+        keys = (positions, persistent[plans], room[plans], loose[plans])
+        for plan, key in zip(plans.tolist(), zip(*(part.tolist() for part in keys), strict=True), strict=True):
+            if key not in self._exceptions:
+                self._exceptions[key] = self._durations(self._near(*key), key[2])
+            found[:, :, key[0], plan] = self._exceptions[key]
+        return found
 
     def _base(self, room: int) -> tuple[Seconds, Integers]:
-        """The same with nothing resident; and the first chunk that counts for each position, (P,)."""
+        """The same with nothing resident, (R, 6, P); and the first chunk that counts for each position, (P,)."""
         if room not in self._bases:
-            table, least = np.zeros((5, len(self._computes))), np.full(len(self._computes), -1, dtype=np.int64)
-            for position in np.flatnonzero(self._last >= 0).tolist():
-                near, least[position] = self._near(position, 0, room, loose=False)
-                table[:, position] = self._durations(near, room)
+            count = len(self._computes)
+            table, least = np.zeros((len(self._rates), 6, count)), np.full(count, -1, dtype=np.int64)
+            starts = np.array([self._first[position] for position in self._landing], dtype=np.int64)
+            reaches = np.maximum(np.searchsorted(self._sums, self._sums[starts] - room) - 1, 0)
+            since = (np.searchsorted(starts, reaches, side="right") - 1).tolist()
+            known: dict[tuple[int, ...], Seconds] = {}
+            for index, (position, reach) in enumerate(zip(self._landing, reaches.tolist(), strict=True)):
+                kinds = (index - since[index], *self._kinds[since[index] : index + 2])
+                if kinds not in known:
+                    known[kinds] = self._durations(self._near(position, 0, room, loose=False), room)
+                table[:, :, position] = known[kinds]
+                least[position] = min(self._chunks[reach : self._stop[position] + 1])
             self._bases[room] = table, least
         return self._bases[room]
 
-    def _near(self, position: int, persistent: int, room: int, loose: bool) -> tuple[Near, int]:
-        """What counts for a position, and the first chunk of it."""
+    def _kinds_of_positions(self) -> list[int]:
+        """A number for each kind, see [Note: Kinds], of all positions at which something lands, in that order."""
+        numbers: dict[tuple[tuple[float, ...], ...], int] = {}
+        found = []
+        for position in self._landing:
+            own = slice(self._first[position], self._stop[position])
+            chunks = self._chunks[own]
+            counted = tuple(chunk - chunks[0] for chunk in chunks)
+            kind = tuple(self._nbytes[own]), tuple(self._ends[own]), counted, (self._computes[position],)
+            found.append(numbers.setdefault(kind, len(numbers)))
+        return found
+
+    def _near(self, position: int, persistent: int, room: int, loose: bool) -> Near:
+        """What counts for a position."""
         chunks, nbytes = self._chunks, self._nbytes
         first, stop = self._first[position], self._stop[position]
         own = [index for index in range(first, stop) if chunks[index] >= persistent]
@@ -181,7 +227,7 @@ class Landings:
         some = self._later[after] >= persistent
         uses = [*own, after] if some else own
         following = [min(nbytes[index + 1 if loose else last : last + 1]) for index, last in pairwise(uses)]
-        near = Near(
+        return Near(
             tuple(nbytes[index] for index in own),
             tuple(self._ends[index] for index in own),
             tuple(before),
@@ -189,11 +235,11 @@ class Landings:
             sum(nbytes[self._first[position] : stop] if loose else [nbytes[index] for index in self._rest(own)]),
             self._computes[position],
         )
-        return near, min(chunks[first : after + some])
 
-    def _durations(self, near: Near, room: int) -> Durations:
+    def _durations(self, near: Near, room: int) -> Seconds:
+        """Those of every rate, (R, 6)."""
         if (near, room) not in self._walked:
-            self._walked[near, room] = walk(near, room, self._rate)
+            self._walked[near, room] = np.array([walk(near, room, rate) for rate in self._rates])
         return self._walked[near, room]
 
     def _rest(self, own: list[int]) -> list[int]:

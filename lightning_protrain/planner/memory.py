@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -20,33 +20,40 @@ def format_bytes(nbytes: int) -> str:
 
 
 def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
-    """The fewest offloaded chunks that must be on the device at one time: the longest of `_nests`."""
-    return max((len(nest) for nest in _nests(layout, chunks)), default=0)
+    """The fewest offloaded chunks that must be on the device at one time: the longest of `nests`."""
+    return max((len(nest) for nest in nests(layout, _offloaded(layout, chunks))), default=0)
 
 
 def minimum_buffer_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
-    """The fewest bytes of offloaded chunks that must be on the device at one time: the heaviest of `_nests`."""
-    return max((sum(chunks[index].nbytes for index in nest) for nest in _nests(layout, chunks)), default=0)
+    """The fewest bytes of offloaded chunks that must be on the device at one time: the heaviest of `nests`."""
+    found = nests(layout, _offloaded(layout, chunks))
+    return max((sum(chunks[index].nbytes for index in nest) for nest in found), default=0)
 
 
-def _nests(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Iterator[set[int]]:
-    """For every unit, the offloaded chunks that are needed while it runs: its own and those of all units around it.
+def _offloaded(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
+    """Indices of the offloaded chunks that each unit needs, in order."""
+    needed = chunks_of(layout, chunks)
+    return {name: tuple(index for index in own if not chunks[index].resident) for name, own in needed.items()}
+
+
+def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterator[Sequence[int]]:
+    """For every unit, the chunks that are needed while it runs, in order: its own and those of all units around it.
 
     A unit around it that needs all its parameters anyway (a block around a module that is also used elsewhere) adds
     nothing: its own entry covers that case.
+
+    Args:
+        layout: The model.
+        needed: Indices of those that each unit needs itself.
     """
-    offloaded = {
-        name: {index for index in indices if not chunks[index].resident}
-        for name, indices in chunks_of(layout, chunks).items()
-    }
     around: dict[str, list[str]] = {unit.name: [] for unit in layout.units}
-    needs = {unit.name: set(unit.parameters) for unit in layout.units}
+    own = {unit.name: unit.parameters for unit in layout.units}
     for unit in layout.units:
         for inner in unit.encloses:
-            if not needs[inner] <= needs[unit.name]:
+            if not set(own[inner]) <= set(unit.parameters):
                 around[inner].append(unit.name)
     for name, outer in around.items():
-        yield offloaded[name].union(*(offloaded[unit] for unit in outer))
+        yield sorted({*needed[name]}.union(*(needed[unit] for unit in outer))) if outer else needed[name]
 
 
 def memory_terms(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group
 
@@ -16,7 +16,7 @@ from lightning_protrain.planner.explain import explain
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-FORMAT = 3
+FORMAT = 4
 # Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
 ALIGNMENT = 256
 
@@ -27,6 +27,13 @@ class BlockPolicy(StrEnum):
     KEEP = "keep"
     CHECKPOINT = "checkpoint"
     SWAP = "swap"
+
+
+class Sharding(StrEnum):
+    """Who holds offloaded chunks where several ranks train together (the modes of ProTrain, section 3.3)."""
+
+    REPLICATE = "replicate"  # every rank, whole, with their gradients and optimizer states
+    SHARD = "shard"  # the ranks of a node together: one copy that all read, and of which each rank steps its part
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Plan:
         memory: What it costs on the device.
         shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
         prediction: What it is expected to take and to give, if that was worked out.
+        sharding: Who holds the offloaded chunks.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -115,6 +123,7 @@ class Plan:
     memory: MemoryTerms
     shapes: Mapping[str, tuple[int, ...]]
     prediction: Prediction | None = None
+    sharding: Sharding = Sharding.REPLICATE
 
     @property
     def num_offloaded_chunks(self) -> int:
@@ -173,6 +182,7 @@ class Plan:
             memory=MemoryTerms(**_typed("memory", content["memory"], _MEMORY_FIELDS)),
             shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
             prediction=None if content["prediction"] is None else Prediction.from_dict(content["prediction"]),
+            sharding=content["sharding"],
         )
 
     def save(self, path: str | Path) -> None:
@@ -290,6 +300,7 @@ def _check_swap(block: BlockPlan) -> None:
         )
 
 
+_Choice = TypeVar("_Choice", bound=StrEnum)
 _REMEDY = "It was made for another model: make the plan again, or load that model."
 
 _DTYPE_REMEDY = (
@@ -326,11 +337,14 @@ def _names(where: str, value: object) -> tuple[str, ...]:
     return names
 
 
-def _policy(where: str, value: object) -> BlockPolicy:
-    for policy in BlockPolicy:
-        if value == policy.value:
-            return policy
-    raise ValueError(f"The plan's {where} is {value!r}, not one of {', '.join(BlockPolicy)}. Make the plan again.")
+def _one_of(kind: type[_Choice]) -> Callable[[str, object], _Choice]:
+    def read(where: str, value: object) -> _Choice:
+        for choice in kind:
+            if value == choice.value:
+                return choice
+        raise ValueError(f"The plan's {where} is {value!r}, not one of {', '.join(kind)}. Make the plan again.")
+
+    return read
 
 
 def _name_or_none(where: str, value: object) -> str | None:
@@ -356,6 +370,7 @@ _PLAN_FIELDS: _Readers = {
     "memory": _is(dict),
     "shapes": _is(dict),
     "prediction": lambda where, value: value,  # read by its own class
+    "sharding": _one_of(Sharding),
 }
 _CHUNK_FIELDS: _Readers = {
     "parameters": _names,
@@ -366,7 +381,7 @@ _CHUNK_FIELDS: _Readers = {
     "resident": _is(bool),
     "streamed_dtype": _name_or_none,
 }
-_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _policy, "swap_bytes": _is(int)}
+_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _one_of(BlockPolicy), "swap_bytes": _is(int)}
 _MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms)}
 
 

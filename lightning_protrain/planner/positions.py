@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,9 +148,7 @@ class Positions:
 
     def freed_before(self, freed: Integers) -> Integers:
         """What has been `freed`, (S, C), in forward until each segment, and is not gone anyway."""
-        sums = before(freed)
-        sums -= before(np.where(self.reached[:, None] > 0, 0, freed))  # When that goes is not known.
-        return sums
+        return before(freed * self.reached[:, None])  # When the rest goes is not known.
 
     def held(self, checkpoints: Flags, holding: Flags) -> Integers:
         """What recomputations of the segments `holding` keep, where the first of their list does not do it, (S, C).
@@ -158,15 +157,20 @@ class Positions:
         of them keeps it.
         """
         total = np.zeros(checkpoints.shape, dtype=np.int64)
-        lists: dict[str, list[int]] = {}
-        for index in np.flatnonzero(self.shared_held):
-            lists.setdefault(self.segments[index].unit.rpartition(".")[0], []).append(int(index))
-        for name, sharing in lists.items():
-            first = next(i for i, segment in enumerate(self.segments) if segment.unit.rpartition(".")[0] == name)
+        for first, sharing in self._lists:
             holds = holding[sharing] * self.shared_held[sharing, None]
             since = np.maximum.accumulate(_scattered(holds, sharing, len(total)), axis=0)
             total += np.where(checkpoints[first], 0, since)
         return total
+
+    @cached_property
+    def _lists(self) -> list[tuple[int, list[int]]]:
+        """The first segment of each list of blocks that share what they are given, and those that share it."""
+        names = [segment.unit.rpartition(".")[0] for segment in self.segments]
+        lists: dict[str, list[int]] = {}
+        for index in np.flatnonzero(self.shared_held).tolist():
+            lists.setdefault(names[index], []).append(index)
+        return [(names.index(name), sharing) for name, sharing in lists.items()]
 
     def copies(self) -> Integers:
         """What comes back of a swapped segment beside the level, which has it once if others save it too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -76,27 +77,52 @@ class Problem:
                 )
 
 
+class Unpacked:
+    """What all ways of packing have in common.
+
+    Args:
+        problem: The problem.
+        num_swap: So many blocks must be able to swap; None: as many as transfers can be hidden for.
+
+    Attributes:
+        forward: Seconds of the device in the forward of each segment.
+        backward: The same in its backward.
+        places: Blocks that may swap, in the order in which they are taken.
+    """
+
+    def __init__(self, problem: Problem, num_swap: int | None) -> None:
+        seconds, segments = problem.hardware.seconds, problem.profile.segments
+        self.forward = [seconds(segment.forward.operations) for segment in segments]
+        self.backward = [seconds(segment.backward.operations) for segment in segments]
+        self.places = _places(problem, self.forward, num_swap)
+
+
 class Packing:
     """The model in chunks of one size, and what plans over them take.
 
     Args:
         problem: The problem.
         chunk_bytes: The most bytes of a chunk; None: no limit.
-        num_swap: So many blocks must be able to swap; None: as many as transfers can be hidden for.
+        num_swap: As in `Unpacked`.
+        unpacked: What other ways of packing have in common with this one, if it is known.
 
     Attributes:
         chunk_bytes: As given.
         chunks: All chunks, offloaded.
-        places: Blocks that may swap, in the order in which they are taken.
+        places: As in `Unpacked`.
     """
 
-    def __init__(self, problem: Problem, chunk_bytes: int | None, num_swap: int | None) -> None:
+    def __init__(
+        self, problem: Problem, chunk_bytes: int | None, num_swap: int | None, unpacked: Unpacked | None = None
+    ) -> None:
         self.problem, self.chunk_bytes = problem, chunk_bytes
         self.chunks = pack_chunks(problem.layout, chunk_bytes)
-        self.places = _places(problem, num_swap)
-        needed = chunks_of(problem.layout, self.chunks)
+        self._unpacked = unpacked or Unpacked(problem, num_swap)
+        self.places = self._unpacked.places
+        self._needed = chunks_of(problem.layout, self.chunks)
         # The last chunk that each block needs: without it resident the block is streamed.
-        self._last_chunk = np.array([max(needed[block.name], default=-1) for block in problem.layout.blocks], np.int64)
+        last = [max(self._needed[block.name], default=-1) for block in problem.layout.blocks]
+        self._last_chunk = np.array([*last, -1], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -107,7 +133,10 @@ class Packing:
     def candidates(self) -> Candidates:
         """What takes how long."""
         problem = self.problem
-        return Candidates(problem.profile, problem.layout, self.chunks, self.sizes, problem.hardware, problem.training)
+        computes = self._unpacked.forward, self._unpacked.backward
+        return Candidates(
+            problem.profile, problem.layout, self._needed, self.sizes, computes, problem.hardware, problem.training
+        )
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -117,6 +146,7 @@ class Packing:
             problem.profile,
             problem.layout,
             self.chunks,
+            self._needed,
             self.sizes,
             self.places,
             problem.hardware,
@@ -139,7 +169,7 @@ class Packing:
         resident = (with_residency(layout, chunk, True) for chunk in self.chunks[:persistent])
         chunks = (*resident, *self.chunks[persistent:])
         policies = lay_out(len(layout.blocks), self.places[:num_swap], num_checkpoint)
-        swapped = self.footprint.swap_bytes[:, persistent].tolist()
+        swapped = self.footprint.swap_bytes[:-1, persistent].tolist()
         blocks = tuple(
             BlockPlan(block.name, policy, nbytes if policy is BlockPolicy.SWAP else 0)
             for block, policy, nbytes in zip(layout.blocks, policies, swapped, strict=True)
@@ -153,7 +183,7 @@ class Packing:
         )
 
 
-def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
+def _places(problem: Problem, forward: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
     """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
     names = [block.name for block in problem.layout.blocks]
     low = frozenset(info.fqn for info in problem.layout.parameters if info.streamed_dtype is not None)
@@ -162,8 +192,8 @@ def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
     able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
     rate = min(problem.hardware.upload, problem.hardware.download)
     computes = dict.fromkeys(names, 0.0)
-    for segment in problem.profile.segments:
+    for segment, seconds in zip(problem.profile.segments, forward, strict=True):
         if segment.unit in computes:
-            computes[segment.unit] += problem.hardware.seconds(segment.forward.operations)
+            computes[segment.unit] += seconds
     transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
     return swap_places(able, swap_interval(transfers, list(computes.values())), num_swap)

@@ -22,7 +22,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.pins import check_pins
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.policies import check_counts
-from lightning_protrain.planner.problem import Packing
+from lightning_protrain.planner.problem import Packing, Unpacked
 from lightning_protrain.planner.problem import Problem as Problem
 from lightning_protrain.planner.shortage import NoFeasiblePlan as NoFeasiblePlan
 from lightning_protrain.planner.shortage import refuse
@@ -90,8 +90,9 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
     found: list[Packing] = []
+    unpacked = Unpacked(problem, knobs.num_swap_blocks)
     for size in sizes:
-        packing = Packing(problem, size, knobs.num_swap_blocks)
+        packing = Packing(problem, size, knobs.num_swap_blocks, unpacked)
         if all(packing.chunks != other.chunks for other in found):
             found.append(packing)
     check_pins(found, knobs)

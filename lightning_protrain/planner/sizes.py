@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ class Sizes:
         elements: Elements of each chunk.
         trainable: Whether a chunk is trained.
         low: Whether it is streamed in another dtype than its own.
+        shared: Whether several modules or units need a parameter, (M,).
     """
 
     place: dict[str, int]
@@ -42,6 +45,7 @@ class Sizes:
     elements: Integers
     trainable: Flags
     low: Flags
+    shared: Flags
 
     @classmethod
     def of(cls, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Sizes:
@@ -50,6 +54,7 @@ class Sizes:
         chunk = np.repeat(np.arange(len(chunks)), [len(chunk.parameters) for chunk in chunks])
         numel, own = _integers(info.numel for info in infos), _integers(info.nbytes for info in infos)
         low = np.array([chunk.streamed_dtype is not None for chunk in chunks], dtype=np.bool_)
+        users = Counter(chain.from_iterable(unit.parameters for unit in layout.units))
         return cls(
             place={info.fqn: index for index, info in enumerate(infos)},
             chunk=chunk,
@@ -61,6 +66,7 @@ class Sizes:
             elements=totals(chunk, numel, len(chunks)),
             trainable=np.array([chunk.trainable for chunk in chunks], dtype=np.bool_),
             low=low,
+            shared=np.array([len(info.sites) > 1 or users[info.fqn] > 1 for info in infos], dtype=np.bool_),
         )
 
     @property

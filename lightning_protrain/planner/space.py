@@ -226,8 +226,8 @@ class Space:
 
     def _simulate(self, boxes: _Boxes, buffers: Integers) -> Floats:
         problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
-        checkpoints = np.pad(footprint.checkpoints(boxes.swap, boxes.least), ((0, 1), (0, 0)))
-        swapped = np.pad(footprint.swapped(boxes.swap, boxes.fewest), ((0, 1), (0, 0)))
+        checkpoints = footprint.checkpoints(boxes.swap, boxes.least)
+        swapped = footprint.swapped(boxes.swap, boxes.fewest)
         at = candidates.block
         columns = candidates.columns(
             boxes.persistent, boxes.fewest, buffers, checkpoints[at], swapped[at], ~boxes.point

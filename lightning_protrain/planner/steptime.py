@@ -28,6 +28,7 @@ LINKS = (
     "landed",
     "carry",
     "ready",
+    "ready_behind",
     "swap_out",
     "swap_in",
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_protrain.companions import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
 
 # What a caller may give as `blocks`: None (find repeated layers), "size", or exactly these names and classes.
@@ -214,7 +215,7 @@ def _describe_parameter(parameter: nn.Parameter, fqns: Sequence[str]) -> Paramet
         sites=tuple(fqns),
         shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
-        nbytes=parameter.numel() * parameter.element_size(),
+        nbytes=packed_nbytes(parameter),
         trainable=parameter.requires_grad,
     )
 

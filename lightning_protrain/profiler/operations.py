@@ -23,7 +23,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         kwargs: Its keyword arguments.
         result: What it gave.
     """
-    own = _FORMULAS.get(func)
+    own = _FORMULAS.get(func) or _FORMULAS_BY_NAME.get(func._schema.name)
     if own is not None:
         return own(*args)
     formula = flop_registry.get(func.overloadpacket)
@@ -46,6 +46,8 @@ def operation_cost(
         return None
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     of = next((tensor for tensor in given if tensor.is_floating_point()), tensors[0]) if flops else tensors[0]
+    if flops and func._schema.name in _FORMULAS_BY_NAME:  # Its first ones may be integers and their scales.
+        of = made[0]
     return flops, nbytes, str(of.dtype).removeprefix("torch.")
 
 
@@ -154,6 +156,19 @@ def _cudnn_rnn_backward_flops(*args: Any) -> int:
     return 2 * _cudnn_rnn_flops(*args)
 
 
+def _gemm_4bit_flops(tensor: Tensor, codes: Tensor, shape: Sequence[int], *rest: Any) -> int:
+    """The weight is packed; `shape` is that which it stands for."""
+    return 2 * tensor.numel() * shape[0]
+
+
+def _gemm_8bit_flops(tensor: Tensor, codes: Tensor, *rest: Any) -> int:
+    return 2 * tensor.numel() * codes.shape[0]
+
+
+def _mixed_gemm_8bit_flops(tensor: Tensor, quantised: Tensor, codes: Tensor, *rest: Any) -> int:
+    return _gemm_8bit_flops(quantised, codes)
+
+
 _NORMALIZATIONS = (
     _ATEN.native_layer_norm.default,
     _ATEN.native_group_norm.default,
@@ -187,4 +202,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN.mkldnn_rnn_layer_backward.default: _rnn_backward_flops,
     _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,
     _ATEN._cudnn_rnn_backward.default: _cudnn_rnn_backward_flops,
+}
+# The same of operations that bitsandbytes registers, which may not be there; they compute in the dtype of the result.
+_FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
+    "bitsandbytes::gemm_4bit": _gemm_4bit_flops,
+    "bitsandbytes::int8_scaled_mm": _gemm_8bit_flops,
+    "bitsandbytes::int8_mixed_scaled_mm": _mixed_gemm_8bit_flops,
 }

@@ -18,7 +18,7 @@ class ParameterInfo:
         sites: Every fully qualified name, tied ones included; `sites[0] == fqn`.
         shape: Its shape, that of the stored tensor where a subclass packs its elements.
         dtype: Name of its dtype without the `torch.` prefix, e.g. `"float32"`.
-        nbytes: Bytes of its elements.
+        nbytes: Bytes of its elements, and of what a quantised weight needs beside them, see [Note: Companions].
         trainable: `requires_grad` when the model was described.
         streamed_dtype: The dtype of two bytes in which it goes to the device when it is streamed; None: its own. A
             float32 weight that autocast would cast there in its only use is cast on the host.

@@ -63,7 +63,12 @@ def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
     entered = {id(root) for root in queue}
     while queue and len(seen) < MAX_OBJECTS:
         held = queue.popleft()
-        if issubclass(type(held), _ATOMS) or id(held) in seen:
+        if id(held) in seen:
+            continue
+        if issubclass(type(held), torch.Tensor) and getattr(held, "__dict__", None):
+            seen[id(held)] = held  # It stays what it is, but what is attached to it may not.
+            yield from _attributes(held, queue)
+        if issubclass(type(held), _ATOMS):
             continue
         seen[id(held)] = held
         set_state = _generator_state(held)

@@ -25,6 +25,12 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.element_size,
     torch.Tensor.type,
     torch.result_type,
+    # These give the tensor itself if it has the dtype that is asked for, and no operation tells of it.
+    torch.Tensor.to,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
 )
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
 
@@ -95,4 +101,6 @@ class StandIns(TorchFunctionMode):
 
 def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     asked = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
-    return [value for value in asked if isinstance(value, Tensor)]
+    # What `vmap` holds is made inside, and no parameter.
+    is_held = torch._C._functorch.is_functorch_wrapped_tensor
+    return [value for value in asked if isinstance(value, Tensor) and not is_held(value)]

@@ -270,6 +270,10 @@ class MetaMode(TorchDispatchMode):
             result = rule(*args, **kwargs) if rule else func(*args, **kwargs)
         except NotImplementedError as error:
             raise self.refuse(str(func), "has no rule for its shapes (no meta kernel)") from error
+        except RuntimeError as error:
+            if "data-dependent shape" not in str(error):  # PyTorch's own words, of operations that libraries add
+                raise
+            raise self.refuse(str(func), "needs the values of a tensor") from error
         return self._finish(func, told, kwargs, result, originals)
 
     def _finish(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, originals: dict[int, Tensor]) -> Any:

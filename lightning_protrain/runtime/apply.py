@@ -9,22 +9,27 @@ manual optimization, where backward and optimizers run inside of the step, they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_protrain.companions import move_companions
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
-from lightning_protrain.runtime.chunk import Chunk, Site, Slot
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
+from lightning_protrain.runtime.owners import Share, share_chunks
 from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
 from lightning_protrain.runtime.schedule import Capacity
+from lightning_protrain.runtime.sites import make_site
+from lightning_protrain.runtime.slot import Site, Slot
 from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.runtime.unit import Unit
 from lightning_protrain.runtime.updates import Updates
@@ -40,6 +45,8 @@ def apply_plan(
     say: Callable[[str], None],
     manual: bool = False,
     spare_host_bytes: int = 0,
+    ranks: Ranks | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Runtime:
     """Places the model as the plan says; no name, module or parameter object changes.
 
@@ -51,6 +58,8 @@ def apply_plan(
         say: Takes sentences that the user should read once.
         manual: Whether backward runs inside of steps, see [Note: Root].
         spare_host_bytes: What swapped blocks may take of the host beyond the plan, see [Note: Growth].
+        ranks: Who trains together, each with the same model and plan; None: there is one rank.
+        reduce_dtype: In which they sum gradients; None: in that of their weights.
 
     Returns:
         The handle that runs steps and takes everything off again.
@@ -65,20 +74,23 @@ def apply_plan(
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
-    chunks = [Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device) for chunk in offloaded]
+    communicator = Communicator(ranks, device.counters, reduce_dtype) if ranks is not None else None
+    chunks = _make_chunks(offloaded, parameters, device, ranks if plan.sharding is Sharding.SHARD else None)
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
-    updates = Updates(chunks, device)
+    updates = Updates(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
     recomputes = any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
+    if communicator is not None:
+        communicator.meet()  # The weights that this rank reads may have been put there by another one.
     return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)
 
 
@@ -147,16 +159,28 @@ class Runtime:
         """
         self._executor.trusts_copies.update({True: training, False: evaluation})
 
+    @property
+    def owners(self) -> dict[int, int]:
+        """Who steps a weight that ranks share, as `local_rank`, by the identity of its parameter."""
+        owners = {id(slot.host): chunk.owner(slot) for chunk in self._chunks for slot in chunk.slots}
+        return {parameter: owner for parameter, owner in owners.items() if owner is not None}
+
+    def begin_averages(self) -> None:
+        """Before a backward on every rank: it ends with gradients averaged over them, see [Note: Reduction]."""
+        self._executor.begin_averages()
+
     def end_backward(self) -> None:
         """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
         self._executor.end_backward()
 
     def settle(self) -> None:
-        """Before an optimizer writes weights: no upload reads them any more."""
+        """Before an optimizer writes weights: no upload reads them any more, on any rank that shares them."""
         self._executor.settle()
+        self.updates.meet()
 
     def refresh(self) -> None:
-        """After an optimizer step: nothing on the device holds old values."""
+        """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""
+        self.updates.publish()
         self._executor.refresh()
 
     def reset(self) -> None:
@@ -226,6 +250,19 @@ def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
         refuse_compiled(model.get_submodule(name), name)
 
 
+def _make_chunks(
+    plans: tuple[ChunkPlan, ...], parameters: dict[str, nn.Parameter], device: Device, sharing: Ranks | None
+) -> list[Chunk]:
+    """The offloaded chunks, whole in memory of this rank, or shared with others."""
+    shares: Sequence[Share | None] = [None] * len(plans)
+    if sharing is not None and plans:
+        shares = share_chunks(plans, parameters, sharing, device.host)
+    return [
+        Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share)
+        for plan, share in zip(plans, shares, strict=True)
+    ]
+
+
 def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:
     """Brings resident parameters and all buffers to the device; objects keep their identity."""
     target = device.torch_device
@@ -233,9 +270,10 @@ def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parame
         for fqn in chunk.parameters if chunk.resident else ():
             parameter = parameters[fqn]
             if parameter.device != target:
-                parameter.data = parameter.data.to(target)
+                parameter.data = parameter.detach().as_subclass(torch.Tensor).to(target)
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.to(target)
+            move_companions(parameter, target)
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         if next(module.parameters(), None) is None:
@@ -309,7 +347,7 @@ def _sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> 
                 continue
             owner = _innermost(path, slot.fqn, by_name)
             assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
-            found.setdefault(owner, []).append((Site(module, name), slot))
+            found.setdefault(owner, []).append((make_site(module, name, slot), slot))
     return found
 
 

@@ -26,18 +26,21 @@ offloading. A fetch in backward must give the values of the forward: anything el
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_protrain.companions import attach_companions, packed_nbytes, place_companions
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.owners import Share
+from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.twin import Twin, Uses, low_class
+from lightning_protrain.runtime.views import dense_like, in_block, in_storage
 
 
 class ChunkState(Enum):
@@ -48,137 +51,21 @@ class ChunkState(Enum):
     LIVE = auto()
 
 
-@dataclass(eq=False)
-class Site:
-    """A place where a parameter is registered: `module._parameters[name]`."""
-
-    module: nn.Module
-    name: str
-
-    def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Puts `new` where `old` is; a place that the user has filled otherwise stays, as in pruning."""
-        if self.module._parameters.get(self.name) is not old:
-            return
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = new
-        else:
-            # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
-            setattr(self.module, self.name, new)
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One offloaded parameter, see [Note: Two parameters].
-
-    Attributes:
-        fqn: First fully qualified name.
-        host: The user's parameter.
-        twin: Its device counterpart.
-        offset: Its first byte in the chunk.
-        pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
-        read_version: Version of `host` at the latest fetch.
-        seen_version: Version of `host` at the latest use.
-        twin_version: Version of `twin` that is not yet known to differ from the host.
-        copy: What is streamed in place of the host parameter, see [Note: Low precision].
-        copied_version: Version of `host` that the copy was made of.
-        uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
-        hooks: Handles to take off when the plan is removed.
-        own_hook: Key of the one hook on `host` that is not the user's.
-        mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
-    """
-
-    fqn: str
-    host: nn.Parameter
-    twin: nn.Parameter
-    offset: int
-    pointer: int = 0
-    read_version: int = 0
-    seen_version: int = 0
-    twin_version: int = 0
-    copy: Tensor | None = None
-    copied_version: int = -1
-    uses: Uses | None = None
-    hooks: list[Any] = field(default_factory=list)
-    own_hook: int = -1
-    mirrored: dict[int, Any] = field(default_factory=dict)
-
-    def show(self, whole: bool = False) -> nn.Parameter:
-        """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
-
-        Args:
-            whole: Whether it must be of full precision in evaluation.
-
-        Raises:
-            RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
-        """
-        if self.copy is None:
-            return self.twin
-        with below_guard():
-            dtype, kind = self.copy.dtype, self.twin.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
-        if casts and not (whole and not torch.is_grad_enabled()):
-            return self.twin
-        if torch.is_grad_enabled() and self.twin.requires_grad:
-            raise RuntimeError(
-                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
-                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
-                "its block under autocast."
-            )
-        return nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
-
-    def renew_copy(self) -> None:
-        """Casts the host parameter again, if it has changed since."""
-        if self.copy is not None and self.copied_version != self.host._version:
-            self.copy.copy_(self.host.detach())
-            self.copied_version = self.host._version
-
-    def drop_gradient(self) -> None:
-        """Forgets a gradient of the twin that has not landed."""
-        with below_guard():
-            self.twin.grad = None
-
-    @property
-    def has_user_hooks(self) -> bool:
-        """Whether the user has hooks on the gradient of the parameter."""
-        hooks = self.host._backward_hooks or {}
-        return bool(self.host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
-
-    def follow(self) -> None:
-        """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
-        if self.host.requires_grad is not self.twin.requires_grad:
-            self.twin.requires_grad_(self.host.requires_grad)
-        hooks = self.host._backward_hooks or {}
-        wanted = [key for key in hooks if key != self.own_hook]
-        if wanted == list(self.mirrored) or not self.twin.requires_grad:
-            return
-        if self.copy is not None:
-            raise RuntimeError(
-                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
-                f"another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
-                "weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
-                "make its chunk resident (`num_persistent_chunks`)."
-            )
-        for handle in self.mirrored.values():
-            handle.remove()
-        self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
-
-
 class Chunk:
     """An offloaded chunk.
-
-    The chunk's owner (the rank that keeps the host copy and steps it) is a property of the chunk, not of its
-    parameters, so that sharding moves whole chunks.
 
     Args:
         plan: What it holds.
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Where it is fetched to.
-        owner: Rank that owns its host copy.
+        share: What this rank holds of it; None: all.
     """
 
-    def __init__(self, plan: ChunkPlan, parameters: Sequence[nn.Parameter], device: Device, owner: int = 0) -> None:
+    def __init__(
+        self, plan: ChunkPlan, parameters: Sequence[nn.Parameter], device: Device, share: Share | None = None
+    ) -> None:
         self.plan = plan
-        self.owner = owner
+        self._share = share
         self.state = ChunkState.HOST
         self.prefetched = False
         self._reads_stepped = False
@@ -187,10 +74,10 @@ class Chunk:
         self._latest: Any = None
         self._low_dtype: torch.dtype | None = getattr(torch, plan.streamed_dtype) if plan.streamed_dtype else None
         low_size = self._low_dtype.itemsize if self._low_dtype is not None else 0
-        sizes = [low_size * parameter.numel() or parameter.nbytes for parameter in parameters]
+        sizes = [low_size * parameter.numel() or packed_nbytes(parameter) for parameter in parameters]
         offsets, self.nbytes = chunk_offsets(sizes)
         assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
-        self._buffer = device.host.empty(self.nbytes)
+        self._buffer = (device.host if share is None else share.memory).empty(self.nbytes)
         self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
@@ -288,8 +175,23 @@ class Chunk:
         for slot in self.slots if self._low_dtype is not None else ():
             slot.copied_version = -1
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of a node have one copy of it between them."""
+        return self._share is not None
+
+    def owner(self, slot: Slot) -> int | None:
+        """Which rank of a node steps a parameter, as `local_rank`; None: every rank does."""
+        return None if self._share is None else self._share.owners[self.slots.index(slot)]
+
+    def publish(self) -> None:
+        """After an optimizer step of a shared chunk: what this rank owns is there for the ranks of the node."""
+        if self._low_dtype is not None:
+            self._renew_copies()
+
     def _renew_copies(self) -> None:
-        stale = [slot for slot in self.slots if slot.copy is not None and slot.copied_version != slot.host._version]
+        mine = [slot for slot in self.slots if slot.copy is not None and slot.owned]
+        stale = [slot for slot in mine if slot.copied_version != slot.host._version]
         if stale:
             self._device.land(self._latest)  # The upload before may still read what is written over here.
         for slot in stale:
@@ -307,6 +209,11 @@ class Chunk:
             ]
         for slot in changed:
             left = slot.twin.numel() and slot.twin.data_ptr() != start + slot.offset
+            if self._share is not None:
+                raise RuntimeError(
+                    f"{slot.fqn!r} was changed in a forward, by each rank in its own way, and the ranks of this node "
+                    'share it. Make its chunk resident (`num_persistent_chunks`), or set sharding="replicate".'
+                )
             if slot.copy is not None:
                 raise RuntimeError(
                     f"{slot.fqn!r} was changed in a forward and is streamed in {slot.copy.dtype}: the change would "
@@ -314,8 +221,7 @@ class Chunk:
                 )
             self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
             if left:
-                place = torch.empty(0, dtype=slot.host.dtype, device=self._device.torch_device)
-                place.set_(self._storage, slot.offset // slot.host.element_size(), slot.host.shape, slot.host.stride())
+                place = in_storage(self._storage, slot.offset, slot.host)
                 place.copy_(slot.twin.detach())
                 slot.twin.data = place
             slot.twin_version = slot.twin._version
@@ -331,39 +237,41 @@ class Chunk:
             slot.drop_gradient()
 
     def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
-        stride = host.stride() if _is_dense(host) else torch.empty(host.shape, device="meta").stride()
-        data = torch.empty(0, dtype=self._low_dtype or host.dtype, device=self._device.torch_device)
-        data.set_(self._storage, offset // data.element_size(), host.shape, stride)
+        data = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
         kind = Twin if type(host) is nn.Parameter else type(host)
         kind = kind if self._low_dtype is None else low_class(type(host))
         twin: Any = torch.Tensor._make_subclass(kind, data, host.requires_grad)
         twin.__dict__.update(host.__dict__)
         slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
+        if self._share is not None:
+            slot.owned = self._share.owners[self.plan.parameters.index(fqn)] == self._share.local_rank
         if self._low_dtype is None:
-            self._adopt(slot)
+            self._adopt(slot, self._share is None or self._share.memory.fills)
+            attach_companions(host, twin, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
             twin.uses = slot.uses = Uses(fqn, host, data.device, data.dtype)
-            slot.copy = self._at_offset(slot, self._low_dtype)
+            slot.copy = in_block(self._buffer, offset, data, self._low_dtype)
+            if self._share is not None:
+                self._share.memory.adopt(host)
             slot.pointer = host.data_ptr()
             self._device.note_host(host)
         return slot
 
-    def _adopt(self, slot: Slot) -> None:
-        """Copies the data of the host parameter into the chunk and points it there, at a storage of its own."""
+    def _adopt(self, slot: Slot, fills: bool = True) -> None:
+        """Copies the data of the host parameter into the chunk and points it there, at a storage of its own.
+
+        Args:
+            slot: Of the parameter.
+            fills: False: what lies in the chunk already is taken.
+        """
         host = slot.host
         if host.numel():
-            data = self._at_offset(slot, host.dtype)
-            data.copy_(host.detach())
+            data = in_block(self._buffer, slot.offset, slot.twin, host.dtype)
+            if fills:
+                data.copy_(host.detach())
             host.data = data
+        place_companions(host, lambda begin, like: in_block(self._buffer, slot.offset + begin, like))
         slot.pointer = host.data_ptr()
-
-    def _at_offset(self, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """The host memory of a slot, as a tensor like its twin with a storage of its own."""
-        empty = torch.empty(0, dtype=dtype)
-        if not slot.twin.numel():
-            return empty.new_empty(slot.twin.shape)
-        flat = torch.frombuffer(self._buffer, dtype=dtype, count=slot.twin.numel(), offset=slot.offset)
-        return empty.set_(flat.untyped_storage(), 0, slot.twin.shape, slot.twin.stride())
 
     def _rebind(self, slot: Slot) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
@@ -382,14 +290,3 @@ class Chunk:
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -26,8 +26,72 @@ _Work = Callable[[], None]
 _Ends = SimpleQueue[BaseException | None]
 
 
+class Group:
+    """Calls that are waited for together.
+
+    Attributes:
+        number: How many.
+        ends: Of each when it has ended: None, or what it raised.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ends: _Ends = SimpleQueue()
+
+
+class Calls:
+    """Calls to make, in order, by whoever has nothing else to do."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[_Work, _Ends]] = deque()
+
+    def add(self, works: Sequence[_Work]) -> Group:
+        """Adds calls; they do not depend on each other, nor on what is added before or after them."""
+        group = Group(len(works))
+        self._queue.extend([(work, group.ends) for work in works])
+        return group
+
+    def make(self, until: Group | None = None) -> None:
+        """Makes calls until none is left, or those of a group have ended."""
+        queue = self._queue
+        while until is None or until.ends.qsize() < until.number:
+            try:
+                work, ends = queue.popleft()
+            except IndexError:
+                return
+            try:
+                work()
+            except RuntimeError as error:
+                ends.put(error)
+            except BaseException as error:
+                ends.put(error)
+                raise
+            else:
+                ends.put(None)
+
+    def finish(self, group: Group) -> None:
+        """Makes calls as `make` does, and waits for those of the group that other threads are making. Once.
+
+        Rather than wait, it makes calls that were added later.
+
+        Raises:
+            BaseException: What one of the group raised, when all of them have ended.
+        """
+        before = torch.get_num_threads()
+        if before > 1:
+            torch.set_num_threads(1)
+        try:
+            self.make(until=group)
+        finally:
+            if before > 1:
+                torch.set_num_threads(before)
+        for error in [group.ends.get() for _ in range(group.number)]:
+            if error is not None:
+                raise error
+
+
 class Crew:
-    """Threads for `run`; the first call that needs them starts them, on the cores of the thread that calls it.
+    """Threads that make calls; `join` starts them when it needs them, on the cores of the thread that calls it.
 
     Args:
         name: The names of the threads begin with it.
@@ -36,31 +100,20 @@ class Crew:
     def __init__(self, name: str) -> None:
         self._name = name
         self._threads: list[threading.Thread] = []
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Calls | None] = SimpleQueue()
         self._starting = threading.Lock()
 
-    def run(self, work: _Work, others: int) -> None:
-        """Calls `work` here and in other threads at once; returns when all of them have returned.
+    def join(self, calls: Calls, number: int) -> None:
+        """Has `number` threads make calls, too, as soon as they can and until none is left.
 
-        Args:
-            work: Shares out among its calls what there is to do; without gradients, below the guard in other threads.
-            others: In how many other threads; one that has not begun when the call here ends does nothing any more.
-
-        Raises:
-            BaseException: What one of the calls raised, when the others have ended.
+        They do it without gradients and below the guard.
         """
-        before = torch.get_num_threads()
-        task = self._offer(work, others) if others else None
-        if before > 1:
-            torch.set_num_threads(1)
-        try:
-            work()
-        finally:
-            if before > 1:
-                torch.set_num_threads(before)
-            errors = task.finish() if task else ()
-        for error in errors:
-            raise error
+        if len(self._threads) < number:
+            before = torch.get_num_threads()
+            self._start(number)
+            torch.set_num_threads(before)
+        for _ in range(number):
+            self._tasks.put(calls)
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later call would start others."""
@@ -70,16 +123,7 @@ class Crew:
             while self._threads:
                 self._threads.pop().join()
 
-    def _offer(self, work: _Work, others: int) -> _Task:
-        self._start(others)
-        task = _Task(work, others)
-        for _ in range(others):
-            self._tasks.put(task)
-        return task
-
     def _start(self, number: int) -> None:
-        if len(self._threads) >= number:
-            return
         with self._starting:
             begun: SimpleQueue[None] = SimpleQueue()
             new = range(len(self._threads), number)
@@ -94,43 +138,6 @@ class Crew:
         torch.set_num_threads(1)
         begun.put(None)
         with below_guard(), torch.no_grad():
-            while (task := self._tasks.get()) is not None:
-                task.join()
-
-
-class _Task:
-    """Work for several threads, each of which may join as long as there is a place."""
-
-    def __init__(self, work: _Work, places: int) -> None:
-        self._work = work
-        self._number = places
-        self._places = deque(range(places))
-        self._ends: _Ends = SimpleQueue()
-
-    def join(self) -> None:
-        """Works, if there is still a place."""
-        try:
-            self._places.pop()
-        except IndexError:
-            return
-        try:
-            self._work()
-        except RuntimeError as error:
-            self._ends.put(error)
-        except BaseException as error:
-            self._ends.put(error)
-            raise
-        else:
-            self._ends.put(None)
-
-    def finish(self) -> list[BaseException]:
-        """Lets nobody join any more, waits for those who have, and returns what they raised."""
-        free = 0
-        while self._places:
-            try:
-                self._places.pop()
-                free += 1
-            except IndexError:  # Somebody has just joined.
-                break
-        ends = [self._ends.get() for _ in range(self._number - free)]
-        return [error for error in ends if error is not None]
+            while (calls := self._tasks.get()) is not None:
+                calls.make()
+                del calls  # Or it, and all that it refers to, would live until the next task.

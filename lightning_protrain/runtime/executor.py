@@ -28,12 +28,14 @@ from itertools import pairwise
 import torch
 
 from lightning_protrain.device import Device
-from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.early import EarlyFetch
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
 from lightning_protrain.runtime.schedule import Capacity, Timeline
+from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.runtime.unit import Unit
 from lightning_protrain.runtime.updates import Updates
@@ -67,6 +69,7 @@ class Executor:
         updates: Knows which host weights are still being stepped.
         say: Takes a sentence for the user.
         swap: Brings back what blocks have swapped; None: no block does.
+        communicator: Averages gradients over ranks; None: there is one rank.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Executor:
         updates: Updates,
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
@@ -88,7 +92,16 @@ class Executor:
         self._updates = updates
         self._residency = Residency(chunks, capacity, device, updates, say)
         self._early = EarlyFetch(chunks, self._residency, updates, self._give_up)
-        self._landing = Landing(chunks, device, self.begin_backward, updates, self._is_past, self._num_uses)
+        self._landing = Landing(
+            chunks,
+            device,
+            self.begin_backward,
+            updates,
+            self._is_past,
+            self._num_uses,
+            communicator=communicator,
+            is_behind=self._is_behind,
+        )
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
@@ -217,6 +230,11 @@ class Executor:
         self._timeline = self._awaited.timeline
         self._cursor = 0
 
+    def begin_averages(self) -> None:
+        """The backward that follows ends with gradients averaged over the ranks, see [Note: Reduction]."""
+        if self._landing.reduction is not None:
+            self._landing.reduction.begin()
+
     def before_backward(self, unit: Unit, number: int, end: int) -> None:
         """The gradient of the output of call `number` is there, see [Note: Calls]; calls from `end` on came after it.
 
@@ -334,6 +352,10 @@ class Executor:
     def _is_past(self, index: int) -> bool:
         """Whether backward has reached the earliest call that reads the chunk: none is left to come."""
         return self._backward_number <= self._last_reads.get(index, self._backward_number)
+
+    def _is_behind(self, index: int) -> bool:
+        """Whether backward has left the earliest call that reads the chunk, too."""
+        return self._backward_number < self._last_reads.get(index, self._backward_number + 1)
 
     def _num_uses(self, slot: Slot) -> int:
         """In how many places calls of the present step have used a parameter."""

@@ -31,9 +31,12 @@ from torch import Tensor
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import unit_bytes
-from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.gradient_memory import GradientMemory
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.reduction import Reduction
+from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.updates import Updates
 
 
@@ -98,6 +101,11 @@ class Landing:
         is_past: Whether no call that reads the chunk is awaited any more.
         num_uses: In how many places calls of units have used a parameter in the present step.
         pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
+        communicator: Averages gradients over ranks first; None: there is one rank.
+        is_behind: Whether no call that reads the chunk is left in this backward, the present one included.
+
+    Attributes:
+        reduction: Averages them, see [Note: Reduction].
     """
 
     def __init__(
@@ -109,7 +117,12 @@ class Landing:
         is_past: Callable[[int], bool],
         num_uses: Callable[[Slot], int],
         pending_bytes: int | None = None,
+        communicator: Communicator | None = None,
+        is_behind: Callable[[int], bool] = lambda index: True,
     ) -> None:
+        self.reduction = (
+            Reduction(chunks, communicator, device.torch_device, self._receive, is_behind) if communicator else None
+        )
         self._device = device
         self._begin = begin
         self._updates = updates
@@ -140,6 +153,8 @@ class Landing:
 
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
+        if self.reduction is not None:
+            self._finish_reduction(self.reduction)
         self._finish_copies()
         self._in_flight.end()
         self._updates.end_backward()
@@ -154,6 +169,8 @@ class Landing:
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
         self._in_flight.forget()
+        if self.reduction is not None:
+            self.reduction.forget()
         self._land_fences()
         for item in self._sums:
             self._device.land(item.fence)
@@ -167,6 +184,15 @@ class Landing:
         self._landed.clear()
         self._aside.clear()
         self._missing.clear()
+
+    def _finish_reduction(self, reduction: Reduction) -> None:
+        """Averages what is left; what was set aside is of this rank alone, so it is a part of the average."""
+        if reduction.runs:
+            for slot, older in self._aside.items():
+                if older is not None:
+                    reduction.add(self._places[slot][0], slot, older)
+            self._aside.clear()
+        reduction.finish()
 
     def _attach(self, slot: Slot) -> None:
         if slot.twin.is_floating_point() or slot.twin.is_complex():
@@ -191,9 +217,19 @@ class Landing:
             return
         if slot in self._aside and self._num_uses(slot) > 1:
             raise _refusal(slot, "it is also used by several calls of its block")
-        index, place = self._places[slot]
+        index, _ = self._places[slot]
         self._landed.add(slot)
-        self._device.hold_bytes = self._in_flight.land(slot, twin.nbytes)
+        reduction = self.reduction
+        if reduction is not None and reduction.runs:
+            reduction.add(index, slot, grad)
+            reduction.advance(self._has_direct_use)
+        else:
+            self._receive(slot, grad)
+
+    def _receive(self, slot: Slot, grad: Tensor) -> None:
+        """Sends a gradient to the host, that of this rank or that of all."""
+        host, (index, place) = slot.host, self._places[slot]
+        self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
         older = host.grad
         if grad.is_sparse:
             self._land_latest(index)
@@ -227,7 +263,7 @@ class Landing:
         missing.discard(slot)
         if missing or not self._is_past(index):
             return
-        if self._aside and any(other in self._aside for other in slots):
+        if self._has_direct_use(index):
             return
         wanted = self._updates.wants(index)
         sums = [item for item in self._sums if item.index == index]
@@ -251,6 +287,9 @@ class Landing:
             self._updates.landed(index, land)
         else:
             self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
+
+    def _has_direct_use(self, index: int) -> bool:
+        return bool(self._aside) and any(slot in self._aside for slot in self._chunks[index].slots)
 
     def _add(self, keep_bytes: int) -> None:
         """Has landed gradients added, oldest first, until no more than `keep_bytes` wait."""

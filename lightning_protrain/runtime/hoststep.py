@@ -1,16 +1,19 @@
 """The optimizer step of some parameters in host memory, part by part on several threads, in low precision or not.
 
-[Note: Cold]
-A step goes through hundreds of megabytes, and nothing of the interpreter is left in the caches when it ends: the next
-one runs several times slower than it does in a profile. So as little as possible is done for each step, and nothing is
-kept from one to the next: to check it would cost as much as to make it anew.
+[Note: Ahead]
+A step goes through hundreds of megabytes, and nothing of the interpreter is left in the caches when it ends: the Python
+of the next one takes several times as long as in a profile. So the chunks that are known are prepared together, one
+after the other while the interpreter is warm, and their parts go into one queue: no thread waits at the end of a chunk
+for the others, and none for Python that another one is in. Nothing is kept from one step of the optimizer to the next:
+to check it would cost as much as to make it anew.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +21,16 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_protrain.runtime import kernels
-from lightning_protrain.runtime.crew import Crew
+from lightning_protrain.runtime.crew import Calls, Crew, Group
 from lightning_protrain.runtime.kernels import KERNELS, LINE, NO_CLIP, Clip, Kind, Piece, Rule
 
 # Bytes of a scratch tile, one for each thread: 1 to 2 MiB were best, see benchmarks/LOG.md.
 TILE_BYTES = 2 << 20
 # Parts of a large step for each thread: one that is held up leaves some to the others.
 PARTS_PER_THREAD = 2
+# Chunks that are prepared together at most: the first is waiting meanwhile, and gradients that lie otherwise than their
+# weights are copied then.
+PREPARED_TOGETHER = 8
 
 
 class Update(NamedTuple):
@@ -47,11 +53,40 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
+Given = Iterable[tuple[Mapping[str, Any], Sequence[Update]]]
+
+
 class _Scratch(threading.local):
     """Memory for one tile, of each thread that looks at it."""
 
     def __init__(self, nbytes: int) -> None:
-        self.tile = torch.empty(nbytes // 8, dtype=torch.float64)
+        self._memory = torch.empty(nbytes // 8, dtype=torch.float64)
+        self._tiles: dict[torch.dtype, Tensor] = {}
+
+    def tile(self, dtype: torch.dtype) -> Tensor:
+        """All of it."""
+        if dtype not in self._tiles:
+            self._tiles[dtype] = self._memory.view(dtype)
+        return self._tiles[dtype]
+
+
+class Portion:
+    """Parameters that are stepped and waited for together, those of a chunk.
+
+    Attributes:
+        given: Says what to step, and with which hyperparameters, e.g. of `hyperparameters`; called once.
+        clip: What is done to the gradients first, in place.
+        own: What takes the own step of the optimizer's class.
+        group: Calls that step the rest; None: not prepared.
+        error: Why it cannot be prepared.
+    """
+
+    def __init__(self, given: Callable[[], Given], clip: Clip) -> None:
+        self.given = given
+        self.clip = clip
+        self.own: list[tuple[Mapping[str, Any], Sequence[Update]]] = []
+        self.group: Group | None = None
+        self.error: BaseException | None = None
 
 
 class HostStep:
@@ -91,29 +126,20 @@ class HostStep:
         Raises:
             ValueError: The optimizer works on all its parameters as one vector (LBFGS).
         """
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS works on all parameters as one vector and evaluates the loss again, so it cannot step them part "
-                'by part. Use another optimizer, or plan="resident".'
-            )
-        kernel = self._kernel(optimizer, group)
+        steps = self.steps(optimizer)
         with torch.no_grad():
-            fused, rest = _sorted_out(updates) if kernel else ([], updates)
-            if rest:
-                clip.apply([update.gradient for update in rest])
-                _own_step(optimizer, group, rest)
-            if kernel and fused:
-                rule = Rule.of(kernel, group)
-                pieces = [_piece(optimizer, rule, update, clip) for update in fused]
-                if kernel != "sgd":
-                    torch._foreach_add_([piece.step for piece in pieces], 1)
-                self._run(rule, pieces, clip)
+            steps.finish(steps.add(lambda: [(group, updates)], clip))
+
+    def steps(self, optimizer: Optimizer) -> Steps:
+        """For steps of parts of the optimizer's parameters that flow into each other, see [Note: Ahead]."""
+        return Steps(self, optimizer)
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later step would start others."""
         self._crew.close()
 
-    def _kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    def kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+        """The fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class does it."""
         chosen = group.get("fused")
         takes = (
             (chosen or (self._fuse and chosen is None and group.get("foreach") is None))
@@ -124,36 +150,142 @@ class HostStep:
         )
         return KERNELS.get(type(optimizer)) if takes else None
 
-    def _run(self, rule: Rule, pieces: list[Piece], clip: Clip) -> None:
+    def calls(self, rule: Rule, pieces: list[Piece], clip: Clip) -> list[Callable[[], None]]:
+        """Calls that step these parameters: together, in any order, by any thread."""
         num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
         share = sum([piece.end for piece in pieces])
         if num_threads > 1:
             share = max(share // (num_threads * PARTS_PER_THREAD) + 1, self._tile(torch.float32))
-        parts = list(_parts(pieces, _up_to_line(share)))
-        queue = iter(parts)
-        self._crew.run(lambda: self._work(rule, queue, clip), min(num_threads, len(parts)) - 1)
+        return [self._call(rule, part, clip) for part in _parts(pieces, _up_to_line(share))]
 
-    def _work(self, rule: Rule, queue: Iterator[list[Piece]], clip: Clip) -> None:
-        for part in queue:  # the iterator of a list: each part goes to one thread
-            kind = part[0].kind
-            whole = not kind.tiled
-            if whole and not any(piece.is_cut for piece in part):
-                kernels.run_whole(rule, part)
-                continue
+    def offer(self, calls: Calls, number: int) -> None:
+        """Has other threads make calls, too, of which there are `number`."""
+        others = min(self._num_threads or 1, number) - 1
+        if others > 0:
+            self._crew.join(calls, others)
+
+    def _call(self, rule: Rule, part: list[Piece], clip: Clip) -> Callable[[], None]:
+        kind, is_cut = part[0].kind, False
+        for piece in part:
+            is_cut |= piece.is_cut
+        if not (kind.tiled or is_cut):
+            return kernels.whole(rule, part)
+        tensors, steps = [piece.tensors for piece in part], [piece.step for piece in part]
+        ranges = [(piece.begin, piece.end) for piece in part]
+        tile = self._tile(kind.dtype) if kind.tiled else max([end for _, end in ranges])
+        flags = {**rule.flags, "copied": kind.copied, "first": kind.first}
+        bounds, coefficients = (clip if kind.clipped else NO_CLIP).arguments
+
+        def walk() -> None:
+            scratch = self._own.tile(kind.dtype)
             self._walk(
-                rule.name,
-                [piece.tensors for piece in part],
-                [piece.step for piece in part],
-                [(piece.begin, piece.end) for piece in part],
-                self._own.tile.view(kind.dtype),
-                max([piece.end for piece in part]) if whole else self._tile(kind.dtype),
-                rule.numbers,
-                {**rule.flags, "copied": kind.copied, "first": kind.first},
-                *(clip if kind.clipped else NO_CLIP).arguments,
-            )
+                rule.name, tensors, steps, ranges, scratch, tile, rule.numbers, flags, bounds, coefficients
+            )  # fmt: skip
+
+        return walk
 
     def _tile(self, dtype: torch.dtype) -> int:
         return _up_to_line(self._tile_bytes // dtype.itemsize)
+
+
+class Steps:
+    """Steps of parts of an optimizer's parameters, see [Note: Ahead].
+
+    `add` may be called at any time and from any thread, `finish` from one thread at a time.
+
+    Args:
+        host: What steps them.
+        optimizer: Whose state is used.
+
+    Raises:
+        ValueError: The optimizer works on all its parameters as one vector (LBFGS).
+    """
+
+    def __init__(self, host: HostStep, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS works on all parameters as one vector and evaluates the loss again, so it cannot step them part "
+                'by part. Use another optimizer, or plan="resident".'
+            )
+        self._host = host
+        self._optimizer = optimizer
+        self._added: deque[Portion] = deque()
+        self._calls = Calls()
+        self._num_ahead = 0  # prepared, and not waited for yet
+
+    def add(self, given: Callable[[], Given], clip: Clip = NO_CLIP) -> Portion:
+        """Adds parameters, none of which is in another portion.
+
+        Args:
+            given: Says which; called when this portion or one that was added before it is to be finished.
+            clip: What is done to their gradients first, in place.
+        """
+        portion = Portion(given, clip)
+        self._added.append(portion)
+        return portion
+
+    def finish(self, portion: Portion) -> None:
+        """Steps a portion; when it returns, it and its copies are written, and some of the others may be.
+
+        Once for each portion, and without gradients (`torch.no_grad`).
+
+        Raises:
+            BaseException: What the optimizer or a kernel raised.
+        """
+        if self._added and self._num_ahead < PREPARED_TOGETHER // 2:
+            if not self._num_ahead:
+                self._prepare(1)  # The other threads begin with it.
+            self._prepare(PREPARED_TOGETHER - 1)
+        while portion.group is None:
+            if portion.error is not None:
+                raise portion.error
+            assert self._added, "a portion of other steps"
+            self._prepare(PREPARED_TOGETHER)
+        for group, updates in portion.own:
+            portion.clip.apply([update.gradient for update in updates])
+            _own_step(self._optimizer, group, updates)
+        portion.own.clear()
+        self._num_ahead -= 1
+        self._calls.finish(portion.group)
+
+    def _prepare(self, number: int) -> None:
+        portions = [self._added.popleft() for _ in range(min(len(self._added), number))]
+        steps: list[Tensor] = []
+        try:
+            prepared = [(portion, self._calls_of(portion, steps)) for portion in portions]
+            if steps:
+                torch._foreach_add_(steps, 1)
+        except RuntimeError as error:
+            _fail(portions, error)
+            return
+        except BaseException as error:
+            _fail(portions, error)
+            raise
+        for portion, calls in prepared:
+            portion.group = self._calls.add(calls)
+        self._num_ahead += len(prepared)
+        self._host.offer(self._calls, sum([len(calls) for _, calls in prepared]))
+
+    def _calls_of(self, portion: Portion, steps: list[Tensor]) -> list[Callable[[], None]]:
+        """What is to be called for a portion; adds its counters to `steps`."""
+        calls: list[Callable[[], None]] = []
+        for group, updates in portion.given():
+            kernel = self._host.kernel(self._optimizer, group)
+            fused, rest = _sorted_out(updates) if kernel else ([], updates)
+            if rest:
+                portion.own.append((group, rest))
+            if kernel and fused:
+                rule = Rule.of(kernel, group)
+                pieces = [_piece(self._optimizer, rule, update, portion.clip) for update in fused]
+                if kernel != "sgd":
+                    steps += [piece.step for piece in pieces]
+                calls += self._host.calls(rule, pieces, portion.clip)
+        return calls
+
+
+def _fail(portions: Iterable[Portion], error: BaseException) -> None:
+    for portion in portions:
+        portion.error = error
 
 
 def _up_to_line(size: int) -> int:

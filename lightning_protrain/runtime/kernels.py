@@ -25,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,12 +147,18 @@ class Clip:
 NO_CLIP = Clip()
 
 
-def run_whole(rule: Rule, part: Sequence[Piece]) -> None:
-    """Steps whole parameters in one call, without tiles."""
+def whole(rule: Rule, part: Sequence[Piece]) -> Callable[[], None]:
+    """What steps whole parameters in one call, without tiles."""
     columns = [list(column) for column in zip(*[piece.tensors for piece in part], strict=True)]
     steps = [piece.step for piece in part]
-    flags = {**rule.flags, "first": part[0].kind.first}
-    _kernel(rule.name, columns[0], columns[1], columns[2:], steps, rule.numbers, flags)
+    arguments: dict[str, Any] = {**rule.numbers, **rule.flags}
+    if rule.name == "adam":
+        kernel = torch._fused_adamw_ if arguments.pop("decoupled_weight_decay") else torch._fused_adam_
+        return partial(kernel, *columns[:4], columns[4] if len(columns) > 4 else [], steps, **arguments)
+    if rule.name == "sgd":
+        momentum = columns[2] if len(columns) > 2 else []
+        return partial(torch._fused_sgd_, *columns[:2], momentum, is_first_step=part[0].kind.first, **arguments)
+    return partial(torch._fused_adagrad_, *columns, steps, **arguments)
 
 
 def walk(

@@ -5,12 +5,14 @@
 backward asks for the first saved tensor, the block's forward runs again, in the middle of backward and perhaps not to
 its end. Random states and buffers are those of before the forward meanwhile: dropout repeats bit for bit, and running
 statistics do not count a batch twice. So are settings that are made around the forward alone: autocast and the default
-device (`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. What else a
-forward leaves behind (a counter on the module, an attribute) it leaves twice.
+device (`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. A
+key-value cache that the block is given (a tuned prefix lies in one) is filled once. What else a forward leaves behind
+(a counter on the module, an attribute) it leaves twice.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,13 +39,14 @@ def checkpoint(
     own = [(args, kwargs)]
 
     def run(*values: Any) -> Any:
-        positional, keywords = own.pop() if own else tree_unflatten(list(values), structure)
+        positional, keywords = own.pop() if own else tree_unflatten(list(map(_earlier, values)), structure)
         return function(*positional, **keywords)
 
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in given]
     contexts = (nullcontext(), _EarlierState(module))
-    outputs = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+    kept = map(_earlier, leaves)
+    outputs = torch.utils.checkpoint.checkpoint(run, *kept, use_reentrant=False, context_fn=lambda: contexts)
     if versions != [tensor._version for tensor in given]:
         raise ValueError(
             f"{name!r} is checkpointed and changes a tensor that it is given in place: it cannot run again on the same "
@@ -51,6 +54,20 @@ def checkpoint(
             "(`num_checkpoint_blocks`)."
         )
     return outputs
+
+
+def _earlier(value: Any) -> Any:
+    """A key-value cache of transformers as it is now, whatever it is filled with later; anything else itself."""
+    if not any(
+        base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in type(value).__mro__
+    ):
+        return value
+    found = copy.copy(value)
+    for name, held in vars(value).items():
+        if isinstance(held, list):
+            held = [copy.copy(layer) for layer in held]
+        vars(found)[name] = dict(held) if isinstance(held, dict) else _earlier(held)
+    return found
 
 
 # Pairs of what reads and what makes a setting of the process: those that `torch.utils.checkpoint` does not restore.
@@ -119,12 +136,17 @@ def _set_random_states(states: tuple[Any, Any]) -> None:
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
-    """The plan decides which blocks are checkpointed; twice would recompute twice.
+    """The plan decides which blocks are checkpointed, and where weights are; twice would be done twice.
 
     Raises:
-        ValueError: The user has switched gradient checkpointing on.
+        ValueError: The user has switched gradient checkpointing on, or has spread the model over devices.
     """
     for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{name or type(module).__name__!r} has been placed by accelerate (`device_map`), but the plan decides "
+                "where weights are. Leave device_map out: the model is loaded into host memory."
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are "

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.chunk import Site, Slot
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.slot import Site, Slot
 from lightning_protrain.runtime.twin import Uses
 
 _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -16,7 +16,7 @@ can be neither saved nor trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -27,11 +27,14 @@ from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
-from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
-from lightning_protrain.runtime.hoststep import HostStep, Update
+from lightning_protrain.runtime.hoststep import HostStep, Steps, Update
 from lightning_protrain.runtime.kernels import Clip
+from lightning_protrain.runtime.norms import clip_over_owners, total_norm
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
+from lightning_protrain.runtime.slot import Slot
 
 
 class Overlap(StrEnum):
@@ -63,6 +66,7 @@ class _Armed:
         norms: Those that have been taken, by the identity of the parameter.
         landings: Jobs that take them.
         coefficient: Factor of the gradients that steps have still to apply, in the pass in which they read them.
+        steps: Those that have been submitted; None: none yet.
         stepped: Chunks whose steps have been submitted.
         parameters: Identities of what they step.
     """
@@ -75,6 +79,7 @@ class _Armed:
     norms: dict[int, Tensor] = field(default_factory=dict)
     landings: list[Job] = field(default_factory=list)
     coefficient: Tensor | None = None
+    steps: Steps | None = None
     stepped: set[int] = field(default_factory=set)
     parameters: set[int] = field(default_factory=set)
 
@@ -91,7 +96,7 @@ class Updates:
         when_touched: Called when somebody has looked at a weight whose step was pending.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
         self.torn: str | None = None
         self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
@@ -104,6 +109,7 @@ class Updates:
         self._num_backwards = 0  # since `arm`
         self._in_step = False
         self._several_backwards = False
+        self._sharing = communicator if any(chunk.is_shared for chunk in chunks) else None
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -185,12 +191,16 @@ class Updates:
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
+        if self._sharing is not None:
+            shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots}
+            clip_over_owners(list(parameters), shared, max_norm, self._sharing)
+            return
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         armed = self._armed
         if armed is None or not armed.take_norms or len({parameter.dtype for parameter in parameters}) != 1:
             torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return
-        total = _total_norm(parameters, armed.norms)
+        total = total_norm(parameters, armed.norms)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         later = {id(slot.host) for chunk in self._chunks if self._can_step(chunk) for slot in chunk.slots}
         for parameter in parameters:
@@ -267,6 +277,31 @@ class Updates:
             if error is not None:
                 self.torn = self.torn or f"the optimizer raised {error!r} for {update.slots[0].fqn!r}"
 
+    def meet(self) -> None:
+        """Waits for the ranks that share weights: none of them reads or writes any until it comes here again."""
+        if self._sharing is not None:
+            self._sharing.meet()
+
+    def publish(self) -> None:
+        """After a step of weights that are shared: every rank finds those that others have stepped."""
+        if self._sharing is not None:
+            for chunk in self._chunks:
+                chunk.publish()
+            self._sharing.meet()
+
+    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
+        """A gradient that is not finite on the rank that owns it is one on every rank.
+
+        Args:
+            found: Of this rank, by device: more than 0 if there is one; changed in place.
+        """
+        if self._sharing is not None:
+            here = sum((each.cpu() for each in found.values()), torch.zeros(1))
+            anywhere = self._sharing.sum_of_node(here)
+            found.setdefault(torch.device("cpu"), torch.zeros(1))
+            for each in found.values():
+                each.copy_(anywhere)
+
     def close(self) -> None:
         """Waits for what runs and ends the threads."""
         self.abandon()
@@ -301,27 +336,23 @@ class Updates:
         parameters = [slot.host for slot in slots]
         groups = armed.groups.of(parameters)
         clip = Clip(armed.clip_value if land is not None else None, armed.coefficient)
+        steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
+        # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
+        portion = steps.add(lambda: _updates(groups, slots), clip) if land is None else None
 
         def work() -> None:
             with below_guard(), torch.no_grad():
                 if land is not None:
                     land()
-                self._step(armed.optimizer, groups, slots, clip)
+                steps.finish(portion or steps.add(lambda: _updates(groups, slots), clip))
+                for slot in slots:
+                    if slot.host.grad is not None:
+                        slot.copied_version = slot.host._version
 
         self._guard.watch(parameters)
         armed.stepped.add(index)
         armed.parameters.update(map(id, parameters))
         self._pending[index] = Pending(self._device.worker.submit(work), slots)
-
-    def _step(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]], slots: Sequence[Slot], clip: Clip) -> None:
-        copies = {id(slot.host): slot.copy for slot in slots}
-        for group in groups:
-            given = [(parameter, parameter.grad) for parameter in group["params"]]
-            updates = [Update(p, gradient, copies[id(p)]) for p, gradient in given if gradient is not None]
-            self._host_step.step(optimizer, group, updates, clip)
-        for slot in slots:
-            if slot.host.grad is not None:
-                slot.copied_version = slot.host._version
 
     def _can_step(self, chunk: Chunk) -> bool:
         return chunk.plan.trainable and all(can_be_watched(slot.host) for slot in chunk.slots)
@@ -329,6 +360,13 @@ class Updates:
     def _has_user_hooks(self) -> bool:
         with below_guard():  # or to ask would wait for every pending step
             return any(slot.has_user_hooks for chunk in self._chunks for slot in chunk.slots)
+
+
+def _updates(groups: Iterable[dict[str, Any]], slots: Sequence[Slot]) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+    copies = {id(slot.host): slot.copy for slot in slots}
+    for group in groups:
+        given = [(parameter, parameter.grad) for parameter in group["params"]]
+        yield group, [Update(p, gradient, copies[id(p)]) for p, gradient in given if gradient is not None]
 
 
 _LESS_OVERLAP = 'overlap_optimizer="forward" steps after backward, "off" steps all weights at once.'
@@ -345,15 +383,3 @@ def _take_norms(parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Ca
         for parameter in parameters:
             if parameter.grad is not None:
                 norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
-
-
-def _total_norm(parameters: Sequence[Tensor], norms: dict[int, Tensor]) -> Tensor:
-    """Norm of the norms, in the order in which `torch.nn.utils.get_total_norm` stacks them."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        assert parameter.grad is not None
-        norm = norms.get(id(parameter))
-        norm = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
-        by_device.setdefault(parameter.device, []).append(norm)
-    first = parameters[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for group in by_device.values() for norm in group]))

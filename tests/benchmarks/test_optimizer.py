@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import optimizer
-from benchmarks.optimizer import CASES, Beside, Measurement, Model, Times, main
+from benchmarks.optimizer import CASES, SLOW, Beside, Measurement, Model, Row, Times, main
 from lightning_protrain.runtime.hoststep import HostStep
 
 NUMBER = r"\d+\.\d{3}"
@@ -19,15 +20,19 @@ RATIO = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 def test_every_case_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    main(["--quick", f"--threads={before}", f"--json={tmp_path / 'times.json'}"])
+    main(["--quick", "--threads", "1", "2", f"--json={tmp_path / 'times.json'}"])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
-    assert list(results) == list(CASES)
-    for name, wanted in CASES.items():
-        bound = r"- \| -" if wanted is None else rf"<= {wanted} \| (yes|no|busy)"
-        row = rf"\| {name} \| {RATIO} \| {bound} \| {RATIO} \| [\d.e-]+ s \| {RATIO} \| {RATIO} \|"
-        assert re.search(row, printed)
-        assert len(results[name]["steps"]) == len(results[name]["peers"]) == len(results[name]["beside"]) == 2
+    assert [(row["threads"], row["case"]) for row in results] == [*product((1, 2), CASES)]
+    for row in results:
+        name, threads = row["case"], row["threads"]
+        bound = r"- \| -" if CASES[name] is None else rf"<= {CASES[name]} \| (yes|no|busy)"
+        beside = rf"{RATIO} \| {RATIO}" if threads == 1 else r"- \| -"
+        line = rf"\| {name} \| {threads} \| {RATIO} \| {bound} \| {RATIO} \| [\d.e-]+ s \| {beside} \|"
+        assert re.search(line, printed)
+        number = 1 if name in SLOW else 2
+        assert len(row["steps"]) == len(row["peers"]) == number
+        assert len(row["beside"]) == number * (threads == 1)
     assert torch.get_num_threads() == before
 
 
@@ -71,10 +76,11 @@ def test_wrong_arguments_are_refused(wrong: str) -> None:
 
 
 def test_a_disturbed_peer_proves_nothing() -> None:
-    def row(peer: float, fastest: float) -> list[str]:
+    def met(peer: float, fastest: float) -> str:
         steps, peers = [Times(1.0, 1.0)] * 6, [Times(peer, peer)] * 6
-        return optimizer._row("chunked-bf16", 1.25, Measurement(steps, peers, [Beside(1.0, 1.0)] * 6), fastest)
+        row = Row("chunked-bf16", 1, 1.25, Measurement(steps, peers, [Beside(1.0, 1.0)] * 6))
+        return optimizer._cells(row, fastest)[4]
 
-    assert row(1.0, 1.0)[3] == "yes"
-    assert row(0.5, 0.5)[3] == "no"
-    assert row(4.0, 1.0)[3] == "busy"
+    assert met(1.0, 1.0) == "yes"
+    assert met(0.5, 0.5) == "no"
+    assert met(4.0, 1.0) == "busy"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.resuming import Resumption
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
@@ -146,7 +147,7 @@ def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
 
 def test_without_the_random_numbers_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = _run(tmp_path / "whole", 1, None)
-    monkeypatch.setattr(ProTrainCheckpoint, "_restore_randomness", lambda self, trainer: None)
+    monkeypatch.setattr(Resumption, "restore", lambda self, trainer: None)
     _, last = _run(tmp_path / "resumed", 1, None, find(tmp_path / "whole").found[5].path)
     assert _differences(last["state_dict"], expected["state_dict"])
 
@@ -166,12 +167,12 @@ def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_random_numbers_is_said(tmp_path: Path) -> None:
     _, last = _run(tmp_path, 1, None, max_steps=3)
-    del last["random_states"]
+    del last["ranks"]
     checkpoints = ProTrainCheckpointIO("other")
     checkpoints.save_checkpoint(last, tmp_path / "without")
-    with pytest.warns(UserWarning, match="has no states of random numbers"):
+    with pytest.warns(UserWarning, match="has no states of random numbers for 1 ranks"):
         _run(tmp_path, 1, None, tmp_path / "without", max_steps=4)
-    last["random_states"] = [0, 0]
+    last["ranks"] = [0, 0]
     checkpoints.save_checkpoint(last, tmp_path / "two")
-    with pytest.warns(UserWarning, match="the random numbers of 2 ranks, and there are 1"):
+    with pytest.warns(UserWarning, match="has no states of random numbers for 1 ranks"):
         _run(tmp_path, 1, None, tmp_path / "two", max_steps=4)

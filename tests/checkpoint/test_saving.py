@@ -194,9 +194,8 @@ def _naive(root: Path, files: Files, mark: Mark) -> None:
     split(content(2)).write(draft)
     place = next_place(listing, listing.found[0].manifest)
     manifest = Manifest(RUN, 2, place.sequence, draft.identity, dict(draft.entries))
-    with draft._create("manifest.json") as file:
-        file.write(manifest.to_text().encode())
-        file.finish()
+    draft.settle()
+    draft._write_manifest(manifest)
     files.sync_directory(root / "last")
     files.sync_directory(root)
     mark(place.sequence)

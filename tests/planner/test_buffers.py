@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.planner.buffers import Buffers
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layouts
@@ -14,7 +14,8 @@ from tests.planner.layouts import layouts
 @given(layouts(), st.integers(1, 3000), st.integers(0, 20_000))
 def test_buffers_are_those_of_memory_terms(layout: ModelLayout, chunk_bytes: int, room: int) -> None:
     streamed = pack_chunks(layout, chunk_bytes)
-    buffers = Buffers(layout, streamed)
+    nbytes = np.array([chunk.nbytes for chunk in streamed], dtype=np.int64)
+    buffers = Buffers(layout, nbytes, chunks_of(layout, streamed))
     for persistent in range(len(streamed) + 1):
         chunks = [with_residency(layout, chunk, index < persistent) for index, chunk in enumerate(streamed)]
         least, offloaded = minimum_chunk_buffers(layout, chunks), len(streamed) - persistent

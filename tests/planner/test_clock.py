@@ -32,7 +32,8 @@ def columns(num_positions: int = 2, **given_fields: Any) -> Columns:
 
 
 # Behind a computation of 2, and nothing waits for them.
-LANDS = {"download": 3, "landed": 5, "carry": 3, "drain": -9}
+LANDS = {"download": 3, "landed": 5, "carry": 3, "ready": 5, "ready_behind": 3, "drain": -9}
+LANDS_ONE = {"download": 1, "landed": 3, "carry": 1, "ready": 3, "ready_behind": 1, "drain": -9}
 STREAMED = {
     "compute_forward": 1, "compute_backward": 2, "upload_forward": 3, "late_forward": 3, "upload_backward": (3, 0),
     "late_backward": (3, 0),
@@ -80,7 +81,7 @@ STREAMED = {
         ({"compute_forward": 1, "compute_backward": 2, **LANDS, "stall": 3}, Training(), 12),
         # 12. Three micro-batches of forwards of 2. Downloads of 1 end at 3 and 5, with which the first backward ends;
         #     in the others the worker adds what has landed, 3 to 4 and 5 to 6.
-        ({"compute_forward": 1, "compute_backward": 2, "download": 1, "landed": 3, "carry": 1, "drain": -9, "add": 1},
+        ({"compute_forward": 1, "compute_backward": 2, **LANDS_ONE, "add": 1},
          Training(accumulate=3), 6 + 5 + 6 + 6),
         # 13. What swaps: the first block's activations leave in 3 from 0 on, the third position waits for them: 4. They
         #     come back from when the second one's backward begins, at 2, till 5, with which backward ends. 4 + 5 + 1.
@@ -94,7 +95,7 @@ STREAMED = {
          Training(), 6),
         # 16. Behind the host's steps, which overlap forward: downloads of 1 end at 3 and 5, and gradients are known;
         #     steps of 1 end at 6 and 7. Uploads, of 1 each, then end at 7 and 8; computation, of 2 each, at 9 and 11.
-        ({"compute_forward": 2, "compute_backward": 2, "download": 1, "landed": 3, "carry": 1, "drain": -9,
+        ({"compute_forward": 2, "compute_backward": 2, **LANDS_ONE,
           "host_step": 1, "upload_forward": 1, "late_forward": 1}, Training("forward"), 11),
         # 17. The second computation ends 1 after the first downloads have, at the earliest: computation 2, downloads 5,
         #     computation 6, downloads 8; forward 2 + 2.
@@ -103,7 +104,7 @@ STREAMED = {
         ({"compute_forward": 2, "compute_backward": 2, **LANDS, "drain": 4}, Training(), 13),
         # 19. Downloads end at 5 and 8, and the worker has something to do 1 before: steps of 2 till 6 and 9 run behind
         #     backward; uploads are there at 9 and 6, and computation, of 1 each, at 10 and 11.
-        ({"compute_forward": 1, "compute_backward": 2, **LANDS, "host_step": 2, "ready": -1}, Training("backward"), 11),
+        ({"compute_forward": 1, "compute_backward": 2, **LANDS, "host_step": 2, "ready": 4, "ready_behind": 2}, Training("backward"), 11),
     ],
 )  # fmt: skip
 def test_cases_by_hand(given_fields: dict[str, Any], training: Training, seconds: float) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lightning_protrain.planner.landing import NEVER, Landings, Near, come_together, walk
-from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, Pass, Segment
 
 COUNT = 4
 
@@ -17,17 +19,17 @@ COUNT = 4
     ("near", "room", "found"),
     [
         # 1. All fits: the last one lands behind the one before, or when it is there.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 0.0)),
-        (Near((1, 3), (1.0, 2.0), (), (3, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 0.0)),
+        (Near((3, 1), (1.0, 2.0), (), (1, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
+        (Near((1, 3), (1.0, 2.0), (), (3, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
         # 2. Two of three, and then one of 3 at a time: the second waits for the first until 4, which is 2 late; the
         #    third until 7, which is 4 late. A link that is free at 0 is waited for just as long, till 6.
-        (Near((3, 3, 3), (1.0, 2.0, 3.0), (), (3, 3, 3), 0, 3.0), 6, (4.0, 6.0, 10.0, 9.0, 0.0)),
+        (Near((3, 3, 3), (1.0, 2.0, 3.0), (), (3, 3, 3), 0, 3.0), 6, (4.0, 6.0, 10.0, 9.0, 10.0, 9.0)),
         # 3. The same behind another one of 3: the first waits for that, too.
-        (Near((3,), (1.0,), (3,), (3,), 0, 2.0), 6, (0.0, 1.0, 4.0, 3.0, 0.0)),
+        (Near((3,), (1.0,), (3,), (3,), 0, 2.0), 6, (0.0, 1.0, 4.0, 3.0, 4.0, 3.0)),
         # 4. Of those before, the latest may be under way: the link has carried the one before it 1 ago.
-        (Near((3,), (1.0,), (1, 3), (2,), 0, 2.0), 6, (0.0, 0.0, 4.0, 3.0, 0.0)),
+        (Near((3,), (1.0,), (1, 3), (2,), 0, 2.0), 6, (0.0, 0.0, 4.0, 3.0, 4.0, 3.0)),
         # 5. The worker may begin when a chunk is there, 4 before the last gradient.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), 4, 2.0), 9, (0.0, NEVER, 5.0, 4.0, -4.0)),
+        (Near((3, 1), (1.0, 2.0), (), (1, 0), 4, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 1.0, 0.0)),
     ],
 )
 def test_cases_by_hand(near: Near, room: int, found: tuple[float, ...]) -> None:
@@ -36,10 +38,8 @@ def test_cases_by_hand(near: Near, room: int, found: tuple[float, ...]) -> None:
 
 def test_gradients_of_a_module_come_together() -> None:
     shapes = {"a.bias": (2,), "a.weight": (2, 3), "norm.weight": (2,)}
-    infos = tuple(ParameterInfo(fqn, (fqn,), shape, "float32", 4, True) for fqn, shape in shapes.items())
-    segment = Segment("a", Pass(0, 0), gradients=tuple(shapes))
-    assert come_together(ModelLayout(infos, (), 0), segment) == [0.8, 0.8, 1.0]
-    assert come_together(ModelLayout(infos, (), 0), Segment("a", Pass(0, 0))) == []
+    assert come_together(tuple(shapes), [math.prod(shape) for shape in shapes.values()]) == [0.8, 0.8, 1.0]
+    assert come_together((), []) == []
 
 
 @st.composite
@@ -59,7 +59,12 @@ def models(draw: st.DrawFn, in_order: bool = False) -> tuple[list[int], list[int
 
 def landings(model: tuple[list[int], list[int], list[int], list[float], list[float]]) -> Landings:
     positions, chunks, nbytes = (np.array(values, dtype=np.int64) for values in model[:3])
-    return Landings(positions, chunks, nbytes, np.array(model[3]), np.array(model[4]), 1.0)
+    return Landings(positions, chunks, nbytes, np.array(model[3]), np.array(model[4]), (1.0, 0.5))
+
+
+def durations(found: Landings, persistent: int, room: int, loose: bool = False) -> NDArray[np.float64]:
+    """Those of one plan at the first rate, (6, P)."""
+    return found.of(np.array([persistent]), np.array([room]), np.array([loose]))[0, ..., 0]
 
 
 def room_of(nbytes: list[int]) -> int:
@@ -74,8 +79,8 @@ def test_resident_chunks_are_as_if_they_had_no_gradients(
     left = [index for index, chunk in enumerate(chunks) if chunk >= persistent]
     kept = tuple([values[index] for index in left] for values in (positions, chunks, nbytes, parts))
     room = room_of(nbytes)
-    alone = landings((*kept, computes)).of(0, room)  # type: ignore[arg-type]
-    assert landings(model).of(persistent, room).tolist() == alone.tolist()
+    alone = durations(landings((*kept, computes)), 0, room)
+    assert durations(landings(model), persistent, room).tolist() == alone.tolist()
 
 
 @given(models(in_order=True), st.integers(0, 6), st.integers(0, 6), st.integers(0, 9))
@@ -85,7 +90,7 @@ def test_sets_have_a_bound(
     """Of plans with fewer resident chunks, and less room: but for positions where the bound has nothing land."""
     found, room = landings(model), room_of(model[2])
     fewer, most = sorted((one, other))
-    bound, plan = found.of(most, room + more, loose=True), found.of(fewer, room)
+    bound, plan = durations(found, most, room + more, loose=True), durations(found, fewer, room)
     lands = bound[2] > 0
     assert (bound[:, lands] <= plan[:, lands] + 1e-9).all()
 
@@ -93,9 +98,53 @@ def test_sets_have_a_bound(
 def test_a_chunk_is_there_before_the_others() -> None:
     """Of chunks 1, 2 and 1, with 2, 3 and 5 bytes, chunk 2 is the first to be there."""
     model = ([0, 0, 0], [1, 2, 1], [2, 3, 5], [1.0, 1.0, 1.0], [4.0] * COUNT)
-    assert landings(model).of(0, 8)[4].tolist() == [-5, 0, 0, 0]
-    assert landings(model).of(2, 8)[4].tolist() == [0, 0, 0, 0]
-    assert landings(model).of(2, 8, loose=True)[4].tolist() == [-10, 0, 0, 0]
+    assert [early(model, 0), early(model, 2), early(model, 2, loose=True)] == [5, 0, 10]
+
+
+def early(
+    model: tuple[list[int], list[int], list[int], list[float], list[float]], *plan: int, loose: bool = False
+) -> float:
+    """By how much the worker may begin before all downloads of the first position have ended."""
+    _, _, landed, carry, ready, ready_behind = durations(landings(model), *plan, 8, loose=loose)
+    assert not (landed - ready)[1:].any()
+    assert (carry - ready_behind)[0] == pytest.approx((landed - ready)[0])
+    return float((landed - ready)[0])
+
+
+@st.composite
+def models_of_few_kinds(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[float], list[float]]:
+    """The same with positions that are calls of one of two blocks, each parameter in a chunk of its own or not."""
+    blocks = [draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)) for _ in range(2)]
+    calls = draw(st.lists(st.integers(0, 1), min_size=2, max_size=9))
+    alone = draw(st.booleans())
+    model: tuple[list[int], list[int], list[int], list[float], list[float]] = ([], [], [], [], [4.0] * len(calls))
+    for position in reversed(range(len(calls))):
+        block = blocks[calls[position]]
+        for place, nbytes in enumerate(block):
+            entry = position, position * 4 + (3 - place) * alone, nbytes, (place + 1) / len(block)
+            for values, value in zip(model, entry, strict=False):
+                values.append(value)  # type: ignore[arg-type]
+    return model
+
+
+@given(st.one_of(models(), models_of_few_kinds()), st.integers(0, 12))
+def test_positions_of_a_kind_need_one_walk(
+    model: tuple[list[int], list[int], list[int], list[float], list[float]], room: int
+) -> None:
+    found = landings(model)
+    table = durations(found, 0, room)
+    for position in set(model[0]):
+        near = found._near(position, 0, room, loose=False)
+        assert table[:, position].tolist() == list(walk(near, room, 1.0))
+
+
+def test_equal_blocks_are_walked_through_once() -> None:
+    """Ten of them: the first, which nothing follows, the last, which is behind nothing, and one between."""
+    positions = [position for position in reversed(range(10)) for _ in range(3)]
+    chunks, count = list(range(30))[::-1], len(positions)
+    found = landings((positions, chunks, [2] * count, [1.0] * count, [4.0] * 10))
+    durations(found, 0, 4)
+    assert len(found._walked) == 3
 
 
 @given(models())
@@ -117,5 +166,5 @@ def test_the_walk_is_what_a_device_does_that_waits(
             late, now = late + max(waited - now, 0.0), max(now, waited)
         link = max(link, now) + nbytes[index]
         ended.append((link, nbytes[index]))
-    stall, _, landed, *_ = landings(model).of(0, room)[:, first]
+    stall, _, landed, *_ = durations(landings(model), 0, room)[:, first]
     assert (stall, landed) == (pytest.approx(late), pytest.approx(link))

@@ -108,6 +108,7 @@ class _DtypeReads(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.dtype.__get__:  # a new object at every look
+        casts = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16)
+        if func == torch.Tensor.dtype.__get__ or func in casts:  # a new object at every look
             self.run.dtype_reads[self.run.names.get(args[0].untyped_storage()._cdata, "")] += 1
         return func(*args, **(kwargs or {}))

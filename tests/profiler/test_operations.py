@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.operations import SHAPE_RULES, count_flops
+from lightning_protrain.profiler.operations import SHAPE_RULES, count_flops, operation_cost
 
 ATEN = torch.ops.aten
 BF16 = torch.bfloat16
@@ -206,3 +206,30 @@ def test_flops_of_experts_are_those_that_tokens_go_through(name: str) -> None:
     # Fused attention computes its scores once more; GPT-OSS, whose scores have sinks, has none.
     again = 2 * batch * length * 2 * attention // 2 if name != "gpt-oss" else 0
     assert backward == pytest.approx(2 * forward + again, rel=0.01)
+
+
+def quantised(kind: str) -> Any:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear8bitLt(64, 128, has_fp16_weights=False) if kind == "int8" else bnb.nn.Linear4bit(64, 128)
+    return layer.requires_grad_(False).to("cpu")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp4"])
+def test_a_quantised_layer_costs_what_it_stands_for(kind: str) -> None:
+    """The 8-bit product of the CPU and of evaluation is another operation than that of 4 bits."""
+    layer = nn.Sequential(nn.Linear(64, 64), quantised(kind))
+    profile = profile_model(layer, describe_model(layer), lambda: layer(torch.ones(3, 64)).sum())
+    assert profile.flops == 2 * 3 * 64 * 128 + 2 * 3 * 64 * 64
+    assert layer[1](torch.ones(1, 64)).isfinite().all()
+
+
+def test_products_of_8_bits_count_by_the_dtype_that_they_give() -> None:
+    pytest.importorskip("bitsandbytes")
+    func = torch.ops.bitsandbytes.int8_scaled_mm.default
+    codes, other = torch.ones(3, 64, dtype=torch.int8), torch.ones(128, 64, dtype=torch.int8)
+    result = torch.ones(3, 128, dtype=BF16)
+    flops = count_flops(func, (codes, other, torch.ones(3), torch.ones(128)), {}, result)
+    assert flops == 2 * 3 * 64 * 128
+    cost = operation_cost(func, flops, [codes, other, torch.ones(3), torch.ones(128)], [result])
+    assert cost is not None
+    assert cost[2] == "bfloat16"

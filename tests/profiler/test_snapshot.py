@@ -300,3 +300,25 @@ def test_the_walk_ends_in_a_large_heap() -> None:
         root.count()
     assert len(root.inner) == 10
     assert root.shared == 0
+
+
+class Attached:
+    """What somebody hangs on a parameter."""
+
+    def __init__(self) -> None:
+        self.scale: torch.Tensor | None = torch.ones(1)
+
+
+def test_what_is_attached_to_a_tensor_is_put_back() -> None:
+    module = nn.Linear(2, 2)
+    scale, state = torch.ones(2), Attached()
+    module.weight.scale, module.weight.state = scale, state  # type: ignore[assignment]
+    inner = state.scale
+    with unchanged(module):
+        module.weight.scale, module.weight.state = None, None  # type: ignore[assignment]
+        state.scale = None
+        module.weight.more = 1  # type: ignore[assignment]
+    assert module.weight.scale is scale
+    assert module.weight.state is state
+    assert state.scale is inner
+    assert not hasattr(module.weight, "more")

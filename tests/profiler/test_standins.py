@@ -87,7 +87,24 @@ def test_who_asks_for_a_dtype_is_heard() -> None:
         assert OUTSIDE.dtype is torch.float32
         INSIDE.to(OUTSIDE)
         OUTSIDE.shape, OUTSIDE.sum()
-    assert source.said == ["dtype of outside", "dtype of outside"]
+    assert source.said == ["dtype of outside", "dtype of another", "dtype of outside"]
+
+
+@pytest.mark.parametrize("cast", [lambda one: one.float(), lambda one: one.to(torch.float32), lambda one: one.half()])
+def test_who_asks_for_another_dtype_asks_for_the_present_one(cast: Any) -> None:
+    """A cast to the dtype that is there gives the tensor itself, with no operation."""
+    source = Source()
+    with StandIns(source):
+        cast(OUTSIDE)
+    assert source.said == ["dtype of outside"]
+
+
+def test_casts_inside_of_a_transform_are_passed_over() -> None:
+    source = Source()
+    with StandIns(source):
+        found = torch.vmap(lambda one: one.to(torch.float32) + one.dtype.itemsize)(torch.zeros(3))
+    assert found.tolist() == [4, 4, 4]
+    assert source.said == []
 
 
 def test_attention_goes_through_its_source() -> None:

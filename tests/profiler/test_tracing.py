@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.tracing import MetaMode, ShapeTensor
+from lightning_protrain.profiler.tracing import DataDependentError, MetaMode, ShapeTensor
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}
 
@@ -314,3 +314,10 @@ def test_what_a_loss_recomputes_needs_no_weights(enabled: bool) -> None:
         step = partial(module.training_step, {"input_ids": tokens, "labels": tokens})
         profiles.append(profile_model(module, describe_model(module), step, context))
     assert profiles[0] == profiles[1]
+
+
+def test_an_operation_of_a_library_whose_shape_depends_on_values_is_refused_as_such() -> None:
+    pytest.importorskip("bitsandbytes")
+    tensor = torch.ones(2, 64)
+    with MetaMode([tensor]), pytest.raises(DataDependentError, match="int8_vectorwise_quant"):
+        torch.ops.bitsandbytes.int8_vectorwise_quant(tensor.half(), 6.0)

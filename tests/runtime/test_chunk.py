@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.chunk import Chunk, ChunkState, Site, Twin
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, Twin
+from lightning_protrain.runtime.slot import Site
 from tests.runtime import applied
 from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
 

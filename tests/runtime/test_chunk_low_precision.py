@@ -20,8 +20,9 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelLayout, castable
 from lightning_protrain.runtime.apply import Runtime, apply_plan
-from lightning_protrain.runtime.chunk import Chunk, Slot
+from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError

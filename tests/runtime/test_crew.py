@@ -1,15 +1,18 @@
-"""Work is shared out among threads, errors reach the caller, and nobody waits for a thread that comes too late."""
+"""Calls are shared out among threads, errors reach who waits, and nobody waits for a thread that comes too late."""
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
-from lightning_protrain.runtime.crew import Crew
+from lightning_protrain.runtime.crew import Calls, Crew
 
 
 @pytest.fixture
@@ -24,13 +27,68 @@ def names() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-crew"))
 
 
+def is_other() -> bool:
+    return threading.current_thread().name.startswith("test-crew")
+
+
+def run(crew: Crew, works: list[Callable[[], None]], others: int) -> None:
+    calls = Calls()
+    group = calls.add(works)
+    crew.join(calls, others)
+    calls.finish(group)
+
+
 @pytest.mark.parametrize("others", [0, 1, 3])
-@pytest.mark.parametrize("number", [0, 1, 2, 100])
-def test_everything_is_done_once(crew: Crew, others: int, number: int) -> None:
+@pytest.mark.parametrize("numbers", [[0], [1], [100], [3, 0, 5, 40]])
+def test_everything_is_done_once_before_it_has_been_waited_for(crew: Crew, others: int, numbers: list[int]) -> None:
     for _ in range(20):
-        queue, done = iter(range(number)), []
-        crew.run(lambda queue=queue, done=done: done.extend(queue), others)
-        assert sorted(done) == list(range(number))
+        calls, done = Calls(), [list[int]() for _ in numbers]
+        groups = [
+            calls.add([partial(record.append, index) for index in range(number)])
+            for record, number in zip(done, numbers, strict=True)
+        ]
+        crew.join(calls, others)
+        for group, record, number in zip(groups, done, numbers, strict=True):
+            calls.finish(group)
+            assert sorted(record) == list(range(number))
+
+
+def test_calls_may_be_added_while_others_are_made(crew: Crew) -> None:
+    calls, done = Calls(), list[int]()
+    groups = []
+    for index in range(200):
+        groups.append(calls.add([partial(done.append, index)]))
+        crew.join(calls, 2)
+        if index % 3 == 0:
+            calls.finish(groups.pop())
+    for group in groups:
+        calls.finish(group)
+    assert sorted(done) == list(range(200))
+
+
+def test_alone_nothing_is_done_before_its_turn() -> None:
+    """What is waited for first is there first."""
+    calls, done = Calls(), list[int]()
+    groups = [calls.add([partial(done.append, index)]) for index in range(3)]
+    for index, group in enumerate(groups):
+        calls.finish(group)
+        assert done == list(range(index + 1))
+
+
+def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: Crew) -> None:
+    taken, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        taken.set()
+        assert release.wait(60)
+
+    calls = Calls()
+    first = calls.add([hold])
+    crew.join(calls, 1)
+    assert taken.wait(60)
+    calls.add([release.set])  # Who waits for the first group would wait forever if this were not called meanwhile.
+    calls.finish(first)
+    assert release.is_set()
 
 
 def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Crew) -> None:
@@ -42,7 +100,7 @@ def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Crew)
         seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
 
     with torch.no_grad():
-        crew.run(work, 2)
+        run(crew, [work] * 3, 2)
     assert seen == [(False, 1)] * 3
     assert torch.get_num_threads() == before
 
@@ -50,31 +108,28 @@ def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Crew)
 def test_only_as_many_threads_are_started_as_are_needed(crew: Crew) -> None:
     numbers = []
     for others in (0, 1, 1, 2, 1):
-        crew.run(lambda: None, others)
+        run(crew, [lambda: None], others)
         numbers.append(len(names()))
     assert numbers == [0, 1, 1, 2, 2]
 
 
 def test_a_thread_that_is_too_late_is_not_waited_for(crew: Crew) -> None:
-    """The only other thread is busy with the work of somebody else."""
+    """The only other thread is busy with the calls of somebody else."""
     release, busy = threading.Event(), threading.Event()
 
     def hold() -> None:
-        if threading.current_thread().name.startswith("test-crew"):
-            busy.set()
-            release.wait(60)
-        else:
-            busy.wait(60)
+        busy.set()
+        assert release.wait(60)
 
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(crew.run, hold, 1)
-        assert busy.wait(60)
-        here: list[str] = []
-        crew.run(lambda: here.append(threading.current_thread().name), 1)
-        assert here == [threading.current_thread().name]
-        release.set()
-        held.result()
-    assert len(here) == 1
+    theirs = Calls()
+    held = theirs.add([hold])
+    crew.join(theirs, 1)
+    assert busy.wait(60)
+    here: list[bool] = []
+    run(crew, [lambda: here.append(is_other())] * 2, 1)
+    assert here == [False, False]
+    release.set()
+    theirs.finish(held)
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -83,14 +138,28 @@ def test_an_error_is_raised_when_all_have_ended(crew: Crew, where: str) -> None:
 
     def work() -> None:
         together.wait(60)
-        if (threading.current_thread().name.startswith("test-crew")) == (where == "there"):
+        if is_other() == (where == "there"):
             raise RuntimeError("out of luck")
         ended.append(where)
 
     for _ in range(2):  # The thread lives on.
         with pytest.raises(RuntimeError, match="out of luck"):
-            crew.run(work, 1)
+            run(crew, [work] * 2, 1)
     assert ended == [where] * 2
+
+
+def test_an_error_is_raised_to_who_waits_for_that_group() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    calls, done = Calls(), list[int]()
+    groups = [calls.add([partial(done.append, 0)]), calls.add([fail]), calls.add([partial(done.append, 2)])]
+    calls.make()
+    calls.finish(groups[0])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        calls.finish(groups[1])
+    calls.finish(groups[2])
+    assert done == [0, 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -99,29 +168,43 @@ def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: Crew) -> None
 
     def work() -> None:
         together.wait(60)
-        if threading.current_thread().name.startswith("test-crew"):
+        if is_other():
             raise KeyError("a mistake")
 
     with pytest.raises(KeyError, match="a mistake"):
-        crew.run(work, 1)
+        run(crew, [work] * 2, 1)
     done: list[int] = []
-    crew.run(lambda: done.append(1), 1)
+    run(crew, [lambda: done.append(1)], 1)
     assert done == [1]
 
 
 def test_several_callers_at_once(crew: Crew) -> None:
     def one(seed: int) -> int:
-        queue, done = iter(range(seed, seed + 50)), []
-        crew.run(lambda: done.extend(queue), 2)
+        done: list[int] = []
+        run(crew, [partial(done.append, index) for index in range(seed, seed + 50)], 2)
         return sum(done)
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(one, range(60))) == [sum(range(seed, seed + 50)) for seed in range(60)]
 
 
+def test_nothing_is_held_when_it_is_done(crew: Crew) -> None:
+    class Held:
+        def work(self) -> None:
+            pass
+
+    held = Held()
+    died = threading.Event()
+    weakref.finalize(held, died.set)
+    run(crew, [held.work] * 4, 2)
+    del held
+    gc.collect()
+    assert died.wait(60)
+
+
 def test_it_starts_again_after_it_was_closed(crew: Crew) -> None:
     for _ in range(2):
-        crew.run(lambda: None, 2)
+        run(crew, [lambda: None], 2)
         assert len(names()) == 2
         crew.close()
         assert names() == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from lightning_protrain.runtime.recompute import checkpoint, refuse_compiled, refuse_own_checkpointing, stop_caching
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
@@ -231,3 +232,33 @@ def test_caches_are_switched_off_once_each() -> None:
     assert stop_caching(model) == [on]
     assert on.use_cache is False
     assert stop_caching(model) == []
+
+
+def attend(hidden: Tensor, *, cache: Any, layer: int = 0) -> Tensor:
+    """Keys of all tokens, those that the cache holds before them."""
+    own = getattr(cache, "self_attention_cache", cache)
+    keys, values = own.update(hidden, hidden.square(), layer)
+    return torch.tanh(keys).sum(-2, keepdim=True) * values.mean(-2, keepdim=True)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_cache_that_is_given_is_filled_once(crossed: bool, backwards: int) -> None:
+    """As with a tuned prefix, which gets its gradient through it."""
+    results = []
+    for recomputed in (False, True):
+        prefix = torch.ones(1, 1, 2, 3, requires_grad=True)
+        hidden = torch.full((1, 1, 4, 3), 0.5, requires_grad=True)
+        held = DynamicCache()
+        held.update(prefix * 2, prefix * 3, 0)
+        cache = EncoderDecoderCache(held, DynamicCache()) if crossed else held
+        if recomputed:
+            output = checkpoint(attend, (hidden,), {"cache": cache}, nn.Module(), "block")
+        else:
+            output = attend(hidden, cache=cache)
+        for _ in range(backwards):
+            output.sum().backward(retain_graph=True)
+        assert held.layers[0].keys.shape[-2] == 6
+        results.append((output, prefix.grad, hidden.grad))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected, found)

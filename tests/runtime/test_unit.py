@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.chunk import Site, Slot
+from lightning_protrain.runtime.slot import Site, Slot
 from lightning_protrain.runtime.unit import Unit
 
 

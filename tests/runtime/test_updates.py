@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.hoststep import HostStep
+from lightning_protrain.runtime.hoststep import Portion, Steps
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
@@ -285,15 +285,15 @@ def test_evaluation_between_steps_sees_whole_weights() -> None:
 def test_an_optimizer_that_raises_tears_the_weights(
     overlap: Overlap, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, calls = HostStep.step, []
+    finish, calls = Steps.finish, []
 
-    def breaking(self: HostStep, *args: Any) -> None:
-        calls.append(args)
+    def breaking(self: Steps, portion: Portion) -> None:
+        calls.append(portion)
         if len(calls) == 9:
             raise RuntimeError("out of luck")
-        step(self, *args)
+        finish(self, portion)
 
-    monkeypatch.setattr(HostStep, "step", breaking)
+    monkeypatch.setattr(Steps, "finish", breaking)
     with running(Net(), PLANS["kept"], kind) as state:
         with pytest.raises(RuntimeError, match="out of luck"):
             train(state.model, state, overlap)

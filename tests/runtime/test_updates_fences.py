@@ -21,6 +21,7 @@ from lightning_protrain.runtime.early import EarlyFetch
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.guard import Guard
+from lightning_protrain.runtime.hoststep import Steps
 from lightning_protrain.runtime.updates import Overlap, Updates
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
@@ -152,6 +153,22 @@ def test_arming_waits_for_no_step_before() -> None:
             state.model, state, Overlap.BACKWARD, num_steps=3, look=lambda *given: arm_again(*given) or torch.zeros(())
         )
     assert seen == [(0, 0), (6, 6), (6, 6)]
+
+
+@pytest.mark.parametrize(("overlap", "expected"), [(Overlap.BACKWARD, [1] * 12), (Overlap.FORWARD, [1, 5] * 2)])
+def test_chunks_whose_gradients_are_there_are_prepared_together(
+    overlap: Overlap, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, prepare = list[int](), Steps._prepare
+
+    def counted(self: Steps, number: int) -> None:
+        if self._added:
+            numbers.append(min(len(self._added), number))
+        prepare(self, number)
+
+    monkeypatch.setattr(Steps, "_prepare", counted)
+    run(Net, PLANS["kept"], overlap, num_steps=3)
+    assert numbers == expected
 
 
 # --- random schedules -------------------------------------------------------------------------------------------------

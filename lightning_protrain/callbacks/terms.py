@@ -1,0 +1,171 @@
+"""What a fit is: the terms of [Note: Contract] in checkpoint/contract.py, read from a Trainer, as plain values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import SequentialSampler, TensorDataset
+
+# Steps at which a schedule that is nothing but a function is asked for its factor.
+_ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
+# What a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in companions.py.
+_COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_MOST_HASHED_BYTES = 64 << 20
+
+
+def model_terms(state_dict: Mapping[str, Any], common_with: Collection[str] | None = None) -> dict[str, Any]:
+    """Shapes of the tensors of a state dict, by name; not of the companions of quantised weights.
+
+    Args:
+        state_dict: Of a module.
+        common_with: Names of another one; None: all are told, else those that both have.
+    """
+    return {
+        name: list(value.shape)
+        for name, value in state_dict.items()
+        if isinstance(value, Tensor)
+        and not _is_companion(name, state_dict)
+        and (common_with is None or name in common_with)
+    }
+
+
+def dtype_terms(state_dict: Mapping[str, Any], common_with: Collection[str]) -> dict[str, Any]:
+    """Their dtypes, of those that both have."""
+    return {name: str(state_dict[name].dtype) for name in model_terms(state_dict, common_with)}
+
+
+def trainer_terms(trainer: Trainer) -> dict[str, Any]:
+    """What the Trainer was told."""
+    return {"precision": str(trainer.precision), "accumulation": trainer.accumulate_grad_batches}
+
+
+def optimizer_terms(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Optimizers and schedules as `configure_optimizers` made them; to be asked before they have stepped."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    optimizers = [
+        {
+            "class": _kind(optimizer),
+            "groups": [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups],
+        }
+        for optimizer in trainer.optimizers
+    ]
+    schedules = [
+        {"interval": config.interval, "frequency": config.frequency, **_schedule(config.scheduler)}
+        for config in trainer.lr_scheduler_configs
+    ]
+    return {"optimizer": optimizers, "lr_schedule": schedules}
+
+
+def data_terms(loaders: Iterable[Any]) -> dict[str, Any]:
+    """Batch sizes, and what the data is known by without reading it; both None where nothing is known.
+
+    A dataset may say more: with an attribute `fingerprint`, or `_fingerprint` as those of Hugging Face have it. A
+    sampler that says more has a method `identity`.
+
+    Args:
+        loaders: Of the training.
+    """
+    loaders = list(loaders)
+    sizes = [_batch_size(loader) for loader in loaders]
+    data = [_data(loader) for loader in loaders]
+    return {
+        "batch_size": sizes if any(size is not None for size in sizes) else None,
+        "data": data if any(data) else None,
+    }
+
+
+def _schedule(scheduler: Any) -> dict[str, Any]:
+    """Constants of a schedule, and the values of those that are functions; it does not matter what they hide."""
+    state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
+    terms = {name: plain for name, value in state.items() if (plain := _plain(value)) is not None}
+    functions = [each for each in getattr(scheduler, "lr_lambdas", []) if callable(each)]
+    if functions:
+        terms["factors"] = [_asked(function) for function in functions]
+    inner = [_schedule(each) for each in getattr(scheduler, "_schedulers", [])]
+    return {"class": _kind(scheduler), **terms, **({"schedulers": inner} if inner else {})}
+
+
+def _asked(function: Callable[[int], Any]) -> dict[str, Any]:
+    return {f"at step {step}": _plain(function(step)) for step in _ASKED_STEPS}
+
+
+def _batch_size(loader: Any) -> int | None:
+    # A batch sampler of the user may be a list, or anything.
+    for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        size = getattr(holder, "batch_size", None)
+        if type(size) is int:
+            return size
+    return None
+
+
+def _data(loader: Any) -> dict[str, Any]:
+    identity = getattr(getattr(loader, "sampler", None), "identity", None)
+    if callable(identity):
+        # The batch size is a term of its own, and the number of ranks is none.
+        told = {name: _plain(value) for name, value in identity().items()}
+        return {name: told[name] for name in told if name not in ("batch_size", "world_size", "num_batches")}
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None:
+        return {}
+    known: dict[str, Any] = {"dataset": _kind(dataset)}
+    if hasattr(dataset, "__len__"):
+        known["rows"] = len(dataset)
+    shuffled = _is_shuffled(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    if shuffled is not None:
+        known["shuffled"] = shuffled
+    fingerprint = _fingerprint(dataset)
+    return known if fingerprint is None else {**known, "fingerprint": fingerprint}
+
+
+def _is_shuffled(sampler: Any) -> bool | None:
+    if isinstance(sampler, SequentialSampler):
+        return False
+    if type(sampler).__name__ == "RandomSampler":  # torchdata has one of its own
+        return True
+    shuffled = getattr(sampler, "shuffle", None)
+    return shuffled if isinstance(shuffled, bool) else None
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    for name in ("fingerprint", "_fingerprint"):
+        told = getattr(dataset, name, None)
+        if isinstance(told, str | int):
+            return str(told)
+    if not isinstance(dataset, TensorDataset):
+        return None
+    tensors = [tensor.detach() for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.numel()]
+    if sum(tensor.nbytes for tensor in tensors) > _MOST_HASHED_BYTES:
+        return None
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"crc32:{crc:08x}"
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be saved and compared, or None."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 64 and value.device.type != "meta" else None
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return items if all(item is not None for item in items) else None
+    return None
+
+
+def _is_companion(name: str, names: Mapping[str, Any]) -> bool:
+    return any(
+        name[: place - 1] in names and (name[place:] in _COMPANIONS or name.startswith("quant_state.", place))
+        for place in (index + 1 for index, letter in enumerate(name) if letter == ".")
+    )
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,130 @@
+"""What a resumed run has to share with the one that was saved, and where they differ: plain values in, differences out.
+
+[Note: Contract]
+Moments, schedules and positions mean something for one model, one optimizer, one order of the data. A run that goes on
+under other terms does not fail: it trains something else, and nobody sees it. So the terms are saved with every
+checkpoint, and compared as a whole: each of them that has changed is named, with what was and what is. A term that one
+of the two does not know is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What may be compared, with what it takes to change it on purpose.
+TERMS = {
+    "model": "names and shapes of the weights",
+    "dtype": "dtypes of the weights",
+    "optimizer": "class of each optimizer, and its parameters in their order",
+    "precision": "precision of the Trainer",
+    "accumulation": "batches of an optimizer step",
+    "batch_size": "samples of a batch on each rank",
+    "data": "what the training data is known by",
+    "lr_schedule": "learning rate schedules, with the horizon they were made for",
+}
+# Differences of one term that a message has room for, and letters of one value.
+_MOST_LINES = 6
+_MOST_LETTERS = 80
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One difference.
+
+    Attributes:
+        term: Which of `TERMS`.
+        place: Where in it; empty for a term that is one value.
+        saved: What the checkpoint says, as text.
+        current: What is the case now, as text.
+    """
+
+    term: str
+    place: str
+    saved: str
+    current: str
+
+    def __str__(self) -> str:
+        name = f"{self.term} {self.place}" if self.place else self.term
+        return f"{name}: saved {self.saved}, now {self.current}"
+
+
+def check_terms(names: Collection[str], argument: str) -> frozenset[str]:
+    """The names, if they are terms.
+
+    Raises:
+        ValueError: They are not.
+    """
+    unknown = sorted(set([names] if isinstance(names, str) else names) - set(TERMS))
+    if isinstance(names, str) or unknown:
+        raise ValueError(f"{argument}={names!r}: give a list of {', '.join(TERMS)}.")
+    return frozenset(names)
+
+
+def compare(
+    saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str] = ()
+) -> tuple[list[Drift], list[Drift]]:
+    """Where two contracts differ.
+
+    Args:
+        saved: By term; values are numbers, texts, None, and lists and dicts of them.
+        current: The same, of the run that wants to go on.
+        allowed: Terms that may differ.
+
+    Returns:
+        The differences that are not allowed, and those that are.
+    """
+    refused: list[Drift] = []
+    passed: list[Drift] = []
+    for term in TERMS:
+        if saved.get(term) is not None and current.get(term) is not None:
+            found = [Drift(term, *each) for each in _differences("", saved[term], current[term])]
+            (passed if term in allowed else refused).extend(found)
+    return refused, passed
+
+
+def describe(drifts: Collection[Drift]) -> str:
+    """One line for each difference; of each term the first few."""
+    lines = []
+    for term in TERMS:
+        of_term = [str(each) for each in drifts if each.term == term]
+        lines += of_term[:_MOST_LINES]
+        if len(of_term) > _MOST_LINES:
+            lines.append(f"{term}: and {len(of_term) - _MOST_LINES} more")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def refusal(drifts: Collection[Drift], source: str) -> str:
+    """The message for differences that are not allowed.
+
+    Args:
+        drifts: At least one.
+        source: The checkpoint.
+    """
+    terms = [term for term in TERMS if any(each.term == term for each in drifts)]
+    return (
+        f"{source} was saved under other terms than those of this run:\n{describe(drifts)}\n"
+        f"Put them back. If they are meant to differ, say so with ProTrainCheckpoint(allow_drift={terms}), or take "
+        "nothing but weights and counters with ProTrainCheckpoint(weights_and_counters_only=True)."
+    )
+
+
+def _differences(place: str, saved: Any, current: Any) -> Iterator[tuple[str, str, str]]:
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        for key in [*saved, *(key for key in current if key not in saved)]:
+            inner = f"{place}.{key}" if place else str(key)
+            yield from _differences(inner, saved.get(key, _ABSENT), current.get(key, _ABSENT))
+    elif isinstance(saved, list | tuple) and isinstance(current, list | tuple) and len(saved) == len(current):
+        for index, (one, other) in enumerate(zip(saved, current, strict=True)):
+            yield from _differences(f"{place}[{index}]", one, other)
+    elif saved != current:
+        yield place, _text(saved), _text(current)
+
+
+def _text(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({len(text)} letters)"

@@ -1,0 +1,106 @@
+"""What ranks must have in common before they train together, and what rank 0 decides for all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_protrain.callbacks.ranks import gather
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.records import ModelLayout
+
+
+def describe_rank(layout: ModelLayout, device_type: str, precision: str) -> dict[str, str]:
+    """What this rank trains, and with what: equal on all ranks that may train together."""
+    packages = ("torch", "lightning", "transformers", "lightning_protrain")
+    parts = [f"{info.fqn} {info.dtype}{list(info.shape)} {info.trainable}" for info in layout.parameters]
+    return {
+        "versions": ", ".join(f"{package} {version(package)}" for package in packages),
+        "device types": device_type,
+        "precisions": precision,
+        "numbers of parameters": str(len(parts)),
+        "models": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12],
+    }
+
+
+def refuse_differences(facts: Mapping[str, str]) -> None:
+    """Every rank calls it with what it has.
+
+    Args:
+        facts: The same keys on every rank, in plural.
+
+    Raises:
+        ValueError: Some rank has something else than rank 0; raised on all.
+    """
+    everywhere = gather(dict(facts))
+    for what in facts:
+        for rank, other in enumerate(everywhere):
+            if other[what] != everywhere[0][what]:
+                raise ValueError(
+                    f"The ranks have different {what}: rank 0 has {everywhere[0][what]}, rank {rank} has "
+                    f"{other[what]}. All ranks must build the same model, with the same packages on the same kind of "
+                    "device."
+                )
+
+
+def say_if_weights_differ(model: nn.Module) -> None:
+    """Tells the user that ranks have been initialised differently: the weights of rank 0 are those that count."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.numel() and not parameter.is_meta:
+            head = parameter.detach().flatten()[:16].cpu().contiguous()
+            digest.update(bytes(head.untyped_storage())[: head.nbytes])
+    digests = gather(digest.hexdigest())
+    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        rank_zero_info(
+            f"The weights of rank {', '.join(others)} differ from those of rank 0, which all ranks take. Call "
+            "`seed_everything` with the same seed before the model is made to begin equal."
+        )
+
+
+def decide(make: Callable[[], Plan]) -> Plan:
+    """The plan of rank 0; every rank calls it.
+
+    Args:
+        make: Called on rank 0.
+
+    Raises:
+        ValueError: There is none; raised on all ranks.
+    """
+    told: list[str | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = make().to_json()
+        except ValueError as error:
+            told[0] = error
+    dist.broadcast_object_list(told, 0)
+    answer = told[0]
+    if isinstance(answer, ValueError):
+        raise answer
+    assert isinstance(answer, str)
+    return Plan.from_json(answer)
+
+
+def refuse_uneven(num_batches: float) -> None:
+    """Ranks with different numbers of batches would wait for each other at the end of an epoch.
+
+    Args:
+        num_batches: Of one epoch of training on this rank; every rank calls it.
+
+    Raises:
+        ValueError: Another rank has more or fewer; raised on all.
+    """
+    counts = gather(num_batches)
+    if len(set(counts)) > 1:
+        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        raise ValueError(
+            f"The ranks have different numbers of training batches ({each}), and the step after the shortest epoch "
+            "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
+            "or set Trainer(limit_train_batches=...)."
+        )

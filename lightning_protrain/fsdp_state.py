@@ -1,0 +1,156 @@
+"""Weights and optimizer states whole, as a plain Trainer saves them, and in parts, as the ranks of FSDP2 hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+
+def refuse_different_models(model: nn.Module) -> None:
+    """Compares the parameters and buffers of all ranks with those of rank 0; every rank calls it.
+
+    Raises:
+        ValueError: On all ranks, if the model of one is another.
+    """
+    mine = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trained' if tensor.requires_grad else 'frozen'}"
+        for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers())
+        for name, tensor in tensors
+    ]
+    shared: list[list[str]] = [mine]
+    dist.broadcast_object_list(shared, src=0)
+    first = shared[0]
+    pairs = zip(mine + [""] * len(first), first + [""] * len(mine), strict=True)
+    differences: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        differences, next((f"{a or 'nothing'}, not {b or 'nothing'}" for a, b in pairs if a != b), None)
+    )
+    for rank, difference in enumerate(differences):
+        if difference is not None:
+            raise ValueError(
+                f"The model of rank {rank} is not that of rank 0: it has {difference}. Build the same model on all "
+                "ranks; nothing in it may depend on the rank."
+            )
+
+
+def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Moves parameters and buffers to `device` and gives all ranks the values of rank 0; in the same order on each.
+
+    Args:
+        tensors: Those on the meta device are left alone.
+        device: Of the backend that sends them.
+    """
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue
+        tensor.data = tensor.data.to(device).contiguous()
+        if dist.get_world_size() > 1:
+            # As bytes: backends know fewer dtypes than models have.
+            dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+
+
+def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """A state dict with whole tensors on the host; every rank calls it with the same keys.
+
+    Args:
+        states: Values may be DTensors; the others are taken as they are. Tied ones stay tied.
+        keep: Whether this rank gets the result; the others get an empty dict.
+    """
+    found: dict[int, Any] = {}
+    for value in states.values():
+        if id(value) not in found:
+            found[id(value)] = _whole(value, keep)
+    return {name: found[id(value)] for name, value in states.items()} if keep else {}
+
+
+def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """What `optimizer.state_dict()` would be without FSDP2; every rank calls it.
+
+    Args:
+        optimizer: Its parameters and states may be DTensors.
+        keep: As in `whole_states`.
+    """
+    content = optimizer.state_dict()
+    states = {
+        index: {name: _whole(value, keep) for name, value in content["state"][index].items()}
+        for index in sorted(content["state"])
+    }
+    return {**content, "state": states} if keep else {}
+
+
+def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> None:
+    """Loads what `whole_optimizer_state` or a plain optimizer has saved; each rank takes its parts, without sending.
+
+    Raises:
+        ValueError: It belongs to other parameters; from `Optimizer.load_state_dict`.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = [index for group in content["param_groups"] for index in group["params"]]
+    places = dict(zip(saved, parameters, strict=False))
+    states = {
+        index: {name: _state_part(value, places.get(index)) for name, value in values.items()}
+        for index, values in content["state"].items()
+    }
+    optimizer.load_state_dict({**content, "state": states})
+
+
+def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> None:
+    """Loads a whole state dict into a model that may be sharded; each rank takes its parts, without sending.
+
+    Raises:
+        RuntimeError: Names or shapes do not match; from `Module.load_state_dict`.
+    """
+    present = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
+
+
+def part(value: Any, like: Any) -> Any:
+    """What a rank holds of the whole tensor `value`, as a DTensor placed as `like` is; other values as they are."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value  # Whoever loads it says so, with the name.
+    local = value.detach().to(like.device_mesh.device_type)
+    placed = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    # Not a view: it would keep the whole of it in memory.
+    held = placed.to_local().clone().to(like.to_local().device)
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _state_part(value: Any, parameter: Any) -> Any:
+    """Of the state of one parameter: what has its shape is cut as it is; the rest, such as factors, is held whole."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    if value.shape == parameter.shape:
+        return part(value, parameter)
+    mesh = parameter.device_mesh
+    held = value.detach().clone().to(parameter.to_local().device)
+    return DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _whole(value: Any, keep: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if isinstance(value, DTensor):
+        mesh_device = torch.device(value.device_mesh.device_type)
+        if value.to_local().device.type != mesh_device.type:
+            # Offloaded parts: the backend of the mesh sends from its own devices.
+            value = DTensor.from_local(
+                value.to_local().to(mesh_device),
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+        value = value.full_tensor()
+    return value.cpu() if keep else None

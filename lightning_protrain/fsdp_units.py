@@ -1,0 +1,197 @@
+"""Which modules of a model are gathered and freed together under FSDP2, and which recompute their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
+
+Policy = Literal["transformer", "size", "none"]
+POLICIES = ("transformer", "size", "none")
+# Their forward reads the weights of their children without calling these: they come whole, or not at all.
+_READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_PEFT_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
+
+
+@dataclass(frozen=True)
+class ShardUnits:
+    """The modules that become FSDP units, next to the model itself, which is always one.
+
+    Attributes:
+        names: Fully qualified, inner units before the ones around them.
+        left_out: Modules that the policy would make units, and the parameter that each shares with another unit.
+    """
+
+    names: tuple[str, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> ShardUnits:
+    """The units of `model` under `policy`, such that no parameter is in two of them.
+
+    A unit holds the parameters below it that no unit inside it holds; the model holds the rest. Tied parameters are
+    gathered and reduced once: of the units that share one, the innermost are left out until one unit, or the model,
+    holds all places of it.
+
+    Args:
+        model: It is read, never run, and may live on the meta device.
+        policy: `"transformer"`: the elements of the repeated lists. `"size"`: modules of at least `min_num_params`
+            parameters, from the bottom up: what the units inside a module hold does not count for it. A module that
+            holds all parameters is no unit, nor is one that is never called. `"none"`: no unit but the model.
+        min_num_params: For `"size"`.
+
+    Raises:
+        ValueError: `"transformer"`, and the model has no repeated list.
+    """
+    if policy == "none":
+        return ShardUnits(())
+    if policy == "size":
+        chosen = {id(module) for module in _large_modules(model, min_num_params)}
+    else:
+        names = discover_blocks(model)
+        if not names:
+            raise ValueError(
+                f"policy='transformer' shards the elements of repeated lists, and {type(model).__name__} has no "
+                "nn.ModuleList with two elements of one class. Give policy='size' with min_num_params."
+            )
+        chosen = {id(model.get_submodule(name)) for name in names}
+    left_out = _untie(model, chosen)
+    ordered = [name for name, module in model.named_modules() if id(module) in chosen]
+    return ShardUnits(tuple(reversed(ordered)), left_out)
+
+
+def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...]:
+    """Names of the modules that recompute their activations; none of them lies inside another.
+
+    They are the elements of the repeated lists; without any, the outermost modules that policy `"size"` would choose.
+
+    Raises:
+        ValueError: There is neither.
+    """
+    names = discover_blocks(model)
+    if not names:
+        large = {id(module) for module in _large_modules(model, min_num_params)}
+        inside = {
+            id(inner)
+            for module in model.modules()
+            if id(module) in large
+            for inner in module.modules()
+            if inner is not module
+        }
+        names = tuple(name for name, module in model.named_modules() if id(module) in large - inside)
+    if not names:
+        raise ValueError(
+            f"activation_checkpointing=True found nothing to recompute in {type(model).__name__}: it has no repeated "
+            f"list of blocks, and no module inside it has min_num_params={min_num_params} parameters. Lower "
+            "min_num_params, or leave activation_checkpointing out."
+        )
+    return names
+
+
+def refuse_unshardable(model: nn.Module, units: ShardUnits) -> None:
+    """Before anything is moved.
+
+    Raises:
+        ValueError: A parameter without dimensions or with quantised values, or two trainable ones of different dtypes
+            in one unit.
+    """
+    chosen = {id(model.get_submodule(name)) for name in units.names}
+    first: dict[tuple[str, ...], tuple[str, torch.dtype]] = {}
+    for name, owners in _owners(model, chosen).items():
+        parameter = model.get_parameter(name)
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"{name!r} has no dimension, so it cannot be sharded. Make it one of shape (1,): "
+                "nn.Parameter(value.reshape(1))."
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ValueError(
+                f"{name!r} has quantised values ({parameter.dtype}), which FSDP2 would cut apart from what scales "
+                'them. Use strategy="protrain".'
+            )
+        if not parameter.requires_grad:
+            continue
+        other, dtype = first.setdefault(tuple(owners), (name, parameter.dtype))
+        if parameter.dtype != dtype:
+            raise ValueError(
+                f"{other!r} ({dtype}) and {name!r} ({parameter.dtype}) are trained in one FSDP unit, which reduces "
+                "gradients of one dtype. Convert one of them, or freeze it."
+            )
+
+
+def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules with at least `min_num_params` parameters that none inside them has taken, from the bottom up."""
+    everything = {id(parameter) for parameter in model.parameters()}
+    counted: set[int] = set()
+    large: list[nn.Module] = []
+
+    def count(module: nn.Module) -> int:
+        """Parameters of `module` that are still free; each module and each parameter counts where it is met first."""
+        if id(module) in counted:
+            return 0
+        counted.add(id(module))
+        whole = _reads_its_children(module)
+        free = 0
+        for parameter in module.parameters(recurse=whole):
+            free += 0 if id(parameter) in counted else parameter.numel()
+            counted.add(id(parameter))
+        if not whole:
+            free += sum([count(child) for child in module.children()])
+        if free < min_num_params or not _has_own_forward(module) or module is model:
+            return free
+        # What holds everything is a shell, and shells are often bypassed (`model.base_model(...)`); the root is not.
+        if {id(parameter) for parameter in module.parameters()} == everything:
+            return free
+        large.append(module)
+        return 0
+
+    count(model)
+    return large
+
+
+def _reads_its_children(module: nn.Module) -> bool:
+    return isinstance(module, _READ_THEIR_CHILDREN) or any(
+        (base.__module__, base.__name__) == _PEFT_LAYER for base in type(module).__mro__
+    )
+
+
+def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
+    """Takes out of `chosen` what shares a parameter with another unit; returns the names, and the parameters'."""
+    names = {id(module): name for name, module in model.named_modules()}
+    left_out: dict[str, str] = {}
+    while True:
+        tied = next(((fqn, owners) for fqn, owners in _owners(model, chosen).items() if len(owners) > 1), None)
+        if tied is None:
+            return left_out
+        fqn, owners = tied
+        innermost = max(owners, key=lambda owner: owner.count(".") + bool(owner))
+        module = id(model.get_submodule(innermost))
+        chosen.remove(module)
+        left_out[names[module]] = fqn
+
+
+def _owners(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]:
+    """By parameter, under its first name: the units that hold a place of it; `""` is the model."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {id(module): name for name, module in model.named_modules()}
+    owners: dict[str, list[str]] = {}
+    for site, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((id(modules[path]) for path in _paths(site) if id(modules[path]) in chosen), id(model))
+        found = owners.setdefault(first_names[id(parameter)], [])
+        if names[unit] not in found:
+            found.append(names[unit])
+    return owners
+
+
+def _paths(site: str) -> Iterator[str]:
+    """The modules around a parameter, from the inside."""
+    path = site
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -1,0 +1,221 @@
+"""Weights from a folder into host memory, one tensor at a time, and what is wrong with them before any is read.
+
+[Note: Loading]
+transformers renames, splits and stacks the tensors of a checkpoint until they are the weights of its model. It is given
+tensors that are read from their file when it asks for them, with plain reads: mapped pages would count as memory of the
+process beside the weights they are cast to, and weights that stay mapped would change with their file. Before that it
+is given the same names and shapes without values, on the meta device, so that a checkpoint of another model is refused
+while nothing has been allocated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from lightning_protrain.architectures import auto_class, vocab_size_of
+
+# Names of dtypes in safetensors.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+# Most names that an error lists.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, which is read when it is indexed.
+
+    Attributes:
+        file: The opened file.
+        name: Of the tensor in it.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.file.get_tensor(self.name)[index]
+
+    def without_values(self) -> Tensor:
+        """A tensor like it on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def load_model(
+    folder: str,
+    config: PretrainedConfig,
+    dtype: str,
+    attn_implementation: str | None = None,
+    vocab_size: int | None = None,
+    allow_pickle: bool = False,
+) -> PreTrainedModel:
+    """The pretrained model of a folder, in memory of its own; see [Note: Loading].
+
+    Args:
+        folder: Folder or Hugging Face id.
+        config: Of the model in it.
+        dtype: Name of a dtype of torch, or `auto`: that of the config, else of the checkpoint.
+        attn_implementation: Attention of transformers; None lets it choose.
+        vocab_size: Rows that the embedding is to have; None: as it is.
+        allow_pickle: Whether `.bin` files may be unpickled where there are no safetensors.
+
+    Raises:
+        ValueError: There are no weights, or pickled ones alone; they are quantised in a way that cannot be trained; a
+            weight of the model is missing, has another shape, or the checkpoint has one that the model has not.
+    """
+    refuse_quantised(config, folder)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # refused below, by name
+    with torch.device("meta"):  # an automatic class loads from folders alone
+        kind: Any = type(auto_class(config).from_config(config))
+    files = weight_files(folder)
+    model: PreTrainedModel
+    if files:
+        stored = stored_tensors(files)
+        options |= {"config": config, "dtype": dtype_of(dtype, config, stored)}
+        empty = {name: tensor.without_values() for name, tensor in stored.items()}
+        _check(folder, kind, empty, {**options, "device_map": {"": "meta"}})
+        model, _ = kind.from_pretrained(None, state_dict=stored, **options)
+        model.config.name_or_path = folder
+        if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        _refuse_pickle(folder, allow_pickle)
+        model, found = kind.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=False, **options)
+        _refuse_keys(folder, kind.__name__, found)
+    if vocab_size not in (None, vocab_size_of(model.config)):
+        model.resize_token_embeddings(vocab_size)
+    return model
+
+
+def weight_files(folder: str) -> list[Path]:
+    """The safetensors files of a model, downloaded if they have to be; none if it has none."""
+    index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    single = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if single is not None:
+        return [Path(single)]
+    if index is None:
+        return []
+    if Path(folder).is_dir():
+        named = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files = [Path(folder) / name for name in sorted(set(named.values()))]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ValueError(f"{folder!r} lacks {_some(absent)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
+        return files
+    return [Path(file) for file in get_checkpoint_shard_files(folder, index)[0]]
+
+
+def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    """All tensors of some files, by name.
+
+    Raises:
+        ValueError: A dtype that is not known.
+    """
+    stored = {}
+    for path in files:
+        file = safe_open(str(path), framework="pt", backend="pread")
+        for name in file.keys():  # noqa: SIM118 (no dict)
+            view = file.get_slice(name)
+            if view.get_dtype() not in _DTYPES:
+                raise ValueError(f"{name!r} in {path} has the dtype {view.get_dtype()}, which cannot be trained.")
+            stored[name] = StoredTensor(file, name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
+    return stored
+
+
+def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """The dtype that a name stands for; `auto` is that of the config, else of the first weight in floating point."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    known = config.dtype or config.get_text_config().dtype
+    if known is not None:
+        return known
+    return next((one.dtype for one in stored.values() if one.dtype.is_floating_point), torch.float32)
+
+
+def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
+    """Refuses weights in a format of which only the one who made it knows the values.
+
+    Raises:
+        ValueError: With the name of the format.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    given = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = str(given.get("quant_method", "unknown")).rpartition(".")[2].lower()
+    raise ValueError(
+        f"The weights in {folder!r} are quantised ({method}), and cannot be trained from there: supported are float32, "
+        "bfloat16 and float16. Take the model that they were made from."
+    )
+
+
+def _check(folder: str, kind: Any, empty: Mapping[str, Tensor], options: dict[str, Any]) -> None:
+    """Loads names and shapes alone.
+
+    Raises:
+        ValueError: They are not those of the model.
+    """
+    try:
+        _, found = kind.from_pretrained(None, state_dict=empty, **options)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The tensors in {folder!r} have shapes that cannot be put together into the weights of a "
+            f"{options['config'].model_type!r} model; the report above names them. Check that config.json is theirs."
+        ) from error
+    _refuse_keys(folder, options["config"].model_type, found)
+
+
+def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:
+    shapes = [f"{key} {tuple(there)}, not {tuple(here)}" for key, there, here in sorted(found["mismatched_keys"])]
+    said = [
+        f"{what}: {_some(sorted(keys))}"
+        for what, keys in (
+            ("missing", found["missing_keys"]),
+            ("not in the model", found["unexpected_keys"]),
+            ("of another shape", shapes),
+        )
+        if keys
+    ]
+    if said:
+        raise ValueError(
+            f"The weights in {folder!r} are not those of the {name!r} model of its config. {'; '.join(said)}. Check "
+            "that config.json is theirs, and that the checkpoint is whole."
+        )
+
+
+def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
+    found = [
+        name
+        for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        if cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+    ]
+    if not found:
+        raise ValueError(f"There are no weights in {folder!r}: neither {SAFE_WEIGHTS_NAME} nor files of an index.")
+    if not allow_pickle:
+        raise ValueError(
+            f"The weights in {folder!r} are pickled ({found[0]}), and a pickle can run any program. Convert them to "
+            "safetensors, or set allow_pickle: true if you trust who made them."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,331 @@
+"""The part of a strategy that knows that several ranks train one model, and not how its weights are streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_protrain.companions import has_companions
+from lightning_protrain.consensus import (
+    decide,
+    describe_rank,
+    refuse_differences,
+    refuse_uneven,
+    say_if_weights_differ,
+)
+from lightning_protrain.owned_states import drop_states, gather_states
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.presets import Preset
+from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.processes import ProcessStrategy
+from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.replicas import (
+    DDPOptions,
+    FlatAverage,
+    GradSync,
+    broadcast_weights,
+    chooses_flat,
+    without_sync,
+    wrap,
+)
+from lightning_protrain.runtime.comm import Ranks, find_ranks
+
+ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What the user says of several ranks.
+
+    Attributes:
+        sharding: Who holds offloaded chunks.
+        reduce_dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
+        adapter_grad_sync: Who averages the gradients of few resident parameters.
+        ddp: For DistributedDataParallel.
+    """
+
+    sharding: ShardingChoice = "auto"
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    adapter_grad_sync: GradSync = "auto"
+    ddp: DDPOptions = field(default_factory=DDPOptions)
+
+    def __post_init__(self) -> None:
+        """Refuses what is no choice."""
+        choices = {
+            "sharding": get_args(ShardingChoice),
+            "reduce_dtype": (None, "float32", "bfloat16"),
+            "adapter_grad_sync": get_args(GradSync),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}.")
+
+
+class DataParallelStrategy(ProcessStrategy):
+    """Each rank trains on its own part of the data; gradients are averaged once in an optimizer step.
+
+    Args:
+        parallelism: What the user says of several ranks.
+        processes: As in `ProcessStrategy`.
+    """
+
+    def __init__(self, parallelism: Parallelism, *processes: Any) -> None:
+        super().__init__(*processes)
+        self._forward_redirection = _DDPForwardRedirection()
+        self._parallelism = parallelism
+        self._ranks: Ranks | None = None
+        self._flat: FlatAverage | None = None
+        # Whether the backward that comes next ends with averages.
+        self._averages = True
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed:
+            self._ranks = find_ranks(self.local_rank, self.num_processes)
+
+    @property
+    def precision_plugin(self) -> ProTrainPrecision:
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = as_protrain_precision(plugin)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Who trains together; None if there is one rank, or before the processes have met."""
+        return self._ranks
+
+    @property
+    def averages(self) -> bool:
+        """Whether the backward that comes next ends with averages over the ranks."""
+        return self._averages and self._ranks is not None
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients of offloaded chunks are summed; None: in that of their weights."""
+        name = self._parallelism.reduce_dtype
+        return None if name is None else getattr(torch, name)
+
+    def allowed_plan(self, choice: Plan | Preset) -> Plan | Preset:
+        """What `sharding="resident"` leaves of a choice of a plan.
+
+        Raises:
+            ValueError: The plan offloads something.
+        """
+        if self._parallelism.sharding != "resident":
+            return choice
+        if choice == "offload" or (isinstance(choice, Plan) and choice.num_offloaded_chunks):
+            raise ValueError(
+                'sharding="resident" keeps everything on the device, and the plan offloads. Set plan="resident" or '
+                '"auto", or another sharding.'
+            )
+        return "resident" if choice == "auto" else choice
+
+    def model_to_device(self) -> None:
+        """Does nothing: the model is placed as the plan says."""
+
+    def choose_sharding(self, wants_overlap: bool) -> Sharding:
+        """Who will hold offloaded chunks, if there are any.
+
+        Args:
+            wants_overlap: Whether the user asks for optimizer steps behind forward or backward: weights that are shared
+                may not be written to while another rank reads them.
+
+        Raises:
+            ValueError: Both are asked for.
+        """
+        choice, alone = self._parallelism.sharding, self._ranks is None or self.num_processes == 1
+        if choice == "shard" and self._ranks is None:
+            rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
+        if choice == "shard" and wants_overlap and not alone:
+            raise ValueError(
+                'overlap_optimizer steps weights while other ranks may still read them under sharding="shard". Set '
+                'overlap_optimizer="auto" or "off", or sharding="replicate".'
+            )
+        shards = choice == "shard" or (choice == "auto" and not wants_overlap)
+        return Sharding.SHARD if shards and not alone else Sharding.REPLICATE
+
+    def agree(self, layout: ModelLayout, model: nn.Module, make: Callable[[], Plan]) -> Plan:
+        """The plan of rank 0, when all ranks have found that they train the same.
+
+        Args:
+            layout: Of the model.
+            model: With the weights of this rank.
+            make: Makes a plan.
+
+        Raises:
+            ValueError: Ranks differ, or there is no plan; raised on all.
+        """
+        if self._ranks is None:
+            return make()
+        refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision))
+        say_if_weights_differ(model)
+        return decide(make)
+
+    def equalise(self, model: nn.Module, plan: Plan) -> None:
+        """Before the plan is applied: all ranks have the weights and buffers of rank 0.
+
+        What the ranks of one node share is taken from its first rank, so nobody else needs it.
+        """
+        if self._ranks is None:
+            return
+        alone = plan.sharding is Sharding.SHARD and self._ranks.peers is None
+        skipped = {fqn for chunk in plan.chunks if alone and not chunk.resident for fqn in chunk.parameters}
+        weights = [each for fqn, each in model.named_parameters() if fqn not in skipped and not has_companions(each)]
+        broadcast_weights([*weights, *model.buffers()])
+
+    def replicate(self, model: LightningModule, plan: Plan) -> None:
+        """After the plan has been applied: sees to the gradients of resident parameters, see [Note: One owner]."""
+        parameters = dict(model.named_parameters())
+        resident = [parameters[fqn] for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
+        mine = [parameter for parameter in resident if parameter.requires_grad]
+        if self._ranks is None or not mine:
+            return
+        if chooses_flat(self._parallelism.adapter_grad_sync, mine, model, self.has_fast_link()):
+            self._flat = FlatAverage(mine)
+        else:
+            self.model = wrap(model, mine, self.root_device, self._parallelism.ddp)
+
+    def has_fast_link(self) -> bool:
+        """Whether the devices of a node reach each other directly; not known of any yet."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Within it nothing is averaged: the micro-batch does not end an optimizer step."""
+        self._averages = False
+        try:
+            with without_sync(self.model):
+                yield
+        finally:
+            self._averages = True
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Under manual optimization DDP learns here that a backward follows."""
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    def average_resident(self) -> None:
+        """After a backward: what DDP does not average."""
+        if self._averages and self._flat is not None:
+            self._flat.average()
+
+    def past_ddp(self, name: str) -> Callable[..., Any]:
+        """A step of evaluation: ranks may have different numbers of batches, and DDP would wait for them."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.forward_context():
+                return getattr(self.lightning_module, name)(*args, **kwargs)
+
+        return step
+
+    def gathered_state(self, optimizer: Optimizer, owners: Mapping[int, int]) -> dict[str, Any]:
+        """The state of an optimizer, whole on rank 0; every rank calls it.
+
+        Args:
+            optimizer: One of the strategy's.
+            owners: Who steps parameters that ranks share, as `local_rank`, by identity.
+        """
+        if self._ranks is None or not owners:
+            return super().optimizer_state(optimizer)
+        return gather_states(optimizer, owners, self._ranks)
+
+    def drop_states_of_others(self, optimizer: Optimizer, owners: Mapping[int, int]) -> None:
+        """After the state of an optimizer has been loaded, whole: what another rank owns is forgotten here."""
+        if self._ranks is not None:
+            drop_states(optimizer, owners, self._ranks)
+
+    def on_train_start(self) -> None:
+        """Refuses epochs of different lengths before the first batch."""
+        module = self.lightning_module
+        if self._ranks is not None and module is not None:
+            refuse_uneven(module.trainer.num_training_batches)
+            # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
+            module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._meet_before_batch  # type: ignore[method-assign]
+
+    def _meet_before_batch(self) -> None:
+        """Waits until all ranks are about to train the same batch; if one is told to end, all do.
+
+        Raises:
+            SIGTERMException: One is.
+        """
+        module = self.lightning_module
+        assert module is not None
+        assert self._ranks is not None
+        trainer = module.trainer
+        self._ranks.attendance.doing = f"Training at step {trainer.global_step}"
+        what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
+        if self._meet(what, trainer.received_sigterm):
+            raise SIGTERMException
+
+    def on_train_end(self) -> None:
+        """Waits for the last epoch of all ranks."""
+        self._meet("the end of training")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks."""
+        self._meet("a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` has."""
+        self._meet("a broadcast")
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        if isinstance(tensor, Tensor) and group is None:
+            self._meet("a reduction")
+        return super().reduce(tensor, group, reduce_op)
+
+    def _meet(self, what: str, flag: bool = False) -> bool:
+        """Waits until all ranks are at the same point, see [Note: Attendance], and says whether one has a flag set."""
+        if self._ranks is None:
+            return flag
+        return self._ranks.meet(what, flag)
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
+        if self._ranks is None or not _is_of_collective(error):
+            return error
+        return self._ranks.attendance.explain()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one is missing, and the user who was missing here."""
+        if self._ranks is not None:
+            attendance = self._ranks.attendance
+            at = attendance.doing[0].lower() + attendance.doing[1:]
+            attendance.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        """The model is the user's alone again."""
+        self._flat = None
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        super().teardown()
+
+
+def _is_of_collective(exception: BaseException) -> bool:
+    """Whether it was raised by a collective of PyTorch, those of gloo by no class of their own."""
+    signs = ("gloo", "onnection closed by peer", "onnection reset by peer", "pair closure", "Timed out waiting")
+    return isinstance(exception, dist.DistError) or (
+        isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in signs)
+    )

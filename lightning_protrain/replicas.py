@@ -1,0 +1,157 @@
+"""Ranks that hold the same parameters on their devices: who reduces which gradient, and when.
+
+[Note: One owner]
+Every trained parameter's gradient is averaged by exactly one: those of offloaded chunks by the runtime, those of
+resident ones by DistributedDataParallel, or where they are few (adapters) in one flat tensor at the end of backward.
+DDP is told whom to leave alone by identity, after the plan has been applied, and what it has taken is compared with
+what it should have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+GradSync = Literal["auto", "ddp", "flat"]
+# Of all elements: where fewer are trained, what trains is called an adapter.
+_SHARE_OF_ADAPTERS = 0.1
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """What the user says of DistributedDataParallel; its own words.
+
+    Attributes:
+        find_unused_parameters, static_graph: As there.
+        comm_hook, comm_state: As in `DistributedDataParallel.register_comm_hook`.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    comm_hook: Callable[..., Any] | None = None
+    comm_state: object = None
+
+
+def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
+    """DDP around `model` for exactly the parameters `mine`; the weights are equal already.
+
+    Args:
+        model: Its names stay as they are; every parameter in its place.
+        mine: Trained, on `device`.
+        device: Where.
+        options: The user's.
+    """
+    ignored = _names_of_others(model, {id(parameter) for parameter in mine})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    try:
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device.index],
+            init_sync=False,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+        )
+    finally:
+        del model._ddp_params_and_buffers_to_ignore
+    taken, _ = wrapped._build_params_for_reducer()
+    assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP has taken other parameters than it should"
+    if options.comm_hook is not None:
+        wrapped.register_comm_hook(options.comm_state, options.comm_hook)
+    return wrapped
+
+
+def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Module, has_fast_link: bool) -> bool:
+    """Whether resident gradients are averaged in one flat tensor.
+
+    DDP's buckets overlap with backward, and are worth it where there is much to send; of a few megabytes they make
+    many small messages, each of which waits for the link.
+
+    Args:
+        choice: `"auto"`: for adapters, unless the link is fast.
+        mine: What is to be averaged.
+        model: All of it.
+        has_fast_link: Whether the devices reach each other directly (NVLink).
+    """
+    if choice != "auto":
+        return choice == "flat"
+    trained, whole = (sum(each.numel() for each in some) for some in (mine, model.parameters()))
+    return not has_fast_link and trained <= _SHARE_OF_ADAPTERS * whole
+
+
+class FlatAverage:
+    """Averages the gradients of a few parameters, in one collective for each dtype.
+
+    Behind the gradients goes a flag for each: what no rank has a gradient of gets none.
+
+    Args:
+        parameters: The same on all ranks, in the same order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self._groups.setdefault(parameter.dtype, []).append(parameter)
+
+    def average(self) -> None:
+        """Every rank calls it after the backward that ends a step."""
+        for group in self._groups.values():
+            group = [parameter for parameter in group if parameter.requires_grad]
+            if group:
+                self._average(group)
+
+    def _average(self, group: list[nn.Parameter]) -> None:
+        grads = [parameter.grad for parameter in group]
+        parts = [
+            torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
+            for parameter, grad in zip(group, grads, strict=True)
+        ]
+        flags = torch.tensor([float(grad is not None) for grad in grads]).to(parts[0])
+        flat = torch.cat([*parts, flags]).mul_(1.0 / dist.get_world_size())
+        dist.all_reduce(flat)
+        absent = [at for at, grad in enumerate(grads) if grad is None]
+        anywhere = flat[-len(group) :].tolist() if absent else []
+        begin = 0
+        for at, (parameter, grad) in enumerate(zip(group, grads, strict=True)):
+            part = flat[begin : begin + parameter.numel()].view(parameter.shape)
+            begin += parameter.numel()
+            if grad is not None:
+                grad.copy_(part)
+            elif anywhere[at]:
+                parameter.grad = part.clone()
+
+
+def broadcast_weights(tensors: Sequence[Tensor]) -> None:
+    """Gives all ranks the values that rank 0 has; every rank calls it with tensors in host memory."""
+    for tensor in tensors:
+        if tensor.numel():
+            dense = tensor.detach().contiguous()
+            dist.broadcast(dense.flatten().view(torch.uint8), 0)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(dense)
+
+
+@contextmanager
+def without_sync(model: nn.Module | None) -> Iterator[None]:
+    """Within it DDP averages nothing."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def _names_of_others(model: nn.Module, mine: Collection[int]) -> list[str]:
+    """Every name of every parameter that is not among `mine`, as DDP asks for it and as modules say it."""
+    names: dict[str, None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in mine:
+                names.update({f"{path}.{name}": None, f"{path}.{name}".lstrip("."): None})
+    return list(names)

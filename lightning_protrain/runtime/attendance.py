@@ -1,0 +1,131 @@
+"""Who is still there: ranks leave notes for each other beside their collectives.
+
+[Note: Attendance]
+A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
+nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for, and
+reads there now and then: where two wait for different things, neither will come. Where a rank is gone without a word,
+the others find out by saying that they are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+# Seconds: between two looks at the store, until the first one, and that a rank has to say that it is there.
+_EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
+
+
+class Attendance:
+    """Notes of one rank about itself, and what it reads of others.
+
+    Args:
+        store: Of the process group.
+        rank: Of this rank.
+        world_size: Number of all ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = dist.PrefixStore("protrain", store)
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._num_waits = 0
+        # What others have been seen to wait for, with the number of that wait: a note may be about to be taken back.
+        self._seen: dict[int, str] = {}
+        self.doing = "Setting up"
+
+    def leave(self, reason: str) -> None:
+        """This rank takes part in nothing any more.
+
+        Args:
+            reason: Goes on after "rank 1": `"failed at step 3 with ValueError: ..."`.
+        """
+        self._write(f"left/{self._rank}", reason)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Waits for a collective of host tensors.
+
+        Args:
+            work: The collective.
+            what: The same on all ranks that take part in it: `"the averages of step 3"`.
+
+        Raises:
+            RuntimeError: It cannot end, because some rank has failed or has gone on without it; names it.
+        """
+        look, said = time.monotonic() + _AT_FIRST, False
+        self._num_waits += 1
+        while not work.is_completed():
+            if time.monotonic() > look:
+                if not said:
+                    self._write(f"waits/{self._rank}", f"{self._num_waits} {what}")
+                    said = True
+                self._refuse_absence(what)
+                look = time.monotonic() + _EVERY
+            time.sleep(1e-4)
+        if said:
+            self._write(f"waits/{self._rank}", "")
+        self.naming(work.wait)
+
+    def naming(self, collective: Callable[[], object]) -> None:
+        """Calls a collective, and names who is missing if it fails.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            collective()
+        except RuntimeError as error:
+            raise self.explain() from error
+
+    def explain(self) -> RuntimeError:
+        """What a collective that has failed comes of; takes a moment."""
+        return RuntimeError(f"{self._stops()}: {self._find_absent()}.")
+
+    def _refuse_absence(self, what: str) -> None:
+        for other in self._others:
+            reason = self._read(f"left/{other}")
+            note = self._read(f"waits/{other}") or ""
+            if reason is None and note and note == self._seen.get(other):
+                its = note.partition(" ")[2]
+                if its != what:
+                    reason = f"waits for {its}, and this one for {what}: have all ranks as many batches?"
+            self._seen[other] = note
+            if reason is not None:
+                raise RuntimeError(f"{self._stops()}: rank {other} {reason}")
+
+    def _find_absent(self) -> str:
+        """Who has left, or does not answer, after a collective has failed."""
+        self._write(f"here/{self._rank}", "")
+        until = time.monotonic() + _TO_ANSWER
+        silent = self._others
+        while silent and time.monotonic() < until:
+            for other in self._others:
+                reason = self._read(f"left/{other}")
+                if reason is not None:
+                    return f"rank {other} {reason}"
+            silent = [other for other in silent if self._read(f"here/{other}") is None]
+            time.sleep(_EVERY / 10)
+        if not silent:
+            return "all ranks are there, and a collective has failed (see above)"
+        names = ", ".join(map(str, silent))
+        return f"rank {names} is gone without a word (killed, or out of memory? see its log)"
+
+    def _stops(self) -> str:
+        return f"{self.doing} ends on rank {self._rank}"
+
+    def _write(self, key: str, text: str) -> None:
+        try:
+            self._store.set(key, "." + text)
+        except RuntimeError:  # Its host is gone, and with it whoever could read.
+            return
+
+    def _read(self, key: str) -> str | None:
+        """What is there; that the store is gone counts as a word of the rank that has it."""
+        try:
+            found = self._store.get(key).decode()[1:] if self._store.check([key]) else None
+        except RuntimeError:
+            return "is gone, and the store of the process group with it" if key == "left/0" else None
+        return found

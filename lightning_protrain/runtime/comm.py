@@ -1,0 +1,149 @@
+"""Collectives of offloaded chunks.
+
+[Note: Nodes]
+A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
+between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
+then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.runtime.attendance import Attendance
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part in a run, seen from one rank.
+
+    Attributes:
+        rank: Of all ranks.
+        world_size: Number of all ranks.
+        local_rank: Of the ranks of this node.
+        local_size: Number of the ranks of each node.
+        node: The group of the ranks of this node; None: the group of all.
+        peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
+        attendance: Who is still there.
+        meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
+            something else would read what is not meant for it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    attendance: Attendance
+    meeting: Any
+    node: Any = None
+    peers: Any = None
+
+    @property
+    def first_of_node(self) -> int:
+        """Rank of the first process of this node."""
+        return self.rank - self.local_rank
+
+    def meet(self, what: str, flag: bool = False) -> bool:
+        """Waits until all ranks are at the same point of a run.
+
+        Args:
+            what: Where this one is: `"batch 3 of epoch 0"`.
+            flag: Something to tell.
+
+        Returns:
+            Whether some rank has its flag set.
+
+        Raises:
+            RuntimeError: A rank is somewhere else, has failed or is gone.
+        """
+        place = zlib.crc32(what.encode())
+        told = torch.tensor([int(flag), place, -place])
+        self.attendance.wait(dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True), what)
+        if told[1] != -told[2]:
+            places = [what] * self.world_size
+            dist.all_gather_object(places, what, group=self.meeting)
+            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
+        return bool(told[0])
+
+
+def find_ranks(local_rank: int, local_size: int) -> Ranks:
+    """Makes the groups of a run; every rank calls it, after the group of all is there.
+
+    Args:
+        local_rank: Of this process on its node.
+        local_size: Processes of every node; they have consecutive ranks.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    attendance = Attendance(dist.distributed_c10d._get_default_store(), rank, world_size)
+    meeting = dist.new_group(backend="gloo")
+    if local_size == world_size:
+        return Ranks(rank, world_size, local_rank, local_size, attendance, meeting)
+    first_ranks = range(0, world_size, local_size)
+    # Every rank makes every group: making one is a collective of all.
+    nodes = [dist.new_group(list(range(first, first + local_size))) for first in first_ranks]
+    peers = [dist.new_group([first + place for first in first_ranks]) for place in range(local_size)]
+    return Ranks(
+        rank, world_size, local_rank, local_size, attendance, meeting, nodes[rank // local_size], peers[local_rank]
+    )
+
+
+class Communicator:
+    """Averages gradients over ranks, and counts what is sent.
+
+    Args:
+        ranks: Who takes part.
+        counters: Of the device.
+        dtype: In which gradients are sent; None: that of their parameters.
+    """
+
+    def __init__(self, ranks: Ranks, counters: TransferCounters, dtype: torch.dtype | None = None) -> None:
+        self.ranks = ranks
+        self.dtype = dtype
+        self._counters = counters
+
+    def begin(self, flat: Tensor, owner: int | None) -> Any:
+        """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
+
+        Args:
+            flat: On the device, one-dimensional.
+            owner: The rank of each node that needs the sum, as its `local_rank`; None: all do.
+        """
+        self._count(flat)
+        if owner is None:
+            return dist.all_reduce(flat, async_op=True)
+        return dist.reduce(flat, self.ranks.first_of_node + owner, group=self.ranks.node, async_op=True)
+
+    def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
+        """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
+        if flat.device.type == "cpu":
+            self.ranks.attendance.wait(work, "averages of gradients")
+        else:
+            work.wait()  # Of the compute stream: the host goes on.
+        if owner == self.ranks.local_rank and self.ranks.peers is not None:
+            self._count(flat)
+            self.ranks.attendance.naming(partial(dist.all_reduce, flat, group=self.ranks.peers))
+
+    def sum_of_node(self, values: Tensor) -> Tensor:
+        """The sum of small host tensors over the ranks of this node, in place."""
+        self._count(values)
+        work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
+        self.ranks.attendance.wait(work, "the other ranks of its node")
+        return values
+
+    def meet(self) -> None:
+        """Waits for the ranks of this node: what they have written to memory that they share is there."""
+        if self.ranks.local_size > 1:
+            self.sum_of_node(torch.zeros(1))  # On the host, unlike a barrier of NCCL.
+
+    def _count(self, tensor: Tensor) -> None:
+        self._counters.collectives += 1
+        self._counters.communicated_bytes += tensor.nbytes

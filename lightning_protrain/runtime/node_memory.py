@@ -1,0 +1,110 @@
+"""Host memory that the ranks of a node share: one copy of the offloaded weights, which every rank sees whole.
+
+[Note: Node memory]
+The memory is a file in a file system that lives in memory. The first rank of the node makes it in its full size, which
+fails at once where there is too little, and removes its name when all have opened it: whatever becomes of the ranks,
+nothing is left behind. All ranks take blocks of it in the same order, so that the same weight lies at the same place.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_protrain.host import PAGE, HostMemory
+from lightning_protrain.runtime.comm import Ranks
+from lightning_protrain.runtime.views import dense_like, in_block
+
+FOLDER = Path("/dev/shm")
+
+
+class NodeMemory:
+    """Blocks of one shared mapping, see [Note: Node memory].
+
+    Args:
+        descriptor: Of the open file; closed here.
+        nbytes: Its size.
+        host: Page-locks it, where it does so with its own blocks.
+        fills: Whether this rank writes what the memory holds first.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, host: HostMemory, fills: bool) -> None:
+        self.fills = fills
+        self.nbytes = nbytes
+        try:
+            self._block = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+        self._end = 0
+        host.lock_block(self._block)
+
+    def empty(self, nbytes: int) -> memoryview:
+        """The next `nbytes` bytes, beginning a page."""
+        begin, self._end = self._end, self._end + pages(nbytes)
+        assert self._end <= self.nbytes, f"{self._end} bytes of node memory are wanted, {self.nbytes} are there"
+        return memoryview(self._block)[begin : begin + nbytes]
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Gives the data of a parameter a block."""
+        if parameter.numel():
+            data = in_block(self.empty(parameter.nbytes), 0, dense_like(parameter), parameter.dtype)
+            if self.fills:
+                data.copy_(parameter.detach())
+            parameter.data = data
+
+
+def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path = FOLDER) -> NodeMemory:
+    """Memory for the ranks of this node; all ranks of all nodes call it.
+
+    Args:
+        ranks: Who they are.
+        nbytes: The sum of all blocks that are taken of it, each in whole pages.
+        host: Memory of the device.
+        folder: Of a file system in memory.
+
+    Raises:
+        ValueError: There is too little room on some node.
+    """
+    fills = ranks.local_rank == 0
+    path, error = _create(nbytes, folder) if fills else ("", "")
+    told: list[tuple[str, str]] = [("", "")] * ranks.world_size
+    dist.all_gather_object(told, (path, error))
+    if (refused := next((text for _, text in told if text), None)) is not None:
+        if path:
+            os.unlink(path)
+        raise ValueError(refused)
+    memory = NodeMemory(os.open(told[ranks.first_of_node][0], os.O_RDWR), nbytes, host, fills)
+    dist.all_gather_object(told, ("", ""))  # Everybody has opened it.
+    if fills:
+        os.unlink(path)
+    return memory
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes` in whole pages, at least one."""
+    return max(-(-nbytes // PAGE), 1) * PAGE
+
+
+def _create(nbytes: int, folder: Path) -> tuple[str, str]:
+    """A file of that size, and why there is none."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize if folder.is_dir() else 0
+    if free < nbytes:
+        return "", (
+            f'sharding="shard" keeps {nbytes:,} bytes of weights in memory that the ranks of a node share, and '
+            f"{folder} has {free:,} bytes free. Give it more (`mount -o remount,size=...`, `docker run --shm-size`), "
+            'or set sharding="replicate".'
+        )
+    descriptor, path = tempfile.mkstemp(prefix="protrain-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as failure:
+        os.unlink(path)
+        return "", f"{folder} does not give the {nbytes:,} bytes that the weights of a node need: {failure}."
+    finally:
+        os.close(descriptor)
+    return path, ""

@@ -1,0 +1,129 @@
+"""One offloaded parameter, and the places where it is registered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.twin import Uses
+
+
+@dataclass(eq=False)
+class Site:
+    """A place where a parameter is registered: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+
+    def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Puts `new` where `old` is; a place that the user has filled otherwise stays, as in pruning."""
+        if self.module._parameters.get(self.name) is not old:
+            return
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = new
+        else:
+            # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
+            setattr(self.module, self.name, new)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One offloaded parameter, see [Note: Two parameters].
+
+    Attributes:
+        fqn: First fully qualified name.
+        host: The user's parameter.
+        twin: Its device counterpart.
+        offset: Its first byte in the chunk.
+        pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
+        read_version: Version of `host` at the latest fetch.
+        seen_version: Version of `host` at the latest use.
+        twin_version: Version of `twin` that is not yet known to differ from the host.
+        copy: What is streamed in place of the host parameter, see [Note: Low precision].
+        copied_version: Version of `host` that the copy was made of.
+        uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
+        hooks: Handles to take off when the plan is removed.
+        own_hook: Key of the one hook on `host` that is not the user's.
+        mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
+        owned: Whether this rank steps it, see [Note: Owners].
+    """
+
+    fqn: str
+    host: nn.Parameter
+    twin: nn.Parameter
+    offset: int
+    pointer: int = 0
+    read_version: int = 0
+    seen_version: int = 0
+    twin_version: int = 0
+    copy: Tensor | None = None
+    copied_version: int = -1
+    uses: Uses | None = None
+    hooks: list[Any] = field(default_factory=list)
+    own_hook: int = -1
+    mirrored: dict[int, Any] = field(default_factory=dict)
+    owned: bool = True
+
+    def show(self, whole: bool = False) -> nn.Parameter:
+        """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
+
+        Args:
+            whole: Whether it must be of full precision in evaluation.
+
+        Raises:
+            RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
+        """
+        if self.copy is None:
+            return self.twin
+        with below_guard():
+            dtype, kind = self.copy.dtype, self.twin.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
+        if casts and not (whole and not torch.is_grad_enabled()):
+            return self.twin
+        if torch.is_grad_enabled() and self.twin.requires_grad:
+            raise RuntimeError(
+                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
+                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
+                "its block under autocast."
+            )
+        return nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
+
+    def renew_copy(self) -> None:
+        """Casts the host parameter again, if it has changed since."""
+        if self.copy is not None and self.copied_version != self.host._version:
+            self.copy.copy_(self.host.detach())
+            self.copied_version = self.host._version
+
+    def drop_gradient(self) -> None:
+        """Forgets a gradient of the twin that has not landed."""
+        with below_guard():
+            self.twin.grad = None
+
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether the user has hooks on the gradient of the parameter."""
+        hooks = self.host._backward_hooks or {}
+        return bool(self.host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
+
+    def follow(self) -> None:
+        """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
+        if self.host.requires_grad is not self.twin.requires_grad:
+            self.twin.requires_grad_(self.host.requires_grad)
+        hooks = self.host._backward_hooks or {}
+        wanted = [key for key in hooks if key != self.own_hook]
+        if wanted == list(self.mirrored) or not self.twin.requires_grad:
+            return
+        if self.copy is not None:
+            raise RuntimeError(
+                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
+                f"another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
+                "weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
+                "make its chunk resident (`num_persistent_chunks`)."
+            )
+        for handle in self.mirrored.values():
+            handle.remove()
+        self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.

@@ -1,0 +1,295 @@
+"""A run on any loader that was interrupted after any step ends with the very bits of one that was not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.loaders import ResumableLoader
+from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from tests.callbacks.test_checkpoint_resume import EPOCHS, Noisy, _differences, _unexplained
+from tests.ranks import run_ranks, trainer_on_rank, values
+
+BATCHES, BATCH_SIZE = 10, 2
+# What a run is made of: accumulation, worker processes, kind of loader.
+Case = tuple[int, int, str]
+CASES: list[Case] = [(acc, workers, kind) for acc in (1, 4) for workers in (0, 2) for kind in ("plain", "stateful")]
+
+
+class Samples(Dataset):
+    """Numbered samples, with noise from all generators of the process that makes them."""
+
+    def __init__(self, count: int, noisy: bool = True) -> None:
+        self.count, self.noisy = count, noisy
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = torch.rand(1).item() + random.random() + np.random.rand() if self.noisy else 0.0  # noqa: NPY002
+        return torch.full((4,), float(index)) + noise
+
+
+class Recorded(Noisy):
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch["a"] + batch["b"][:1] if isinstance(batch, dict) else batch
+        self.given.append([self.trainer.fit_loop.total_batch_idx, *batch[:, 0].tolist()])
+        return super().training_step(batch, batch_idx)
+
+
+def _loader(kind: str, workers: int, ranks: int = 1) -> Any:
+    count = BATCHES * BATCH_SIZE * ranks
+    given: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": workers}
+    if kind == "stateful":
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        # Worker processes begin with new random numbers: a position says nothing of them.
+        return stateful.StatefulDataLoader(Samples(count, noisy=workers == 0), shuffle=True, **given)
+    if kind == "own generator":
+        given["generator"] = torch.Generator().manual_seed(99)
+    if kind == "two":
+        return {"a": DataLoader(Samples(count), shuffle=True, **given), "b": DataLoader(Samples(6), shuffle=True)}
+    return DataLoader(Samples(count), shuffle=kind != "in order", **given)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def _run(
+    root: Path,
+    case: Case,
+    path: Path | str | None = None,
+    every: int = 1,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    **more: Any,
+) -> tuple[Recorded, dict[str, Any]]:
+    """Trains to the end; the end as it is saved."""
+    accumulate, workers, kind = case
+    of_saver = {name: more.pop(name) for name in ("replay", "allow_drift", "weights_and_counters_only") if name in more}
+    saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"accumulate_grad_batches": accumulate, "callbacks": [saver], "max_epochs": EPOCHS, **quiet, **more}
+    module, loader = options.pop("module", None) or Recorded(), options.pop("loader", None)
+    data = options.pop("data", None)
+    if ranks == 1:
+        trainer = L.Trainer(accelerator="cpu", devices=1, **options)
+    else:
+        trainer = trainer_on_rank(rank, ranks, **{**options, "enable_checkpointing": True})
+    _seed(rank + (1 if path is None else 12345))
+    loader = None if data else _loader(kind, workers, ranks) if loader is None else loader
+    trainer.fit(module, loader, datamodule=data, ckpt_path=path)
+    last = ProTrainCheckpointIO().load_checkpoint(saver.last_model_path) if saver.last_model_path else {}
+    return module, last
+
+
+def _resumes(root: Path, case: Case, cuts: Sequence[int] | None = None, **options: Any) -> None:
+    module, expected = _run(root / "whole", case, **options)
+    steps = [each.manifest.step for each in find(root / "whole").found]
+    assert steps == list(range(steps[0], 0, -1))
+    for each in find(root / "whole").found[1:]:
+        step = each.manifest.step
+        if cuts is None or step in cuts:
+            resumed, last = _run(root / str(step), case, each.path, every=steps[0], **options)
+            assert resumed.given == module.given[-len(resumed.given) :], step
+            assert len(resumed.given) == len(module.given) - module.given.index(resumed.given[0]), step
+            assert resumed.losses == module.losses[-len(resumed.losses) :], step
+            assert _unexplained(last, expected) == [], step
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_from_some_steps_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
+    # In the first epoch, at its end, in the second epoch.
+    _resumes(tmp_path, case, (3, 10, 17) if case[0] == 1 else (2, 3, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_from_every_step_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
+    _resumes(tmp_path, case)
+
+
+def _run_rank(rank: int, root: Path, case: Case, path: Any, every: int) -> tuple:
+    module, _ = _run(root, case, path, every, ranks=2, rank=rank)
+    # The process ends right here: nothing that shares memory may be handed out.
+    return module.given, module.losses, [value.tolist() for value in module.state_dict().values()]
+
+
+def _resumes_on_two_ranks(folder: Path, case: Case, cuts: Sequence[int] | None = None) -> None:
+    def run(name: str, path: Path | None, every: int) -> list:
+        (folder / f"meet{name}").mkdir()
+        return values(run_ranks(_run_rank, 2, folder / f"meet{name}", folder / name, case, path, every))
+
+    whole = run("whole", None, 1)
+    assert whole[0][0][0] != whole[1][0][0]
+    found = find(folder / "whole").found
+    for each in found[1:]:
+        step = each.manifest.step
+        if cuts is None or step in cuts:
+            resumed = run(str(step), each.path, len(found))
+            for (given, losses, weights), expected in zip(resumed, whole, strict=True):
+                assert 0 < len(given) < 2 * BATCHES
+                assert given == expected[0][-len(given) :], step
+                assert losses == expected[1][-len(given) :], step
+                assert weights == expected[2], step
+
+
+@pytest.mark.parametrize("case", [(1, 0, "plain"), (4, 2, "plain"), (1, 0, "stateful")], ids=str)
+def test_two_ranks_end_with_the_same_bits(tmp_path: Path, case: Case) -> None:
+    _resumes_on_two_ranks(tmp_path, case, (4, 13) if case[0] == 1 else (4,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_end_with_the_same_bits_from_every_step(tmp_path: Path, case: Case) -> None:
+    _resumes_on_two_ranks(tmp_path, case)
+
+
+@pytest.mark.parametrize("kind", ["in order", "own generator", "two"])
+def test_whatever_makes_the_order(tmp_path: Path, kind: str) -> None:
+    _resumes(tmp_path, (1, 0, kind), (4, 10, 16))
+
+
+def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
+    class Validated(Recorded):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("val_loss", self.network(batch).mean() + torch.rand(1))
+
+        def val_dataloader(self) -> DataLoader:
+            return DataLoader(Samples(4), batch_size=2)
+
+    def run(name: str, path: Path | None, every: int) -> tuple[Recorded, dict[str, Any]]:
+        more = {"module": Validated(), "val_check_interval": 4, "num_sanity_val_steps": 1}
+        return _run(tmp_path / name, (1, 0, "plain"), path, every, **more)
+
+    module, expected = run("whole", None, 1)
+    for step in (4, 6, 10, 14):
+        path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == step)
+        resumed, last = run(str(step), path, 20)
+        assert resumed.given == module.given[step:]
+        assert _differences(last["state_dict"], expected["state_dict"]) == []
+
+
+def test_a_schedule_that_asks_for_the_number_of_steps_changes_nothing(tmp_path: Path) -> None:
+    class Asks(Recorded):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            total = int(self.trainer.estimated_stepping_batches)  # Makes the loader, long before it is time.
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total)}]
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return _loader("stateful", 0)
+
+    for kind in ("plain", "stateful"):
+        options = {"data": Data() if kind == "stateful" else None}
+        whole, expected = _run(tmp_path / kind, (1, 0, kind), module=Asks(), **options)
+        for step in (3, 10, 13):
+            path = next(each.path for each in find(tmp_path / kind).found if each.manifest.step == step)
+            options = {"data": Data() if kind == "stateful" else None}
+            resumed, last = _run(tmp_path / f"{kind}{step}", (1, 0, kind), path, 20, module=Asks(), **options)
+            assert resumed.given == whole.given[step:]
+            assert _differences(last["state_dict"], expected["state_dict"]) == []
+
+
+@pytest.mark.parametrize("control", ["no replay", "Lightning alone"])
+def test_without_a_replay_it_does_not(tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = _run(tmp_path / "whole", (1, 0, "plain"))
+    options: dict[str, Any] = {}
+    if control == "no replay":
+        options["replay"] = False
+    else:
+        monkeypatch.setattr(ResumableLoader, "__iter__", CombinedLoader.__iter__)
+        monkeypatch.setattr(ResumableLoader, "__next__", CombinedLoader.__next__)
+    path = find(tmp_path / "whole").found[16].path
+    resumed, _ = _run(tmp_path / "resumed", (1, 0, "plain"), path, 20, **options)
+    assert resumed.given != module.given[4:]
+
+
+def test_a_stateful_loader_may_be_replayed_with_the_random_numbers_of_its_workers(tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return stateful.StatefulDataLoader(Samples(20), batch_size=2, shuffle=True, num_workers=2)
+
+    module, _ = _run(tmp_path / "whole", (1, 2, "noisy"), loader=loader())
+    path = find(tmp_path / "whole").found[16].path
+    for replay, same in ((True, True), (None, False)):
+        resumed, _ = _run(tmp_path / f"{replay}", (1, 2, "noisy"), path, 20, loader=loader(), replay=replay)
+        assert (resumed.given == module.given[4:]) is same
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.rand(4)
+
+
+def _stream() -> DataLoader:
+    return DataLoader(Endless(), batch_size=2)
+
+
+def test_endless_data_without_a_position_is_refused_in_the_middle_of_it(tmp_path: Path) -> None:
+    _run(tmp_path / "a", (1, 0, "endless"), loader=_stream(), max_steps=3, max_epochs=-1)
+    path = find(tmp_path / "a").found[0].path
+    module = Recorded()
+    with pytest.raises(ValueError, match=r"saved after batch 3 of an epoch.*neither a length.*nor a position"):
+        _run(tmp_path / "b", (1, 0, "endless"), path, loader=_stream(), max_steps=5, max_epochs=-1, module=module)
+    assert module.given == []
+    anew, _ = _run(
+        tmp_path / "b",
+        (1, 0, "endless"),
+        path,
+        loader=_stream(),
+        max_steps=5,
+        max_epochs=-1,
+        weights_and_counters_only=True,
+    )
+    assert len(anew.given) == 2
+
+
+def test_data_that_is_limited_has_a_length(tmp_path: Path) -> None:
+    options = {"limit_train_batches": 10, "max_epochs": 2}
+    whole, expected = _run(tmp_path / "a", (1, 0, "endless"), loader=_stream(), **options)
+    path = find(tmp_path / "a").found[-4].path
+    resumed, last = _run(tmp_path / "b", (1, 0, "endless"), path, 20, loader=_stream(), **options)
+    assert resumed.given == whole.given[4:]
+    assert _unexplained(last, expected) == []
+
+
+def test_at_the_end_of_training_no_batch_is_drawn(tmp_path: Path) -> None:
+    class Counting(Samples):
+        read = 0
+
+        def __getitem__(self, index: int) -> Tensor:
+            Counting.read += 1
+            return super().__getitem__(index)
+
+    loader = DataLoader(Counting(20), batch_size=2)
+    _run(tmp_path, (1, 0, "counting"), loader=loader, max_steps=5)
+    assert Counting.read == 10
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    _run(tmp_path, (1, 0, "counting"), "last", loader=loader, max_steps=5)
+    assert Counting.read == 10
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

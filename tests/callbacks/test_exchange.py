@@ -1,0 +1,163 @@
+"""Ranks exchange values; what fails on one fails on all; who is gone is named within the bound, who is slow is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_protrain.callbacks.exchange import BOUND, Exchange
+from tests.ranks import kill_this_rank, run_ranks, values
+
+SHORT = 1.5
+
+
+def test_alone_it_is_nothing() -> None:
+    exchange = Exchange.open("x")
+    assert exchange.gather(5, "Counting") == [5]
+    assert exchange.broadcast("a", "Telling") == "a"
+    with exchange.together("Trying"):
+        pass
+    with pytest.raises(ZeroDivisionError), exchange.together("Trying"):
+        raise ZeroDivisionError
+    exchange.close()
+    assert threading.active_count() == 1
+
+
+def _speak(rank: int) -> list[Any]:
+    exchange = Exchange.open("x")
+    found: list[Any] = [exchange.gather((rank, b"\xff"), f"Round {number}") for number in range(3)]
+    found.append(exchange.broadcast(f"of {rank}", "Telling"))
+    with exchange.together("Trying"):
+        pass
+    exchange.close()
+    again = Exchange.open("x")  # What the first one has left does not count.
+    found.append(again.gather(rank, "Again"))
+    again.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_come_in_the_order_of_the_ranks(tmp_path: Path, world_size: int) -> None:
+    expected = [(rank, b"\xff") for rank in range(world_size)]
+    result = [expected] * 3 + ["of 0", list(range(world_size))]
+    assert values(run_ranks(_speak, world_size, tmp_path)) == [result] * world_size
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, failing: int) -> None:
+    def act(rank: int) -> list:
+        exchange = Exchange.open("x")
+        try:
+            with exchange.together("Saving"):
+                if rank == failing:
+                    raise OSError(28, "No space left on device")
+        except (OSError, RuntimeError) as error:
+            # They go on together.
+            return [f"{type(error).__name__}: {error}", exchange.gather(rank, "Afterwards")]
+        return []
+
+    found = values(run_ranks(act, 3, tmp_path))
+    for rank, (error, after) in enumerate(found):
+        assert "No space left on device" in error
+        assert after == [0, 1, 2]
+        if rank != failing:
+            assert error.startswith(f"Failed: Saving failed on rank {failing} (OSError: ")
+            assert f"rank {rank} stops with it" in error
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int) -> None:
+    def act(rank: int) -> Any:
+        exchange = Exchange.open("x", SHORT)
+        exchange.gather(rank, "Meeting")
+        if rank == dies:
+            kill_this_rank()
+        begin = time.monotonic()
+        try:
+            exchange.gather(rank, "Saving x.ckpt")
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+        return None
+
+    outcomes = run_ranks(act, 3, tmp_path)
+    assert outcomes[dies].error == "killed"
+    for outcome in outcomes[:dies] + outcomes[dies + 1 :]:
+        message, seconds = outcome.value
+        assert f"Saving x.ckpt cannot be ended: rank {dies} has given no sign of life for 1.5 seconds" in message
+        assert seconds < SHORT + 3
+    assert BOUND < 10
+
+
+def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    def act(rank: int) -> list[int]:
+        exchange = Exchange.open("x", SHORT)
+        if rank == 1:
+            time.sleep(2 * SHORT)
+        found = exchange.gather(rank, "Saving")
+        if rank == 1:
+            # Somebody else has to wake it.
+            if os.fork() == 0:
+                time.sleep(SHORT / 3)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return found + exchange.gather(rank, "Saving again")
+
+    assert values(run_ranks(act, 2, tmp_path)) == [[0, 1, 0, 1]] * 2
+
+
+def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exchange, "_beat", lambda self: None)
+
+    def act(rank: int) -> None:
+        exchange = Exchange.open("x", 0.3)
+        time.sleep(rank)
+        exchange.gather(rank, "Saving")
+
+    assert "rank 1 has given no sign of life" in (run_ranks(act, 2, tmp_path)[0].error or "")
+
+
+def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
+    def act(rank: int) -> Any:
+        exchange = Exchange.open("x")
+        if rank == 1:
+            exchange.close("has failed with KeyError: 'x'")
+            dist.barrier()
+            return None
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="Saving cannot be ended: rank 1 has failed with KeyError: 'x'"):
+            exchange.gather(rank, "Saving")
+        dist.barrier()
+        return time.monotonic() - begin
+
+    assert values(run_ranks(act, 2, tmp_path))[0] < BOUND / 2
+
+
+def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        Exchange.open("x").gather(rank, ("Saving", "Loading")[rank])
+
+    for outcome in run_ranks(act, 2, tmp_path):
+        assert "Ranks do different things: rank 0 'Saving', rank 1 'Loading'" in (outcome.error or "")
+
+
+def test_nothing_piles_up_in_the_store(tmp_path: Path) -> None:
+    def act(rank: int) -> int:
+        store = dist.distributed_c10d._get_default_store()
+        exchange = Exchange.open("x")
+        for _ in range(3):
+            exchange.gather(rank, "Meeting")
+        before = store.num_keys()
+        for _ in range(20):
+            exchange.gather(rank, "Meeting")
+        dist.barrier()
+        return store.num_keys() - before
+
+    assert max(values(run_ranks(act, 2, tmp_path))) < 6

@@ -1,0 +1,55 @@
+"""What a Trainer saves with is made ready before training, or refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+
+from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.folders import install_io, io_of, prepare_folder
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+
+
+def _trainer(*plugins: object) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, plugins=list(plugins))
+
+
+@pytest.mark.parametrize("given", [None, "run", "a"])
+def test_folders_of_the_run_are_saved(given: str | None) -> None:
+    trainer = _trainer(*([] if given is None else [ProTrainCheckpointIO(given)]))
+    checkpoints = install_io(trainer, "a")
+    assert io_of(trainer) is trainer.strategy.checkpoint_io is checkpoints
+    assert (checkpoints.run, checkpoints.together) == ("a", failing_together)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (AsyncCheckpointIO(), "the Trainer has AsyncCheckpointIO"),
+        (ProTrainCheckpointIO("b"), r"ProTrainCheckpoint\(run='a'\) and ProTrainCheckpointIO\(run='b'\)"),
+    ],
+)
+def test_what_saves_something_else_is_refused(plugin: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        install_io(_trainer(plugin), "a")
+
+
+def test_the_folder_is_made_locked_and_swept(tmp_path: Path) -> None:
+    trainer, module = _trainer(), L.LightningModule()
+    module.layer = nn.Linear(1, 1)
+    checkpoints = install_io(trainer, "a")
+    root = tmp_path / "made"
+    prepare_folder(trainer, module, root)
+    assert os.listdir(root) == [".a.lock"]
+    other = ProTrainCheckpointIO("a")
+    with pytest.raises(ValueError, match="is being written by process"):
+        other.hold(root)
+    checkpoints.teardown()
+    other.hold(root)
+    other.teardown()
+    assert os.listdir(root) == []

@@ -1,0 +1,177 @@
+"""Jobs are done in order on one thread; a save behind the program survives what one before it survives."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_protrain.checkpoint.discovery import find, line_of, newest_good
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.manifest import Manifest
+from lightning_protrain.checkpoint.payload import split
+from lightning_protrain.checkpoint.retention import retire, sweep
+from lightning_protrain.checkpoint.saving import save_payload
+from lightning_protrain.checkpoint.snapshot import Snapshot
+from lightning_protrain.checkpoint.writer import Writer
+from tests.checkpoint.contents import RUN, content
+from tests.checkpoint.disks import Journal, crash_images, order_violations
+from tests.checkpoint.test_saving import Mark, UnsyncedData, UnsyncedNames, _Failing, _judge, _prepare
+
+
+def test_jobs_are_done_in_order_on_another_thread() -> None:
+    writer, done, gate = Writer(), [], threading.Event()
+    first = writer.submit(lambda: (gate.wait(), done.append(1), threading.current_thread().name)[2])
+    second = writer.submit(lambda: done.append(2))
+    assert not first.done()
+    assert done == []
+    gate.set()
+    assert writer.settle(first).startswith("checkpoint")
+    writer.settle(second)
+    assert done == [1, 2]
+    assert writer.close() is None
+
+
+def test_what_comes_after_a_failure_is_not_done() -> None:
+    writer, done = Writer(), []
+
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    writer.submit(fail)
+    later = writer.submit(lambda: done.append(1))
+    writer.join()
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.settle(later)
+    assert done == []
+    # It was told; what comes now is done again.
+    writer.settle(writer.submit(lambda: done.append(2)))
+    assert done == [2]
+    assert writer.close() is None
+
+
+def test_what_was_not_told_is_told_at_the_end() -> None:
+    writer = Writer()
+    writer.submit(lambda: [][0])
+    assert isinstance(writer.close(), IndexError)
+    assert writer.close() is None
+    assert writer.settle(writer.submit(lambda: 3)) == 3
+    writer.close()
+
+
+def _behind(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name: str | None = None) -> None:
+    """Saves as an asynchronous run does: a copy, the write and the removals behind it, one under way at a time."""
+    sweep(root, RUN, files)
+    newest = newest_good(root, RUN).chosen
+    parents: list[Manifest | None] = [newest.manifest if newest is not None else None]
+    writer, snapshot = Writer(), Snapshot(lambda: 1 << 40)
+
+    def save(step: int) -> Callable[[], None]:
+        payload = split(content(step))
+        copied = snapshot.take(payload)
+        for tensors in (payload.weights, payload.tensors):
+            for tensor in tensors.values():
+                tensor.zero_()  # The training goes on.
+
+        def write() -> None:
+            target = root / (name or f"step={step}")
+            parents.append(save_payload(copied, target, RUN, step, files, parents[-1]))
+            mark(parents[-1].sequence)  # type: ignore[union-attr]
+            for each in line_of(find(root, RUN))[keep:]:
+                retire(each.path, RUN, files)
+
+        return write
+
+    try:
+        for step in steps:
+            writer.settle(writer.submit(save(step)))
+    finally:
+        writer.close()
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], object], Callable[[Path, Files, Mark], None]]] = {
+    "first": (lambda root: None, lambda *all: _behind(*all, 1)),
+    "same name": (_prepare(1, name="last"), lambda *all: _behind(*all, 2, name="last")),
+    "keep 1": (_prepare(1), lambda *all: _behind(*all, 2, 3, keep=1)),
+}
+
+
+def _crashes(name: str, folder: Path, journal: type[Journal] = Journal) -> list[str]:
+    before, action = SCENARIOS[name]
+    root = folder / "root"
+    root.mkdir()
+    before(root)
+    shutil.copytree(root, folder / "before")
+    found = find(root, RUN).found
+    durable = found[0].manifest.sequence if found else -1
+    recording = journal(root)
+    action(root, recording, recording.mark)
+    bad = order_violations(folder / "before", recording.operations)
+    for place, image, mark in crash_images(folder / "before", recording.operations, folder / "images"):
+        bad += [f"{place}: {what}" for what in _judge(image, durable if mark is None else mark)]
+    return bad
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_crash_at_any_operation_behind_the_program_loses_no_save_that_has_ended(name: str, tmp_path: Path) -> None:
+    assert _crashes(name, tmp_path) == []
+
+
+@pytest.mark.parametrize("journal", [UnsyncedData, UnsyncedNames])
+def test_without_syncs_the_same_harness_finds_losses(journal: type[Journal], tmp_path: Path) -> None:
+    assert _crashes("same name", tmp_path, journal)
+
+
+@pytest.mark.parametrize("name", ["same name", pytest.param("keep 1", marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_at_any_operation_of_its_thread_loses_nothing(name: str, tmp_path: Path) -> None:
+    before, action = SCENARIOS[name]
+    bad, number, killed = [], 0, True
+    while killed:
+        number += 1
+        root = tmp_path / str(number)
+        root.mkdir()
+        before(root)
+        process = os.fork()
+        if process == 0:
+            action(root, _Failing(number, None), lambda _: None)
+            os._exit(0)
+        killed = os.waitpid(process, 0)[1] == signal.SIGKILL
+        bad += [f"{number}: {what}" for what in _judge(root, 0)]
+    assert not bad, "\n".join(bad)
+    assert number > 20
+
+
+def test_an_error_of_any_operation_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    before, action = SCENARIOS["same name"]
+    number, raised = 0, True
+    while raised or number < 20:
+        number += 1
+        root = tmp_path / str(number)
+        root.mkdir()
+        before(root)
+        saved = [0]
+        try:
+            action(root, _Failing(number, errno.EIO), saved.append)
+            raised = False
+        except OSError as error:
+            raised = error.errno == errno.EIO
+        assert _judge(root, max(saved)) == []
+        assert raised or len(saved) == 2
+
+
+def test_the_program_ends_after_the_last_job(tmp_path: Path) -> None:
+    process = os.fork()
+    if process == 0:
+        writer = Writer()
+        writer.submit(lambda: (time.sleep(0.3), (tmp_path / "done").touch()))
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does when it ends
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert (tmp_path / "done").exists()

@@ -1,0 +1,146 @@
+"""What FSDP2 cannot train is refused with names and a way out, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
+
+from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from tests.fsdp2_cases import RANKS, SMALL, Flat, Uneven, train
+from tests.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
+from tests.ranks import run_ranks, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*smaller than the logging")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "layers"}, "policy='layers'"),
+        ({"policy": None}, "policy=None"),
+        ({"min_num_params": 0}, "min_num_params=0"),
+        ({"min_num_params": 1e8}, "min_num_params=100000000.0"),
+        ({"min_num_params": True}, "min_num_params=True"),
+        ({"activation_checkpointing": 1}, "activation_checkpointing=1"),
+        ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
+        ({"sync_each_batch": None}, "sync_each_batch=None"),
+        ({"save_distributed_checkpoint": 0}, "save_distributed_checkpoint=0"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProTrainFSDP2Strategy(**arguments)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
+def test_precision_is_checked(precision: Any) -> None:
+    with pytest.raises((ValueError, ModuleNotFoundError), match=r"64-true.*is not supported|transformer_engine"):
+        L.Trainer(strategy="protrain_fsdp2", accelerator="cpu", devices=1, precision=precision, logger=False)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+
+
+class ReadsWeights(nn.Module):
+    """A layer whose weight is used without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.embedding(tokens), self.head.weight)
+
+
+def with_part(part: nn.Module) -> ParityModule:
+    module = variants()["val"]()
+    module.network.part = part
+    return module
+
+
+def sharded_by_hand() -> ParityModule:
+    module = variants()["val"]()
+    for block in module.network.blocks:
+        fully_shard(block, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
+
+
+def own_checkpointing() -> ParityModule:
+    module = zoo()["tied"]()
+    module.network.gradient_checkpointing_enable()
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "automatic_optimization=False": (variants()["multi_optimizer"], {}, {}),
+    "EMAWeightAveraging keeps": (variants()["val"], {}, {"callbacks": [EMAWeightAveraging()]}),
+    "ParityModule has no nn.ModuleList": (lambda: ParityModule(Uneven()), {}, {}),
+    "found nothing to recompute": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
+    "'network.part.factor' has no dimension": (lambda: with_part(Scalar()), {}, {}),
+    "'network.part.weight' has quantised values": (lambda: with_part(Quantised()), {}, {}),
+    "are trained in one FSDP unit": (lambda: with_part(nn.Linear(2, 2).bfloat16()), {}, {}),
+    "'network.blocks.0' is sharded already": (sharded_by_hand, {}, {}),
+    "Gradient checkpointing is switched on": (own_checkpointing, {"activation_checkpointing": True}, {}),
+}
+
+
+def refusals(rank: int) -> dict[str, tuple[str, bool]]:
+    found = {}
+    for message, (build, arguments, options) in REFUSED.items():
+        module = build()
+        with pytest.raises(ValueError) as caught:
+            train(rank, module, partial(ProTrainFSDP2Strategy, **arguments), **options)
+        found[message] = str(caught.value), isinstance(module, FSDPModule)
+    return found
+
+
+def test_what_cannot_be_sharded_is_refused_before_it_is(tmp_path: Path) -> None:
+    for found in values(run_ranks(refusals, RANKS, tmp_path)):
+        for message, (text, sharded) in found.items():
+            assert message in text
+            assert not sharded
+
+
+def different_models(rank: int) -> None:
+    module = variants()["val"]()
+    if rank == 1:
+        module.network.norm.requires_grad_(False)
+    train(rank, module, ProTrainFSDP2Strategy)
+
+
+def weights_that_are_read(rank: int) -> None:
+    module = ParityModule(ReadsWeights())
+    train(rank, module, partial(ProTrainFSDP2Strategy, policy="size", min_num_params=SMALL - 100))
+
+
+def test_different_models_are_named_on_all_ranks(tmp_path: Path) -> None:
+    for outcome in run_ranks(different_models, RANKS, tmp_path):
+        assert outcome.error is not None
+        assert outcome.error.startswith("ValueError: The model of rank 1 is not that of rank 0: it has network.norm")
+
+
+def test_a_weight_that_is_read_and_not_called_is_explained(tmp_path: Path) -> None:
+    for outcome in run_ranks(weights_that_are_read, RANKS, tmp_path):
+        assert outcome.error is not None
+        assert "A weight was used while it was not gathered" in outcome.error

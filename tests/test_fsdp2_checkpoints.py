@@ -1,0 +1,98 @@
+"""What FSDP2 saves a plain Trainer resumes, and the other way round; evaluation, and a second fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from tests.fsdp2_cases import BOUND, CLIPPED, KINDS, MODELS, RANKS, Trained, largest_difference, train
+from tests.models import variants
+from tests.ranks import run_ranks, trainer_on_rank, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*smaller than the logging")
+
+
+def resume(rank: int, folder: Path, model: str, pairs: list[tuple[str, str]], plugins: list[Any]) -> dict[Any, float]:
+    """Each pair is who saves after one epoch, and who trains the second one."""
+    options = {"limit_train_batches": 3, "plugins": plugins, **CLIPPED}
+    whole, _ = train(rank, MODELS[model](), KINDS["ddp"], max_epochs=2, **options)
+    differences = {}
+    for saver, loader in pairs:
+        path = folder / f"{saver}-{loader}.ckpt"
+        _, trainer = train(rank, MODELS[model](), KINDS[saver], max_epochs=1, **options)
+        trainer.save_checkpoint(path)
+        module = MODELS[model]()
+        trainer = trainer_on_rank(rank, RANKS, KINDS[loader], max_epochs=2, **options)
+        torch.manual_seed(rank)
+        trainer.fit(module, ckpt_path=path)
+        assert trainer.global_step == 6
+        weights = whole.weights if loader != "parts" else {}
+        names = [name for name, _ in itertools.chain(module.named_parameters(), module.named_modules())]
+        resumed = Trained(module.losses, trainer.strategy.lightning_module_state_dict() if weights else {}, names)
+        expected = Trained(whole.losses[3:], weights, whole.names)
+        differences[saver, loader] = largest_difference(resumed, expected, rank)
+    return differences
+
+
+@pytest.mark.parametrize("model", ["frozen", "tied"])
+def test_checkpoints_are_those_of_a_plain_trainer(model: str, tmp_path: Path) -> None:
+    pairs = [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("fsdp2", "offloaded"), ("parts", "parts")]
+    for differences in values(run_ranks(resume, RANKS, tmp_path, tmp_path, model, pairs, [])):
+        assert len(differences) == len(pairs)
+        assert max(differences.values()) <= BOUND
+
+
+def test_checkpoints_may_be_folders(tmp_path: Path) -> None:
+    plugins = [ProTrainCheckpointIO()]
+    for differences in values(run_ranks(resume, RANKS, tmp_path, tmp_path, "full", [("fsdp2", "fsdp2")], plugins)):
+        assert max(differences.values()) <= BOUND
+
+
+def evaluate_and_fit_again(rank: int, folder: Path, kind: Callable[..., Any]) -> list[Tensor]:
+    """All losses, in their order; weights are seen in parts whenever nothing runs."""
+    module, path = variants()["val"](), folder / f"{kind.func.__name__}.ckpt"
+    trainer = trainer_on_rank(rank, RANKS, kind, max_epochs=1, limit_train_batches=2, limit_val_batches=2)
+    trainer.validate(module, verbose=False)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module)
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+        trainer.validate(module, verbose=False)
+        if isinstance(module, FSDPModule):
+            assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    trainer.validate(module, ckpt_path=path, weights_only=True, verbose=False)
+    return [*module.losses, *module.val_losses]
+
+
+def evaluate_with_both(rank: int, folder: Path) -> None:
+    ours, theirs = (evaluate_and_fit_again(rank, folder, kind) for kind in (KINDS["fsdp2"], partial(DDPStrategy)))
+    assert len(ours) == len(theirs) > 10
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_evaluation_and_a_second_fit(tmp_path: Path) -> None:
+    values(run_ranks(evaluate_with_both, RANKS, tmp_path, tmp_path))
+
+
+def parts_into_whole(rank: int, folder: Path) -> None:
+    _, trainer = train(rank, MODELS["full"](), KINDS["parts"], max_steps=1)
+    trainer.save_checkpoint(folder / "parts")
+    trainer_on_rank(rank, RANKS, KINDS["fsdp2"]).fit(MODELS["full"](), ckpt_path=folder / "parts")
+
+
+def test_a_checkpoint_in_parts_is_refused(tmp_path: Path) -> None:
+    for outcome in run_ranks(parts_into_whole, RANKS, tmp_path, tmp_path):
+        assert outcome.error is not None
+        assert "was saved in parts. Give save_distributed_checkpoint=True" in outcome.error
