@@ -6,10 +6,13 @@ PEFT is imported where adapters are made: it takes bitsandbytes along, which tak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,6 +67,66 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
         names = ", ".join(sorted(linear))
         raise ValueError(f"lora does not fit the model: {error} Its linear layers are: {names}.") from error
     return adapted
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:
+    """The model with the adapter that PEFT has saved in `folder`.
+
+    Raises:
+        ValueError: There is none, or it is of another base.
+    """
+    from peft import PeftModel
+
+    refuse_other_base(model, folder)
+    return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+
+
+def refuse_other_base(model: nn.Module, folder: str | Path) -> None:
+    """Reads of a saved adapter what it is for, and nothing of its weights.
+
+    Raises:
+        ValueError: The folder holds no adapter; or the adapter is of a model with other layers, or layers of other
+            sizes, than `model` has. The first is named, with the sizes.
+    """
+    folder = Path(folder)
+    weights = folder / "adapter_model.safetensors"
+    if not (folder / "adapter_config.json").is_file() or not weights.is_file():
+        raise ValueError(f"{str(folder)!r} holds no adapter of PEFT: adapter_config.json or {weights.name} is missing.")
+    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    with safe_open(weights, framework="pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    for path, what, size, own in _sizes_of(shapes, model):
+        if size != own:
+            found = "the model has no such layer" if own is None else f"that of the model has {what.format(own)}"
+            raise ValueError(
+                f"The adapter in {str(folder)!r} was trained on another base ({base}): its {path!r} has "
+                f"{what.format(size)}, and {found}. Load the base that it was trained on."
+            )
+
+
+# Of the tensors of LoRA: what their dimension tells of the layer, which one that is, and what the layer calls it.
+_SIDES = {
+    "A.weight": ("{} inputs", 1, "in_features"),
+    "B.weight": ("{} outputs", 0, "out_features"),
+    "embedding_A": ("{} tokens", 1, "num_embeddings"),
+    "embedding_B": ("{} features", 0, "embedding_dim"),
+}
+
+
+def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterator[tuple[str, str, object, object]]:
+    """Path of every adapted layer and weight that is saved whole, what is compared, in the adapter and in the model."""
+    layers, weights = dict(model.named_modules()), dict(model.named_parameters())
+    for key, shape in shapes.items():
+        name = key.removeprefix("base_model.model.")
+        path, _, kind = name.replace(".base_layer.", ".").rpartition(".lora_")
+        if kind in _SIDES and len(shape) == 2:
+            what, dimension, attribute = _SIDES[kind]
+            own = getattr(layers.get(path), attribute, None)
+            if own is not None or path not in layers:
+                yield path, what, shape[dimension], own
+        elif not path:
+            weight = weights.get(name.replace(".base_layer.", "."))
+            yield name, "the shape {}", list(shape), None if weight is None else list(weight.shape)
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:

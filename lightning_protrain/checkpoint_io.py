@@ -26,7 +26,7 @@ from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.locks import RunLock
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
 from lightning_protrain.checkpoint.names import check_name, check_run
-from lightning_protrain.checkpoint.payload import Payload, split
+from lightning_protrain.checkpoint.payload import Payload, join, split
 from lightning_protrain.checkpoint.retention import erase, retire, sweep
 from lightning_protrain.checkpoint.saving import save_payload
 from lightning_protrain.checkpoint.snapshot import Snapshot
@@ -67,6 +67,10 @@ class ProTrainCheckpointIO(CheckpointIO):
         self.parent: Manifest | None = None
         # Who loads on several ranks at once puts in what makes them fail together; the argument is for the message.
         self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
+        # Who takes another one if that is not good; says whether all that is read of it has been verified.
+        self.choose: Callable[[Path], tuple[Path, bool]] = _this_one
+        # Only what this rank needs is read; None: all.
+        self.rank: int | None = None
         # Who has more to say about what is loaded: gets the content, which it may change, and the place for messages.
         self.accept: Callable[[dict[str, Any], str], None] = _as_it_is
         # What is written behind the training, see [Note: Behind].
@@ -136,14 +140,16 @@ class ProTrainCheckpointIO(CheckpointIO):
         """
         self.writer.join()
         self.parent = None
+        path, verified = self.choose(_local(path))
         with self.together(f"Loading {path}"):
-            place = resolve(_local(path))
+            place = resolve(path)
             if not place.is_dir():
                 content = load_stock(place, map_location or "cpu", weights_only)
             elif not is_remains(place):
                 raise ValueError(f"{place} is a folder without {MANIFEST}: lightning_protrain has not saved it.")
             else:
-                content = load_folder(place, map_location, keep=True)
+                load = join if verified else load_folder
+                content = load(place, map_location, keep=True, rank=self.rank)
             self.accept(content, str(place))
             self.parent = read_manifest(place) if place.is_dir() else None
             return content
@@ -200,7 +206,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         if error is not None:
             rank_zero_warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}")
         self.together = nullcontext
-        self.accept = _as_it_is
+        self.choose, self.accept = _this_one, _as_it_is
         while self._locks:
             self._locks.popitem()[1].release()
 
@@ -226,6 +232,10 @@ def _local(path: str | os.PathLike[str]) -> Path:
             "and copy finished checkpoints from there."
         )
     return Path(os.path.abspath(text))
+
+
+def _this_one(place: Path) -> tuple[Path, bool]:
+    return place, False
 
 
 def _as_it_is(content: dict[str, Any], name: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_protrain import exporting
+
 # The callbacks are imported so that a config can call them by their short names.
 from lightning_protrain.callbacks import (  # noqa: F401
     baseline,
@@ -21,7 +23,7 @@ from lightning_protrain.callbacks import (  # noqa: F401
     failures,
     plan_monitor,
 )
-from lightning_protrain.checkpoint import consolidation, inspection
+from lightning_protrain.checkpoint import consolidation, inspection, ranks
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
@@ -29,6 +31,9 @@ from lightning_protrain.trainer import PlanningTrainer
 FILE_COMMANDS = {
     "inspect": "describe a checkpoint, or all of a folder, newest first",
     "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
+    "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
+    "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
+    "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
 }
 
 
@@ -94,7 +99,7 @@ def file_command(arguments: Sequence[str]) -> int:
     """Runs a command on files alone, which needs no model and no config.
 
     Args:
-        arguments: Of `inspect` or `consolidate`, the name of the command first.
+        arguments: Of one of FILE_COMMANDS, the name of the command first.
 
     Returns:
         The status to exit with: 1 if a checkpoint that was inspected is not good.
@@ -107,10 +112,32 @@ def file_command(arguments: Sequence[str]) -> int:
     consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
     consolidate.add_argument("folder", type=Path, help="the checkpoint; it is verified first")
     consolidate.add_argument("file", type=Path, help="its new name, as one file")
+    reshard = commands.add_parser("reshard", help=FILE_COMMANDS["reshard"])
+    reshard.add_argument("checkpoint", type=Path, help="it is verified first")
+    reshard.add_argument("folder", type=Path, help="the new one, not beside it")
+    reshard.add_argument("--ranks", type=int, required=True, help="how many")
+    for name in ("export", "merge"):
+        command = commands.add_parser(name, help=FILE_COMMANDS[name])
+        command.add_argument("checkpoint", type=Path, help="a folder of ProTrainCheckpoint, or a .ckpt file")
+        command.add_argument("folder", type=Path, help="to be made; it must not exist")
+        command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
+        command.add_argument(
+            "--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given"
+        )
+    command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
     try:
         if given.command == "consolidate":
             consolidation.consolidate(given.folder, given.file)
+            return 0
+        if given.command == "reshard":
+            ranks.reshard_folder(given.checkpoint, given.folder, given.ranks)
+            return 0
+        if given.command == "export":
+            exporting.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
+            return 0
+        if given.command == "merge":
+            exporting.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
             return 0
         text, good = inspection.inspect(given.path, given.verify)
     except (ValueError, OSError) as error:

@@ -88,6 +88,8 @@ def prepare_weights(model: nn.Module) -> None:
         if isinstance(weight, nn.Parameter) and not weight.is_meta:
             _quantise(weight)
             _gather(module, weight)
+            if "quant_state" in vars(weight):
+                _cast_bias(module)
 
 
 @contextmanager
@@ -152,6 +154,13 @@ def _quantise(weight: Any) -> None:
     waits_8bit = vars(weight).get("has_fp16_weights") is False and weight.is_floating_point()
     if waits_4bit or waits_8bit:
         weight.to(weight.device)  # in place
+
+
+def _cast_bias(module: nn.Module) -> None:
+    """Casts the bias as the first forward of a 4-bit layer does, for good: a streamed one would be cast in each."""
+    dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
+    if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter) and bias.dtype != dtype:
+        bias.data = bias.data.to(dtype)
 
 
 def _gather(module: nn.Module, weight: nn.Parameter) -> None:

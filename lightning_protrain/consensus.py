@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -54,7 +55,7 @@ def say_if_weights_differ(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.numel() and not parameter.is_meta:
             head = parameter.detach().flatten()[:16].cpu().contiguous()
-            digest.update(bytes(head.untyped_storage())[: head.nbytes])
+            digest.update(head.view(torch.uint8).numpy().tobytes())
     digests = gather(digest.hexdigest())
     others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if others:

@@ -16,11 +16,9 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -28,7 +26,6 @@ from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -37,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_protrain.fsdp_refusals import refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     load_optimizer_parts,
     load_parts,
@@ -45,13 +43,13 @@ from lightning_protrain.fsdp_state import (
     whole_optimizer_state,
     whole_states,
 )
-from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, point_to_parts
+from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, mixed_precision, point_to_parts
 from lightning_protrain.fsdp_units import POLICIES, Policy, choose_checkpointed, choose_units, refuse_unshardable
 from lightning_protrain.peers import PeerAccess, peers_found
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
+# Methods of a LightningModule that compute with its weights, besides `forward`.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
 class ProTrainFSDP2Strategy(ModelParallelStrategy):
@@ -114,8 +112,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self._sync_each_batch = sync_each_batch
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
-        # Of a checkpoint for a model that has no memory yet: its weights, and whether all names must be there.
-        self._awaiting: tuple[Mapping[str, Any], bool] | None = None
+        self._has_stepped = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -123,12 +120,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        known = plugin is None or type(plugin) in (Precision, HalfPrecision, MixedPrecision)
-        if plugin is not None and not (known and plugin.precision in _PRECISIONS):
-            raise ValueError(
-                f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by "
-                f'strategy="protrain_fsdp2". Set Trainer(precision=...) to one of {", ".join(map(repr, _PRECISIONS))}.'
-            )
+        refuse_precision(plugin)
         self._precision_plugin = plugin
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
@@ -153,8 +145,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.set_world_ranks()
         meeting, num_ranks = cast(ClusterEnvironment, self.cluster_environment), self.num_nodes * self.num_processes
         ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
-        with ways as self._peers:
+        with ways as found:
             super()._setup_distributed()
+        if found.link != "unknown":  # In a second run there is a group, and nobody is asked again.
+            self._peers = found
 
     def setup(self, trainer: Trainer) -> None:
         """Shards the model, the first time, and makes the optimizers.
@@ -169,18 +163,15 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         recomputed: tuple[str, ...] = ()
         if fitting:
-            self._refuse(trainer, model)
+            refuse_run(trainer, model, self._layer_sync is not None)
             if self._activation_checkpointing:
+                refuse_own_checkpointing(model)
                 recomputed = choose_checkpointed(model, self._min_num_params)
         known: list[tuple[weakref.ref[nn.Parameter], str]] = []
         if not isinstance(model, FSDPModule):
             known = [(weakref.ref(parameter), name) for name, parameter in model.named_parameters()]
             self._shard(model)
         self.model = model
-        if self._awaiting is not None:
-            states, strict = self._awaiting
-            self._awaiting = None
-            load_parts(model, states, strict)
         self.model_to_device()
         self.barrier()
         if fitting:
@@ -204,30 +195,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             self._undo.pop()()
         super().teardown()
 
-    def _refuse(self, trainer: Trainer, model: LightningModule) -> None:
-        if not model.automatic_optimization:
-            raise ValueError(
-                'automatic_optimization=False: strategy="protrain_fsdp2" gathers weights around a whole training_step, '
-                'and a backward pass within it would free them. Use strategy="ddp", or automatic optimization.'
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ValueError(
-                    f"{type(callback).__name__} keeps a second, whole copy of the weights, which cannot be averaged "
-                    'with the parts that strategy="protrain_fsdp2" leaves on each rank. Remove the callback.'
-                )
-        if self._layer_sync is not None:
-            raise ValueError('sync_batchnorm=True is not supported by strategy="protrain_fsdp2". Leave it out.')
-        if self._activation_checkpointing:
-            refuse_own_checkpointing(model)
-
     def _shard(self, model: LightningModule) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                raise ValueError(
-                    f"{name!r} is sharded already. Take fully_shard out of configure_model, or use "
-                    "ModelParallelStrategy, which leaves it to you."
-                )
+        refuse_sharded(model)
         refuse_different_models(model)
         self.precision_plugin.convert_module(model)
         units = choose_units(model, self._policy, self._min_num_params)
@@ -244,7 +213,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         )
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
-            "mp_policy": _mixed_precision(self.precision_plugin.precision),
+            "mp_policy": mixed_precision(self.precision_plugin.precision),
             "offload_policy": self._offload_policy(),
         }
         placed: set[int] = set()
@@ -255,8 +224,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             placed.update(id(buffer) for buffer in module.buffers())
             fully_shard(module, **options)
         for step in _STEPS:
-            register_fsdp_forward_method(model, step)
-        _materialize_distributed_module(model, torch.device("cpu") if self._cpu_offload else self.root_device)
+            if hasattr(model, step):
+                register_fsdp_forward_method(model, step)
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self._cpu_offload:
@@ -273,20 +242,35 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with explained():
-            return super().training_step(*args, **kwargs)
+        return self._run(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with explained(), evaluating():
-            return super().validation_step(*args, **kwargs)
+        with evaluating():
+            return self._run(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with explained(), evaluating():
-            return super().test_step(*args, **kwargs)
+        with evaluating():
+            return self._run(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with explained(), evaluating():
-            return super().predict_step(*args, **kwargs)
+        with evaluating():
+            return self._run(super().predict_step, args, kwargs)
+
+    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._has_stepped = True
+        with explained():
+            return step(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Left in the middle of a step, weights would be seen gathered, and the next step would take it for its own.
+        reset = getattr(self.model, "reset_iter_state", None)  # Not before torch 2.12.
+        if self._has_stepped and reset is not None:
+            reset()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._free()  # A forward between backward and step has gathered what is old now.
+        return result
 
     def on_validation_end(self) -> None:
         self._free()
@@ -365,12 +349,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._save_distributed_checkpoint:
             return
-        model = self.lightning_module
-        assert model is not None
-        if any(parameter.is_meta for parameter in model.parameters()):
-            self._awaiting = checkpoint["state_dict"], strict
-        else:
-            load_parts(model, checkpoint["state_dict"], strict)
+        assert self.lightning_module is not None
+        load_parts(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._save_distributed_checkpoint:
@@ -383,11 +363,3 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         """Registers `"protrain_fsdp2"`; a second call changes nothing."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="FSDP2 that shards by itself")
-
-
-def _mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """Weights are sent in the dtype that autocast computes in; gradients are reduced in that of the weights."""
-    if precision != "bf16-mixed":
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Autocast casts what it is given; targets and the like keep their dtype.
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

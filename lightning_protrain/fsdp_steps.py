@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.recompute import checkpoint
@@ -78,3 +79,11 @@ def explained() -> Generator[None, None, None]:
             "calling it, or calls its `forward` directly. Call the module itself, or give policy='none' or a larger "
             "min_num_params."
         ) from error
+
+
+def mixed_precision(precision: str) -> MixedPrecisionPolicy:
+    """Weights are sent in the dtype that autocast computes in; gradients are reduced in that of the weights."""
+    if precision != "bf16-mixed":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    # Autocast casts what it is given; targets and the like keep their dtype.
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

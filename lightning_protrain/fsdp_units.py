@@ -97,13 +97,18 @@ def refuse_unshardable(model: nn.Module, units: ShardUnits) -> None:
     """Before anything is moved.
 
     Raises:
-        ValueError: A parameter without dimensions or with quantised values, or two trainable ones of different dtypes
-            in one unit.
+        ValueError: A parameter without memory, without dimensions or with quantised values, or two trainable ones of
+            different dtypes in one unit.
     """
     chosen = {id(model.get_submodule(name)) for name in units.names}
     first: dict[tuple[str, ...], tuple[str, torch.dtype]] = {}
     for name, owners in _owners(model, chosen).items():
         parameter = model.get_parameter(name)
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name!r} has no memory (meta device), and nothing says what its values are. Build the model on the "
+                "CPU; each rank takes its parts from there."
+            )
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name!r} has no dimension, so it cannot be sharded. Make it one of shape (1,): "

@@ -24,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.architectures import auto_class, vocab_size_of
+from lightning_protrain.quantization import quantizer
 
 # Names of dtypes in safetensors.
 _DTYPES = {
@@ -66,6 +67,7 @@ def load_model(
     attn_implementation: str | None = None,
     vocab_size: int | None = None,
     allow_pickle: bool = False,
+    quantization: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The pretrained model of a folder, in memory of its own; see [Note: Loading].
 
@@ -76,6 +78,7 @@ def load_model(
         attn_implementation: Attention of transformers; None lets it choose.
         vocab_size: Rows that the embedding is to have; None: as it is.
         allow_pickle: Whether `.bin` files may be unpickled where there are no safetensors.
+        quantization: Arguments of `BitsAndBytesConfig` by which weights are quantised as they are read.
 
     Raises:
         ValueError: There are no weights, or pickled ones alone; they are quantised in a way that cannot be trained; a
@@ -93,12 +96,16 @@ def load_model(
         options |= {"config": config, "dtype": dtype_of(dtype, config, stored)}
         empty = {name: tensor.without_values() for name, tensor in stored.items()}
         _check(folder, kind, empty, {**options, "device_map": {"": "meta"}})
+        if quantization is not None:
+            options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
         model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         model.config.name_or_path = folder
         if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
             model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
         _refuse_pickle(folder, allow_pickle)
+        if quantization is not None:
+            raise ValueError(f"Pickled weights are not quantised: convert those in {folder!r} to safetensors.")
         model, found = kind.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, found)
     if vocab_size not in (None, vocab_size_of(model.config)):
@@ -164,7 +171,7 @@ def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
     method = str(given.get("quant_method", "unknown")).rpartition(".")[2].lower()
     raise ValueError(
         f"The weights in {folder!r} are quantised ({method}), and cannot be trained from there: supported are float32, "
-        "bfloat16 and float16. Take the model that they were made from."
+        "bfloat16 and float16. Take the model that they were made from, with `quantization` if they are too large."
     )
 
 

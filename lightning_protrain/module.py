@@ -24,6 +24,7 @@ from lightning_protrain.data.packing import check_packing
 from lightning_protrain.loading import load_model
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
+from lightning_protrain.quantization import check_quantization, quantize_without_memory
 from lightning_protrain.schedule import learning_rate_factor
 from lightning_protrain.scoring import token_scores
 
@@ -63,6 +64,8 @@ class CausalLMModule(LightningModule):
         vocab_size: Rows of the embedding. None: what the model or the config says, else the size of the tokenizer of
             the datamodule, rounded up to a multiple of 64.
         allow_pickle: Whether weights of `model` may be unpickled from `.bin` files where there are no safetensors.
+        quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, for frozen weights
+            below adapters; needs `model` and `lora`.
 
     Raises:
         ValueError: If not exactly one of `model` and `config` is given, if a number is out of its range, or if the
@@ -87,6 +90,7 @@ class CausalLMModule(LightningModule):
         lora: dict[str, Any] | None = None,
         nonfinite: NonFinite = "exclude",
         allow_pickle: bool = False,
+        quantization: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if (model is None) == (config is None):
@@ -95,6 +99,8 @@ class CausalLMModule(LightningModule):
             check_config(config)
         if lora is not None:
             lora_config(lora)
+        if quantization is not None:
+            check_quantization(quantization, lora)
         self.save_hyperparameters()
         _check_numbers(self.hparams)
         self.model = None
@@ -130,8 +136,10 @@ class CausalLMModule(LightningModule):
         options = {name: given[name] for name in ("dtype", "attn_implementation")}
         if given["model"] is None or torch.get_default_device().type == "meta":
             model = build_model(config, **options)
+            if given["quantization"] is not None:
+                quantize_without_memory(model, given["quantization"])
         else:
-            options |= {name: given[name] for name in ("vocab_size", "allow_pickle")}
+            options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
             model = load_model(given["model"], config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(

@@ -95,7 +95,7 @@ class DataParallelStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.is_distributed:
-            self._ranks = find_ranks(self.local_rank, self.num_processes)
+            self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
 
     @property
     def precision_plugin(self) -> ProTrainPrecision:

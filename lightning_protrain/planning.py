@@ -33,6 +33,7 @@ from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 from lightning_protrain.profiling import profile_training_step, streamable
+from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
 
 # Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
@@ -241,7 +242,7 @@ class Case:
         Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict;
         but what fits must cost nothing.
         """
-        if self.wishes.knobs.given:
+        if set(self.wishes.knobs.given) - set(self.wishes.knobs.forbids_alone):
             return None
         plan = make_plan(self.layout, "resident", Knobs(), None, None, self.state_bytes, self.wishes.min_num_params)
         return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
@@ -299,8 +300,9 @@ def describe_case(
         elsewhere: Whether it is planned for other machines; then `Case.on` profiles the step, for each kind of GPU.
 
     Raises:
-        ValueError: A model that cannot be described, or a step that has to be profiled and cannot be.
+        ValueError: A model that cannot be described or streamed, or a step that has to be profiled and cannot be.
     """
+    refuse_unsupported(model)
     prepare_weights(model)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
     if optimizers is None and isinstance(wishes.choice, Plan):

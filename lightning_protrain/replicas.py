@@ -60,6 +60,8 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
         )
     finally:
         del model._ddp_params_and_buffers_to_ignore
+        for parameter in model.parameters():
+            vars(parameter).pop("_ddp_ignored", None)  # It has been read, and would outlive the run.
     taken, _ = wrapped._build_params_for_reducer()
     assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP has taken other parameters than it should"
     if options.comm_hook is not None:
@@ -108,6 +110,11 @@ class FlatAverage:
 
     def _average(self, group: list[nn.Parameter]) -> None:
         grads = [parameter.grad for parameter in group]
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            raise RuntimeError(
+                "A gradient of a resident parameter is sparse, and only dense ones make one flat tensor. Use "
+                '`sparse=False`, or set adapter_grad_sync="ddp".'
+            )
         parts = [
             torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
             for parameter, grad in zip(group, grads, strict=True)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
+import peft
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -77,9 +78,17 @@ def seeded(build: Callable[[], Any]) -> Callable[[], Any]:
     return make
 
 
+def lora() -> ParityModule:
+    module = zoo()["frozen"]()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+    module.network = peft.get_peft_model(module.network.bfloat16(), config)  # The adapters are of float32.
+    return module
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     **{name: zoo()[name] for name in ("tied", "frozen", "unused", "lstm", "dropout", "reused")},
     "full": variants()["val"],
+    "lora": lora,
     "uneven": seeded(lambda: ParityModule(Uneven())),
     "flat": seeded(Flat),
 }

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import lightning as L
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.companions import packed_nbytes
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.strategy import ProTrainStrategy
-from tests.models import VOCABULARY, HuggingFaceModule, fit, zoo
+from tests.models import VOCABULARY, HuggingFaceModule, ValidationModule, _llama, fit, zoo
 from tests.parity import Result, differences, run, snapshot
 from tests.plans import plans
-from tests.quantised import LAYERS, WIDTH, build, module
+from tests.quantised import LAYERS, WIDTH, QuantisedLanguageModel, build, module
 
 SHORT: dict[str, Any] = {"limit_train_batches": 4}
 EMBEDDINGS: dict[str, Any] = {
@@ -36,11 +40,17 @@ def assert_equal(expected: list[Tensor], found: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+@cache
+def plain(kind: str) -> Result:
+    """The kind in plain Lightning."""
+    return run(module(kind), **SHORT)
+
+
 @pytest.mark.parametrize("plan", ["offload", "kept", "alternating", "half"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parity(kind: str, plan: str) -> None:
     """Neither module is quantised before: the strategy does it where plain Lightning does, at set-up."""
-    expected = run(module(kind), **SHORT)
+    expected = plain(kind)
     quantised = module(kind).to("cpu")
     assert differences(expected, run(module(kind), plans()[plan](quantised), **SHORT)) == []
 
@@ -71,8 +81,6 @@ def test_parity_of_quantised_embeddings(embedding: str) -> None:
 
 def qlora(kind: str) -> HuggingFaceModule:
     """A Llama whose layers are quantised, with PEFT's adapters on them."""
-    from peft import LoraConfig, get_peft_model
-
     one = zoo()["frozen"]()
     for block in one.network.model.layers:
         for name, linear in [pair for pair in block.named_modules() if isinstance(pair[1], nn.Linear)]:
@@ -82,8 +90,8 @@ def qlora(kind: str) -> HuggingFaceModule:
             fresh.weight.data = linear.weight.data.clone()
             setattr(block.get_submodule(parent), attribute, fresh.requires_grad_(False))
     torch.manual_seed(1)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
-    return HuggingFaceModule(get_peft_model(one.network.to("cpu"), config))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
+    return HuggingFaceModule(peft.get_peft_model(one.network.to("cpu"), config))
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
@@ -99,6 +107,70 @@ def test_parity_with_adapters_of_peft(kind: str, plan: str) -> None:
     expected = run(qlora(kind), **SHORT)
     found = qlora(kind)
     assert differences(expected, run(found, plans()[plan](found), **SHORT)) == []
+
+
+CONFIGS: dict[str, Any] = {
+    "nf4": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    ),
+    "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of transformers, on disk."""
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    _llama(num_layers=3, tied=False).save_pretrained(path)
+    return path
+
+
+def loaded(folder: Path, kind: str) -> HuggingFaceModule:
+    """As most people make it: quantised by transformers, prepared and adapted by PEFT, states of 8 bits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS[kind]())
+    prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    one = HuggingFaceModule(peft.get_peft_model(prepared, config).train())
+    trained = [parameter for parameter in one.parameters() if parameter.requires_grad]
+    one.configure_optimizers = lambda: bnb.optim.AdamW8bit(trained, lr=0.01, min_8bit_size=16)  # type: ignore[method-assign]
+    return one
+
+
+@pytest.mark.parametrize("plan", ["offload", "kept"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_parity_of_a_checkpoint_that_transformers_quantises(kind: str, plan: str, folder: Path) -> None:
+    expected, found = run(loaded(folder, kind), **SHORT), loaded(folder, kind)
+    assert differences(expected, run(found, plans()[plan](found), **SHORT)) == []
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_it_is_saved_and_resumed_in_parts(kind: str, folder: Path, tmp_path: Path) -> None:
+    whole, begun, resumed = (loaded(folder, kind) for _ in range(3))
+    fit(whole, max_epochs=2, **SHORT)
+    for one, epochs in ((begun, 1), (resumed, 2)):
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        strategy, saving = ProTrainStrategy(plan="offload", monitor=False), ProTrainCheckpoint(tmp_path)
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **quiet, **SHORT}
+        trainer = L.Trainer(max_epochs=epochs, strategy=strategy, callbacks=[saving], **options)
+        path = max(tmp_path.glob("*.ckpt"), default=None)
+        trainer.fit(one, ckpt_path=path, weights_only=False)
+    assert_equal(list(whole.losses), [*begun.losses, *resumed.losses])
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_validation_streams_too(kind: str) -> None:
+    """Plain bitsandbytes gives 4-bit weights another layout on some CPUs here, and cannot train on."""
+    runs = []
+    for num_batches in (0, 2):
+        torch.manual_seed(0)
+        one = ValidationModule(QuantisedLanguageModel(kind))
+        options = {"limit_val_batches": num_batches, "max_epochs": 2}
+        fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False), **SHORT, **options)
+        runs.append(one)
+    assert_equal(list(runs[0].losses), list(runs[1].losses))
+    assert torch.stack(runs[1].val_losses).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -132,3 +204,14 @@ def test_a_plan_counts_the_bytes_of_companions(kind: str) -> None:
     assert strategy.plan is not None
     live = strategy.counters.peak_live_bytes
     assert live == strategy.plan.memory.chunk_buffers
+
+
+def test_parity_of_layers_that_cast_their_bias() -> None:
+    runs = []
+    for plan in (None, "offload"):
+        one = module("nf4 nested")
+        for block in one.network.blocks:
+            block.base.compute_dtype, block.base.compute_type_is_set = torch.bfloat16, True
+        runs.append(run(one, plan, **SHORT))
+    assert differences(*runs) == []
+    assert runs[1].weights["network.blocks.0.base.bias"].dtype is torch.bfloat16

@@ -298,12 +298,20 @@ def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.Monk
     assert torch.load("plain.ckpt", weights_only=True)["state_dict"].keys() == BoringModel().state_dict().keys()
 
 
+def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> None:
+    newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
+    assert file_command(["reshard", str(newest), "two/x.ckpt", "--ranks", "2"]) == 0
+    assert sorted(path.name for path in Path("two/x.ckpt").glob("rank*")) == ["rank00000.pt", "rank00001.pt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["inspect", "nothing"], "nothing is no checkpoint"),
         (["inspect"], "required: path"),
         (["consolidate", "nothing", "x.ckpt"], "nothing"),
+        (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
+        (["reshard", "nothing", "a/b"], "required: --ranks"),
     ],
 )
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,16 @@ def test_what_the_first_forward_takes_off_an_8_bit_weight_hangs_on_it_again() ->
     assert torch.equal(layer(torch.ones(1, WIDTH)), expected)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_bias_is_cast_once_as_the_first_forward_does(dtype: torch.dtype | None) -> None:
+    expected, layer = (bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=dtype) for _ in range(2))
+    bias = layer.bias
+    prepare_weights(layer)
+    expected.to("cpu")(torch.ones(1, WIDTH))
+    assert layer.bias is bias
+    assert bias.dtype == expected.bias.dtype == (dtype or torch.float32)
+
+
 @pytest.mark.parametrize("other", [lambda kind: quantised(kind, seed=1), lambda kind: LAYERS[kind]()])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_layer_is_loaded_strictly(kind: str, other: Callable[[str], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.fsdp2_cases import BOUND, CLIPPED, KINDS, MODELS, RANKS, Trained, largest_difference, train
 from tests.models import variants
@@ -62,7 +64,9 @@ def test_checkpoints_may_be_folders(tmp_path: Path) -> None:
 def evaluate_and_fit_again(rank: int, folder: Path, kind: Callable[..., Any]) -> list[Tensor]:
     """All losses, in their order; weights are seen in parts whenever nothing runs."""
     module, path = variants()["val"](), folder / f"{kind.func.__name__}.ckpt"
-    trainer = trainer_on_rank(rank, RANKS, kind, max_epochs=1, limit_train_batches=2, limit_val_batches=2)
+    best = ProTrainCheckpoint(dirpath=path.with_suffix(""), monitor="val_loss", save_top_k=1)
+    options = {"limit_train_batches": 2, "limit_val_batches": 2, "enable_checkpointing": True, "callbacks": [best]}
+    trainer = trainer_on_rank(rank, RANKS, kind, max_epochs=1, **options)
     trainer.validate(module, verbose=False)
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
@@ -72,8 +76,41 @@ def evaluate_and_fit_again(rank: int, folder: Path, kind: Callable[..., Any]) ->
         trainer.validate(module, verbose=False)
         if isinstance(module, FSDPModule):
             assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    trainer.validate(module, ckpt_path=path, weights_only=True, verbose=False)
+    for saved in (path, "best"):
+        trainer.validate(module, ckpt_path=saved, weights_only=True, verbose=False)
     return [*module.losses, *module.val_losses]
+
+
+def fail_and_fit_again(rank: int, kind: Callable[..., Any]) -> list[Tensor]:
+    """Both ranks fail in the middle of the second forward, or backward, and train again."""
+    module = variants()["val"]()
+    original = module.loss
+
+    def fails(tokens: Tensor, batch_idx: int) -> Tensor:
+        loss = original(tokens, batch_idx)
+        if batch_idx == 1:
+            loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError("the test")))
+        return loss
+
+    for replacement in (fails, original):
+        module.loss = replacement
+        trainer = trainer_on_rank(rank, RANKS, kind, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+        with pytest.raises(KeyError) if replacement is fails else nullcontext():
+            trainer.fit(module)
+        if isinstance(module, FSDPModule):
+            assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        module.zero_grad(set_to_none=True)
+    return module.losses
+
+
+def fail_with_both(rank: int) -> None:
+    ours, theirs = (fail_and_fit_again(rank, kind) for kind in (KINDS["fsdp2"], partial(DDPStrategy)))
+    assert len(ours) == len(theirs) == 5
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_it_trains_again_after_a_failure(tmp_path: Path) -> None:
+    values(run_ranks(fail_with_both, RANKS, tmp_path))
 
 
 def evaluate_with_both(rank: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +76,13 @@ def test_what_is_never_called_is_no_unit() -> None:
 def test_what_reads_the_weights_of_its_children_is_whole() -> None:
     model = Pair(nn.MultiheadAttention(16, 2), nn.TransformerEncoderLayer(16, 2, 64))
     assert set(choose_units(model, "size", 100).names) == {"first", "second"}
+
+
+def test_layers_with_adapters_are_whole() -> None:
+    adapted = peft.get_peft_model(LanguageModel([Mlp(), Mlp()]), peft.LoraConfig(r=2, target_modules=["up"]))
+    found = choose_units(adapted, "size", 512).names
+    assert "base_model.model.blocks.0.up" in found
+    assert not any("base_layer" in name or "lora_" in name for name in found)
 
 
 def test_a_module_at_two_places_is_one_unit() -> None:
@@ -159,4 +167,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         refuse_unshardable(model, ShardUnits(()))
     model.own = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"'own' has quantised values \(torch\.int8\)"):
+        refuse_unshardable(model, ShardUnits(()))
+    model.own = nn.Parameter(torch.zeros(3, device="meta"))
+    with pytest.raises(ValueError, match=r"'own' has no memory"):
         refuse_unshardable(model, ShardUnits(()))

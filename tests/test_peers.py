@@ -206,7 +206,7 @@ def meet(rank: int, port: int) -> tuple[str, int, str | None]:
     limit = timedelta(seconds=20)
     report = PeerReport(rank, "a", rank == 0, None, "no" if rank else None)
     with (
-        mock.patch.object(lightning_protrain.peers, "probe", lambda *_: report),
+        mock.patch.object(lightning_protrain.peers, "probe", return_value=report),
         peers_found(meeting, rank, 2, CUDA[rank], None, limit) as access,
     ):
         url = f"tcp://127.0.0.1:{port}"

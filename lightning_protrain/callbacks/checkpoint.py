@@ -23,11 +23,12 @@ from torch import Tensor
 
 from lightning_protrain.callbacks import occasions
 from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
-from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.exchange import BOUND, Exchange
+from lightning_protrain.callbacks.fallback import newest_listed, newest_of_all
 from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
 from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
-from lightning_protrain.callbacks.ranks import refuse_different
+from lightning_protrain.callbacks.ranks import refuse_unequal
 from lightning_protrain.callbacks.resuming import Resumption
 from lightning_protrain.callbacks.scores import Scores
 from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
@@ -85,6 +86,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
         self._scores = Scores(self.ranking)
+        self._exchange = Exchange(None)
+        # What "last" has found on this rank, on one of several.
+        self._listed: str | None = None
         self._due = False
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
@@ -125,12 +129,14 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             OSError: The disk has not even room for the weights.
         """
         super().setup(trainer, pl_module, stage)
-        checkpoints = install_io(trainer, self.run)
+        self._exchange = self._scores.exchange = Exchange.open(self.state_key)
+        checkpoints = install_io(trainer, self.run, self._exchange)
+        checkpoints.choose = lambda path: self._choose(trainer, path)
         checkpoints.accept = lambda content, name: self._resumption.accept(trainer, content, name)
         if stage == "fit":
-            self._resumption.begin(trainer)
+            self._resumption.begin(trainer, self._exchange)
         if stage == "fit" and not tries_only(trainer):
-            prepare_folder(trainer, pl_module, self._root)
+            prepare_folder(trainer, pl_module, self._root, self._exchange)
             if self.save_on_preemption:
                 self._preemption.shield_workers(trainer)
 
@@ -142,25 +148,41 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         """
         checkpoints = io_of(trainer)
         # Without a checkpoint to resume from, a second fit goes on where the first one has ended.
-        parent = checkpoints.parent if trainer.ckpt_path else trainer.strategy.broadcast(self._parent)
+        parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
-        refuse_different(name, f"The ranks have loaded different checkpoints from {trainer.ckpt_path}")
+        refuse_unequal(
+            self._exchange.gather(name, "Resuming"),
+            f"The ranks have loaded different checkpoints from {trainer.ckpt_path}",
+        )
         parent = checkpoints.parent = parent if parent is not None and parent.run == self.run else None
         self._resumed_from = None if parent is None else parent.identity
         line = [] if parent is None else line_of(find(self._root, self.run), parent)
-        self._remember(trainer.strategy.broadcast(line))
+        self._remember(self._exchange.broadcast(line, "Resuming"))
         self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
         self._due = False
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if trainer.world_size > 1:  # They do not know of each other yet; `_choose` verifies it.
+            listed = newest_listed(root, self.run)
+            self._listed = None if listed is None else str(listed)
+            return super()._find_last_checkpoints(trainer) if listed is None else {str(listed)}
         newest = newest_good(root, self.run, usable)
         if newest.chosen is None:
             return super()._find_last_checkpoints(trainer)
         if newest.skipped:
             rank_zero_warn(newest.message())
         return {str(newest.chosen.path)}
+
+    def _choose(self, trainer: Trainer, path: Path) -> tuple[Path, bool]:
+        """All ranks together take the newest good one, if it was asked for the last one."""
+        if self._listed != str(path):
+            return path, False
+        newest = newest_of_all(self._exchange, trainer.global_rank, path.parent, self.run)
+        if newest.skipped:
+            rank_zero_warn(newest.message())
+        return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
     # --- what goes on in a resumed run --------------------------------------------------------------------------------
 
@@ -246,10 +268,13 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             self._save_now(trainer, *self._scores.now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves at the end of a step, if asked to; not on several ranks, of which others may not have failed."""
+        """Saves at the end of a step, if asked to, and if all ranks end there."""
         try:
-            if self._should_save_on_exception(trainer) and trainer.world_size == 1 and not accumulates(trainer):
-                self._save_now(trainer, None, fresh=False)
+            if self._should_save_on_exception(trainer):
+                where = trainer.global_step, accumulates(trainer)
+                steps = self._exchange.gather(where, f"Ending at step {where[0]}", patience=BOUND / 4)
+                if set(steps) == {(where[0], False)}:
+                    self._save_now(trainer, None, fresh=False)
         except (OSError, RuntimeError, ValueError) as error:  # The exception that ends the run is the one to be seen.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
         finally:
@@ -267,6 +292,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._preemption.restore()
 
     def _close(self, trainer: Trainer) -> None:
+        self._exchange.close()
         self._preemption.close()
         self._agreement.close()
         if isinstance(trainer.strategy.checkpoint_io, ProTrainCheckpointIO):
@@ -283,7 +309,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             return
         self._settle(trainer)
         candidates = self._monitor_candidates(trainer)
-        path = trainer.strategy.broadcast(self._path(candidates, fresh))
+        path = self._exchange.broadcast(self._path(candidates, fresh), f"Saving step {trainer.global_step}")
         record = {**self.ranking.record(score), "callback": self.state_key}
         if accumulates(trainer):
             record[ACCUMULATING] = True
@@ -298,10 +324,10 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
     def _write(self, trainer: Trainer, path: str, record: dict[str, Any], behind: bool) -> None:
         """What `Trainer.save_checkpoint` does, but that all ranks fail if one does."""
         doing = f"Saving {path}"
-        with failing_together(doing):
+        with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        self._resumption.gather(trainer, checkpoint)
-        with failing_together(doing), io_of(trainer).copying(self._snapshot if behind else None):
+        self._resumption.gather(checkpoint, doing)
+        with self._exchange.together(doing), io_of(trainer).copying(self._snapshot if behind else None):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
     def _settle(self, trainer: Trainer) -> None:
@@ -310,7 +336,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         if pending is None:
             return
         kept: list[Found] = []
-        with failing_together(f"Saving {pending.path}"):
+        doing = f"Saving {pending.path}"
+        with self._exchange.together(doing):
             if trainer.is_global_zero:
                 kept = self._prune(trainer) if pending.job is None else io_of(trainer).writer.settle(pending.job)
         self._parent = io_of(trainer).parent
@@ -320,7 +347,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         if self.verbose:
             score = "" if pending.score is None else f", score {pending.score}"
             rank_zero_info(f"Step {pending.step}: saved {pending.path}{score}")
-        self._remember(trainer.strategy.broadcast(kept))
+        self._remember(self._exchange.broadcast(kept, doing))
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)

@@ -70,17 +70,18 @@ class Exchange:
         number = store.add(f"opened/{rank}", 1)  # Nothing that an earlier one has left is read.
         return Exchange(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
 
-    def gather(self, value: Value, doing: str) -> list[Value]:
+    def gather(self, value: Value, doing: str, patience: float | None = None) -> list[Value]:
         """The values of all ranks, by rank.
 
         Args:
             value: What can be pickled.
             doing: What all of them do, for messages: `"Saving x.ckpt"`.
+            patience: Seconds after which even a rank that is there is not waited for; None: as long as it takes.
 
         Raises:
             Failed: Another rank failed meanwhile, or has gone, or does something else; the message names it.
         """
-        values: list[Value] = self._meet(value, None, doing)
+        values: list[Value] = self._meet(value, None, doing, patience)
         return values
 
     def broadcast(self, value: Value, doing: str) -> Value:
@@ -113,25 +114,26 @@ class Exchange:
 
     # --- in the store -------------------------------------------------------------------------------------------------
 
-    def _meet(self, value: Any, error: BaseException | None, doing: str) -> list[Any]:
+    def _meet(self, value: Any, error: BaseException | None, doing: str, patience: float | None = None) -> list[Any]:
         if self._store is None:
             return [value]
         number, self._count = self._count, self._count + 1
         failure = None if error is None else f"{type(error).__name__}: {error}"
         try:
             meet = self._collect if self._rank == 0 else self._tell
-            return meet(number, value, failure, doing)
+            return meet(number, value, failure, doing, patience)
         except Failed:
             raise
         except RuntimeError as gone:
             raise Failed(f"{doing} cannot be ended on rank {self._rank}: the store of rank 0 is gone.") from gone
 
-    def _tell(self, number: int, value: Any, failure: str | None, doing: str) -> list[Any]:
+    def _tell(self, number: int, value: Any, failure: str | None, doing: str, patience: float | None) -> list[Any]:
         assert self._store is not None
         self._put(f"{number}/{self._rank}", (doing, failure, value))
         if failure is not None:
             return []
-        self._await(0, f"{number}/all", doing)
+        # Rank 0 may have to wait for others, which takes as long again.
+        self._await(0, f"{number}/all", doing, None if patience is None else 2 * patience)
         message, values = pickle.loads(self._store.get(f"{number}/all"))
         self._store.add(f"{number}/read", 1)
         if number:
@@ -140,7 +142,7 @@ class Exchange:
             raise Failed(f"{message}; rank {self._rank} stops with it.")
         return list(values)
 
-    def _collect(self, number: int, value: Any, failure: str | None, doing: str) -> list[Any]:
+    def _collect(self, number: int, value: Any, failure: str | None, doing: str, patience: float | None) -> list[Any]:
         assert self._store is not None
         values = [value]
         if failure is not None:
@@ -149,7 +151,7 @@ class Exchange:
         failed = []
         for rank in range(1, self._world_size):
             try:
-                self._await(rank, f"{number}/{rank}", doing)
+                self._await(rank, f"{number}/{rank}", doing, patience)
             except Failed as gone:
                 self._fail(number, str(gone))
             its_doing, its_failure, its_value = pickle.loads(self._store.get(f"{number}/{rank}"))
@@ -180,10 +182,11 @@ class Exchange:
         assert self._store is not None
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
 
-    def _await(self, rank: int, key: str, doing: str) -> None:
+    def _await(self, rank: int, key: str, doing: str, patience: float | None) -> None:
         """Waits for what another rank lays down."""
         assert self._store is not None
-        beats, since, pause = -1, time.monotonic(), _LOOKS[0]
+        beats, pause = -1, _LOOKS[0]
+        begin = since = time.monotonic()
         while not self._store.check([key]):
             if self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 reason = self._store.get(f"left/{rank}").decode()
@@ -196,6 +199,8 @@ class Exchange:
                     f"{doing} cannot be ended: rank {rank} has given no sign of life for {self._bound:g} seconds. Its "
                     "own message, if it could leave one, is in the log of that rank"
                 )
+            if patience is not None and time.monotonic() - begin > patience:
+                raise Failed(f"{doing} cannot be ended: rank {rank} is there, and does something else")
             time.sleep(pause)
             pause = min(2 * pause, _LOOKS[1])
 

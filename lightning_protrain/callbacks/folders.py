@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.checkpoint.retention import sweep
 from lightning_protrain.checkpoint.space import check_space, check_writable
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -15,8 +15,13 @@ from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 DEFAULT_RUN = "run"
 
 
-def install_io(trainer: Trainer, run: str) -> ProTrainCheckpointIO:
+def install_io(trainer: Trainer, run: str, exchange: Exchange) -> ProTrainCheckpointIO:
     """Has the Trainer save folders of this run.
+
+    Args:
+        trainer: Whose strategy saves.
+        run: Name of the run.
+        exchange: With the other ranks.
 
     Raises:
         ValueError: It was given something else to save with.
@@ -35,7 +40,8 @@ def install_io(trainer: Trainer, run: str) -> ProTrainCheckpointIO:
             "writes one run."
         )
     checkpoints.run = run
-    checkpoints.together = failing_together
+    checkpoints.rank = trainer.global_rank
+    checkpoints.together = exchange.together
     return checkpoints
 
 
@@ -46,14 +52,14 @@ def io_of(trainer: Trainer) -> ProTrainCheckpointIO:
     return checkpoints
 
 
-def prepare_folder(trainer: Trainer, pl_module: LightningModule, root: Path) -> None:
+def prepare_folder(trainer: Trainer, pl_module: LightningModule, root: Path, exchange: Exchange) -> None:
     """Takes the lock of the run, and sees to it that checkpoints can be written; all ranks call it.
 
     Raises:
         ValueError: They cannot, or another process is writing this run.
         OSError: The disk has not even room for the weights.
     """
-    with failing_together(f"Preparing {root} for checkpoints"):
+    with exchange.together(f"Preparing {root} for checkpoints"):
         if trainer.is_global_zero:
             checkpoints = io_of(trainer)
             check_writable(root, checkpoints.run, checkpoints.files)

@@ -124,6 +124,8 @@ class ResumableLoader(CombinedLoader):
         for loader in self.flattened:
             _set_sampler_epoch(loader, loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         kind = self.kind
+        if kind == "stateful" and "moved" in saved:
+            kind = "replayed"  # Positions are those of another number of ranks.
         if kind == "stateful" and saved["positions"]:
             super()._load_state_dicts(saved["positions"])
         if trained and kind == "replayed" and len(saved["begun"]) == 2:

@@ -26,7 +26,15 @@ def refuse_different(value: str | None, what: str) -> None:
     Raises:
         ValueError: Another rank means something else.
     """
-    values = gather(value)
+    refuse_unequal(gather(value), what)
+
+
+def refuse_unequal(values: list[str | None], what: str) -> None:
+    """The same, for values that are gathered already.
+
+    Raises:
+        ValueError: They are not all the same.
+    """
     if len(set(values)) > 1:
         each = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
         raise ValueError(f"{what}: {each}.")

@@ -11,16 +11,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.loaders import ResumableLoader, ResumableSource
-from lightning_protrain.callbacks.ranks import gather
+from lightning_protrain.callbacks.rank_states import small_states, take_own
 from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms, trainer_terms
 from lightning_protrain.checkpoint.contract import check_terms, compare, describe, refusal
+from lightning_protrain.checkpoint.payload import RANK_STATES
 from lightning_protrain.checkpoint.randomness import capture, restore
+from lightning_protrain.checkpoint.ranks import DATA, OTHERS, RANDOM, without_copies
 from lightning_protrain.companions import accept_companions
 
-# Keys of a checkpoint: a list with what only each rank has, and the contract.
-RANKS = "ranks"
 CONTRACT = "contract"
 
 
@@ -48,6 +48,7 @@ class Resumption:
         self._clear()
 
     def _clear(self) -> None:
+        self._exchange = Exchange(None)
         self._contract: dict[str, Any] = {}
         self._content: dict[str, Any] | None = None
         self._name = ""
@@ -57,9 +58,15 @@ class Resumption:
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer) -> None:
-        """A fit is set up; nothing is loaded, no loader is made."""
+    def begin(self, trainer: Trainer, exchange: Exchange) -> None:
+        """A fit is set up; nothing is loaded, no loader is made.
+
+        Args:
+            trainer: Whose fit it is.
+            exchange: With the other ranks.
+        """
         self._clear()
+        self._exchange = exchange
         self._source = ResumableSource(trainer.fit_loop._data_source, trainer, self._replay)
         trainer.fit_loop._data_source = self._source
 
@@ -95,12 +102,10 @@ class Resumption:
         # For `check`: Lightning hands the same dict to optimizers and loops.
         self._content, self._name = content, name
         content["contract"] = {**contract, "dtype": dtype_terms(saved, now)}
-        ranks = content.get(RANKS) or []
-        if len(ranks) == trainer.world_size:
-            mine = ranks[trainer.global_rank]
-            self._randomness = mine["random"]
+        own = take_own(trainer, content, name)
+        if own is not None:
             assert self._source is not None
-            self._source.saved = mine["data"]
+            self._randomness, self._source.saved = own[RANDOM], own[DATA]
 
     def loaded(self) -> None:
         """The weights of the model are in place."""
@@ -121,7 +126,7 @@ class Resumption:
         # Loaders may depend on the epoch.
         trainer.fit_loop.load_state_dict(content["loops"]["fit_loop"])
         trainer.fit_loop.setup_data()
-        with failing_together(f"Comparing {self._name} with this run"):
+        with self._exchange.together(f"Comparing {self._name} with this run"):
             if self._only:
                 self._start_anew(trainer, content)
                 return
@@ -165,12 +170,19 @@ class Resumption:
         """Adds the contract, and what only this rank has."""
         checkpoint[CONTRACT] = self.contract()
         place = None if self._loader is None else self._loader.place()
-        checkpoint[RANKS] = [{"random": capture(trainer.strategy.root_device), "data": place}]
+        own = {RANDOM: capture(trainer.strategy.root_device), DATA: place, OTHERS: small_states(trainer, checkpoint)}
+        checkpoint[RANK_STATES] = [own]
 
-    def gather(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Puts what the other ranks have beside it; all ranks call it."""
-        if trainer.world_size > 1 and RANKS in checkpoint:
-            checkpoint[RANKS] = gather(checkpoint[RANKS][0])
+    def gather(self, checkpoint: dict[str, Any], doing: str) -> None:
+        """Puts what the other ranks have beside it; all ranks call it.
+
+        Args:
+            checkpoint: What `save` was given.
+            doing: For messages.
+        """
+        if RANK_STATES in checkpoint:
+            states = self._exchange.gather(checkpoint[RANK_STATES][0], doing)
+            checkpoint[RANK_STATES] = without_copies(states)
 
     # --- when training starts -----------------------------------------------------------------------------------------
 
@@ -192,10 +204,7 @@ class Resumption:
             for name in restore(state, trainer.strategy.root_device):
                 rank_zero_warn(f"The checkpoint was not saved on {name}, whose random numbers are other ones.")
         elif trainer.ckpt_path and not self._only:
-            rank_zero_warn(
-                f"The checkpoint has no states of random numbers for {trainer.world_size} ranks: from here on other "
-                "ones are drawn."
-            )
+            rank_zero_warn("The checkpoint has no states of random numbers: from here on other ones are drawn.")
 
 
 def _is_quantised(module: Any) -> bool:
@@ -205,7 +214,7 @@ def _is_quantised(module: Any) -> bool:
 
 def _keep_weights_and_counters(trainer: Trainer, content: dict[str, Any]) -> None:
     kind = type(trainer.precision_plugin).__qualname__
-    for name in (RANKS, CONTRACT, kind):
+    for name in (RANK_STATES, CONTRACT, kind):
         content.pop(name, None)
     # Lightning asks for these; `check` has fresh states for them.
     content.update(callbacks={}, optimizer_states=[], lr_schedulers=[])

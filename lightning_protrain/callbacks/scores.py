@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.checkpoint.ranking import Ranking
 
 
@@ -17,10 +17,14 @@ class Scores:
 
     Args:
         ranking: Names the metric.
+
+    Attributes:
+        exchange: With the other ranks.
     """
 
     def __init__(self, ranking: Ranking) -> None:
         self.ranking = ranking
+        self.exchange = Exchange(None)
         self._latest: tuple[int, float | None] | None = None
 
     def read(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
@@ -32,13 +36,14 @@ class Scores:
         monitor = self.ranking.monitor
         if monitor is None:
             return None
-        with failing_together(f"Looking for {monitor!r}"):
+        doing = f"Looking for {monitor!r}"
+        with self.exchange.together(doing):
             if monitor not in metrics:
                 raise ValueError(
                     f"monitor={monitor!r}: no metric of that name was logged, but {sorted(metrics) or 'none'}. "
                     "Log it in validation_step, or monitor another one."
                 )
-        score = float(trainer.strategy.broadcast(metrics[monitor].item()))
+        score = float(self.exchange.broadcast(metrics[monitor].item(), doing))
         if not self.ranking.record(score):
             rank_zero_warn(f"{monitor} is {score} at step {trainer.global_step}: that is never the best.")
         return score
@@ -47,8 +52,7 @@ class Scores:
         """Notes an evaluation that has just ended, and says whether it is better than `best`."""
         score = self.read(trainer, trainer.callback_metrics)
         self._latest = trainer.global_step, score
-        better: bool = trainer.strategy.broadcast(self.ranking.is_better(score, best))
-        return better
+        return self.exchange.broadcast(self.ranking.is_better(score, best), f"Ranking {self.ranking.monitor!r}")
 
     def now(self, trainer: Trainer) -> tuple[float | None, bool]:
         """The score of the weights as they are, and whether they have been evaluated."""

@@ -14,20 +14,29 @@ import torch
 from lightning_protrain.checkpoint.draft import DraftFile
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.names import check_name, check_run, reserved_name
-from lightning_protrain.checkpoint.payload import join
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.payload import files_for, join
+from lightning_protrain.checkpoint.verifying import Fault, read_manifest, verify
 
 
-def load_folder(folder: Path, map_location: Any = None, keep: bool = False) -> dict[str, Any]:
+def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
     """The content of a checkpoint, every byte of which was checked; the arguments are those of `join`.
 
     Raises:
         ValueError: It is not good; the message names the files.
     """
-    faults = verify(folder)
+    faults = verify(folder) if rank is None else verify_rank(folder, rank)
     if faults:
         raise ValueError(f"{folder} is not a good checkpoint: {'; '.join(map(str, faults))}")
-    return join(folder, map_location, keep)
+    return join(folder, map_location, keep, rank)
+
+
+def verify_rank(folder: Path, rank: int) -> list[Fault]:
+    """What is wrong with those files that a rank reads, by `files_for`; every byte of them is checked."""
+    try:
+        names = read_manifest(folder).files
+    except ValueError:
+        return verify(folder)
+    return verify(folder, files_for(names, rank))
 
 
 def consolidate(folder: Path, target: Path, files: Files | None = None) -> None:

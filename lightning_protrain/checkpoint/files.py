@@ -10,6 +10,7 @@ rename, then the folder that holds the name.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -40,7 +41,8 @@ class Files:
         They are not wanted again, and need not push anything else out of the page cache.
         """
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # A file system that takes no advice.
+                os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, descriptor: int) -> None:
         """What was written is on the disk when it returns; an error is final, the data may be gone, never try again."""

@@ -4,15 +4,17 @@
 `weights.safetensors` has the tensors of `state_dict` under their own names, `tensors.safetensors` all others under the
 path of their place in the dict (`optimizer_states.0.state.3.exp_avg`), `state.pt` the dict itself with a mark at each
 of these places: small, and of nothing but what `torch.load(weights_only=True)` takes. That is tried before anything is
-written. Tensors that safetensors does not know (sparse, quantized, subclasses) stay in `state.pt`.
+written. Tensors that safetensors does not know (sparse, quantized, subclasses) stay in `state.pt`. What only one rank
+has, an item of the list `rank_states`, is as small, and has a file of its own: `rank00000.pt` and so on.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,12 @@ from lightning_protrain.checkpoint.verifying import open_regular
 
 WEIGHTS = "weights.safetensors"
 TENSORS = "tensors.safetensors"
+# Key of what only each rank has: a list, by rank.
+RANK_STATES = "rank_states"
 _WEIGHTS_KEY = "state_dict"
 _MARK = "lightning_protrain.tensor"
+_RANK_FILE = re.compile(r"rank\d{5}\.pt")
+_RANKS_MARK = "lightning_protrain.ranks"
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,18 @@ class Payload:
         weights: Tensors of `weights.safetensors`.
         tensors: Tensors of `tensors.safetensors`.
         state: Content of `state.pt`.
+        ranks: Content of the file of each rank.
     """
 
     weights: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
     state: bytes
+    ranks: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """What its files take."""
-        return stored_bytes(self.weights) + stored_bytes(self.tensors) + len(self.state)
+        return stored_bytes(self.weights) + stored_bytes(self.tensors) + sum(map(len, (self.state, *self.ranks)))
 
     def write(self, draft: Draft) -> None:
         """Adds its files to a draft.
@@ -59,8 +67,9 @@ class Payload:
         for name, tensors in ((WEIGHTS, self.weights), (TENSORS, self.tensors)):
             with draft.create(name) as file:
                 write_tensors(file, tensors)
-        with draft.create(STATE) as file:
-            file.write(self.state)
+        for name, content in ((STATE, self.state), *((rank_file(rank), own) for rank, own in enumerate(self.ranks))):
+            with draft.create(name) as file:
+                file.write(content)
 
 
 def split(content: Mapping[str, Any]) -> Payload:
@@ -89,27 +98,28 @@ def split(content: Mapping[str, Any]) -> Payload:
         mark = {_MARK: name, "file": WEIGHTS if of_model else TENSORS}
         return mark if value.is_contiguous() else {**mark, "stride": list(value.stride())}
 
-    state = _rebuild(dict(content), take)
-    return Payload(weights, tensors, _clean(state))
+    shared = dict(content)
+    ranks: tuple[bytes, ...] = ()
+    if isinstance(content.get(RANK_STATES), list):
+        ranks = tuple(_clean(own, (RANK_STATES, rank)) for rank, own in enumerate(content[RANK_STATES]))
+        shared[RANK_STATES] = {_RANKS_MARK: len(ranks)}
+    return Payload(weights, tensors, _clean(_rebuild(shared, take)), ranks)
 
 
-def join(folder: Path, map_location: Any = None, keep: bool = False) -> dict[str, Any]:
+def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
     """The dict again; its tensors are mapped from the files. Verify the folder before.
 
     Args:
         folder: The checkpoint.
         map_location: As in `torch.load`.
         keep: Whether tensors other than weights are copies that need no file: optimizers make them their own.
+        rank: Of whose own states the list has nothing but None for other ranks; None: it has all.
 
     Raises:
         ValueError: The files are none that `split` made, or hold code.
     """
     files = {name: read_tensors(folder / name) for name in (WEIGHTS, TENSORS)}
-    try:
-        with open_regular(folder / STATE) as file:
-            state = torch.load(io.BytesIO(file.read()), map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / STATE} cannot be loaded with weights_only=True: {error}") from error
+    state = _load(folder / STATE, map_location)
     placed: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def give(path: tuple[Any, ...], value: Any) -> Any:
@@ -124,7 +134,40 @@ def join(folder: Path, map_location: Any = None, keep: bool = False) -> dict[str
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder}: {_dotted(path)} is in no file of tensors.") from error
 
-    return _rebuild(state, give)
+    content: dict[str, Any] = _rebuild(state, give)
+    if isinstance(content.get(RANK_STATES), dict):
+        count = content[RANK_STATES].get(_RANKS_MARK, 0)
+        wanted = range(count) if rank is None or not count else [rank % count]
+        content[RANK_STATES] = [
+            _load(folder / rank_file(each), "cpu") if each in wanted else None for each in range(count)
+        ]
+    return content
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of what only this rank has."""
+    return f"rank{rank:05d}.pt"
+
+
+def files_for(names: Collection[str], rank: int | None) -> set[str]:
+    """Those of the files of a checkpoint that a rank reads; a rank that was none of the savers has that of another.
+
+    Args:
+        names: Of all files.
+        rank: The rank; None: all are read.
+    """
+    own = sorted(name for name in names if _RANK_FILE.fullmatch(name))
+    if rank is None or not own:
+        return set(names)
+    return set(names) - set(own) | {rank_file(rank % len(own))}
+
+
+def _load(path: Path, map_location: Any) -> Any:
+    try:
+        with open_regular(path) as file:
+            return torch.load(io.BytesIO(file.read()), map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} cannot be loaded with weights_only=True: {error}") from error
 
 
 def _place(tensor: Tensor, stride: tuple[int, ...], map_location: Any, copy: bool) -> Tensor:
@@ -157,11 +200,11 @@ def _rebuild(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: t
     return value
 
 
-def _clean(state: dict[str, Any]) -> bytes:
+def _clean(state: Any, path: tuple[Any, ...] = ()) -> bytes:
     try:
         return _checked(state)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-        place, reason = _blame(state, (), error)
+        place, reason = _blame(state, path, error)
         raise ValueError(
             f"The checkpoint's {place} is of {reason[0]}, which torch.load(weights_only=True) does not take: save "
             "numbers, texts, tensors, lists and dicts of them, or register the type with "

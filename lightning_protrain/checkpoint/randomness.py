@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -55,3 +56,24 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"The checkpoint's states of random numbers cannot be restored: {error}") from error
     return []
+
+
+def derive(state: dict[str, Any], number: int, device: torch.device) -> dict[str, Any]:
+    """States for a rank that there was not when `state` was captured: others, but the same ones every time.
+
+    Args:
+        state: Of a rank that there was.
+        number: Of the new rank.
+        device: Of the new rank.
+    """
+    told = state["torch"].cpu().numpy().tobytes() + number.to_bytes(8, "little")
+    seed = int.from_bytes(hashlib.sha256(told).digest()[:8], "little") >> 1
+    kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % (1 << 32)).get_state()
+    new: dict[str, Any] = {
+        "python": random.Random(seed).getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    if device.type != "cpu":
+        new[device.type] = torch.Generator(device).manual_seed(seed).get_state()
+    return new

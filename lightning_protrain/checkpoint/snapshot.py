@@ -66,7 +66,7 @@ class Snapshot:
                     place += _aligned(tensor.nbytes)
             return copies
 
-        return Payload(copy(payload.weights), copy(payload.tensors), payload.state)
+        return Payload(copy(payload.weights), copy(payload.tensors), payload.state, payload.ranks)
 
     def release(self) -> None:
         """Gives the memory back, once nobody uses the copies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,26 @@ class Knobs:
     def are_whole(self) -> bool:
         """Whether nothing is left open; the number of blocks that keep with offloaded chunks follows from the rest."""
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
+
+    @property
+    def forbids_alone(self) -> tuple[str, ...]:
+        """Names of knobs that rule plans out and ask for none: no block that keeps with offloaded chunks."""
+        return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()
+
+    def without_keep_offloaded(self) -> Knobs:
+        """The same, and no block keeps its activations while its chunks are offloaded.
+
+        What kernels keep of weights on `ctx` is then made anew by the forward that runs again.
+
+        Raises:
+            ValueError: Such blocks are asked for.
+        """
+        if self.num_keep_offloaded_blocks:
+            raise ValueError(
+                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks} asks for blocks that "
+                "forbid_keep_offload_with_fused_lora=True forbids. Leave one of them out."
+            )
+        return replace(self, num_keep_offloaded_blocks=0)
 
     def refuse(self, plan: str, allowed: Collection[str] = ()) -> None:
         """Refuses knobs beside a plan that leaves them nothing to decide.

@@ -120,12 +120,12 @@ def make_plan(
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")
     case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes)
     if preset == "resident":
-        knobs.refuse('"resident"')
+        knobs.refuse('"resident"', allowed=knobs.forbids_alone)
         return _resident(case)
     if preset == "offload":
-        knobs.refuse('"offload"', allowed=("chunk_bytes",))
+        knobs.refuse('"offload"', allowed=("chunk_bytes", *knobs.forbids_alone))
         return case.on_host(_offload(case, knobs.chunk_bytes))
-    if set(knobs.given) - {"chunk_bytes"}:
+    if set(knobs.given) - {"chunk_bytes", *knobs.forbids_alone}:
         return case.on_host(_pinned(case, knobs))
     plan = case.plan(_all_resident(layout, pack_chunks(layout, knobs.chunk_bytes)), case.keep_all, 0)
     if not case.fits(plan):

@@ -30,4 +30,4 @@ def refuse_additions(model: nn.Module) -> RemovableHandle:
                 "Trainer is called."
             )
 
-    return register_module_module_registration_hook(check)  # type: ignore[arg-type]
+    return register_module_module_registration_hook(check)

@@ -20,6 +20,7 @@ from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.runtime.additions import refuse_additions
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.executor import Executor
@@ -91,6 +92,8 @@ def apply_plan(
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one.
+    if chunks:
+        chunks[0].slots[0].hooks.append(refuse_additions(model))
     return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)
 
 

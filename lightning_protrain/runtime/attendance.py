@@ -2,9 +2,9 @@
 
 [Note: Attendance]
 A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
-nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for, and
-reads there now and then: where two wait for different things, neither will come. Where a rank is gone without a word,
-the others find out by saying that they are there.
+nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for and for
+whom, and reads there now and then: where two wait for each other in different things, neither will come. Where a rank
+is gone without a word, the others find out by saying that they are there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 # Seconds: between two looks at the store, until the first one, and that a rank has to say that it is there.
 _EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
+# Looks at the same note until it counts: a rank that has not been given the processor may be about to take it back.
+_LOOKS = 3
 
 
 class Attendance:
     """Notes of one rank about itself, and what it reads of others.
 
     Args:
-        store: Of the process group.
+        store: Of the process group, with nothing in it of a run before.
         rank: Of this rank.
         world_size: Number of all ranks.
     """
@@ -33,8 +35,8 @@ class Attendance:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._num_waits = 0
-        # What others have been seen to wait for, with the number of that wait: a note may be about to be taken back.
-        self._seen: dict[int, str] = {}
+        # What others have been seen to wait for while this one waits, with the number of that wait, and how often.
+        self._seen: dict[int, tuple[str, int]] = {}
         self.doing = "Setting up"
 
     def leave(self, reason: str) -> None:
@@ -45,24 +47,27 @@ class Attendance:
         """
         self._write(f"left/{self._rank}", reason)
 
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, work: Any, what: str, members: range | None = None) -> None:
         """Waits for a collective of host tensors.
 
         Args:
             work: The collective.
             what: The same on all ranks that take part in it: `"the averages of step 3"`.
+            members: The ranks that do; None: all.
 
         Raises:
             RuntimeError: It cannot end, because some rank has failed or has gone on without it; names it.
         """
         look, said = time.monotonic() + _AT_FIRST, False
         self._num_waits += 1
+        self._seen.clear()
+        members = members or range(len(self._others) + 1)
         while not work.is_completed():
             if time.monotonic() > look:
                 if not said:
-                    self._write(f"waits/{self._rank}", f"{self._num_waits} {what}")
+                    self._write(f"waits/{self._rank}", f"{self._num_waits} {members.start} {members.stop} {what}")
                     said = True
-                self._refuse_absence(what)
+                self._refuse_absence(what, members)
                 look = time.monotonic() + _EVERY
             time.sleep(1e-4)
         if said:
@@ -84,15 +89,17 @@ class Attendance:
         """What a collective that has failed comes of; takes a moment."""
         return RuntimeError(f"{self._stops()}: {self._find_absent()}.")
 
-    def _refuse_absence(self, what: str) -> None:
+    def _refuse_absence(self, what: str, members: range) -> None:
         for other in self._others:
             reason = self._read(f"left/{other}")
             note = self._read(f"waits/{other}") or ""
-            if reason is None and note and note == self._seen.get(other):
-                its = note.partition(" ")[2]
-                if its != what:
+            before, looks = self._seen.get(other, ("", 0))
+            looks = looks + 1 if note == before else 1
+            self._seen[other] = note, looks
+            if reason is None and note and looks >= _LOOKS:
+                _, start, stop, its = note.split(" ", 3)
+                if its != what and other in members and self._rank in range(int(start), int(stop)):
                     reason = f"waits for {its}, and this one for {what}: have all ranks as many batches?"
-            self._seen[other] = note
             if reason is not None:
                 raise RuntimeError(f"{self._stops()}: rank {other} {reason}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,11 @@ class Ranks:
         """Rank of the first process of this node."""
         return self.rank - self.local_rank
 
+    @property
+    def on_node(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_of_node, self.first_of_node + self.local_size)
+
     def meet(self, what: str, flag: bool = False) -> bool:
         """Waits until all ranks are at the same point of a run.
 
@@ -75,22 +81,25 @@ class Ranks:
         return bool(told[0])
 
 
-def find_ranks(local_rank: int, local_size: int) -> Ranks:
+def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
     """Makes the groups of a run; every rank calls it, after the group of all is there.
 
     Args:
         local_rank: Of this process on its node.
         local_size: Processes of every node; they have consecutive ranks.
+        timeout: The longest that a collective may take; None: what PyTorch gives it.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    attendance = Attendance(dist.distributed_c10d._get_default_store(), rank, world_size)
-    meeting = dist.new_group(backend="gloo")
+    meeting = dist.new_group(backend="gloo", timeout=timeout)
+    # Under a name of their own: what ranks have noted in a run before is none of this one's.
+    notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
+    attendance = Attendance(notes, rank, world_size)
     if local_size == world_size:
         return Ranks(rank, world_size, local_rank, local_size, attendance, meeting)
     first_ranks = range(0, world_size, local_size)
     # Every rank makes every group: making one is a collective of all.
-    nodes = [dist.new_group(list(range(first, first + local_size))) for first in first_ranks]
-    peers = [dist.new_group([first + place for first in first_ranks]) for place in range(local_size)]
+    nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
+    peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
     return Ranks(
         rank, world_size, local_rank, local_size, attendance, meeting, nodes[rank // local_size], peers[local_rank]
     )
@@ -125,7 +134,8 @@ class Communicator:
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
         if flat.device.type == "cpu":
-            self.ranks.attendance.wait(work, "averages of gradients")
+            members = None if owner is None else self.ranks.on_node
+            self.ranks.attendance.wait(work, "averages of gradients", members)
         else:
             work.wait()  # Of the compute stream: the host goes on.
         if owner == self.ranks.local_rank and self.ranks.peers is not None:
@@ -136,7 +146,7 @@ class Communicator:
         """The sum of small host tensors over the ranks of this node, in place."""
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
-        self.ranks.attendance.wait(work, "the other ranks of its node")
+        self.ranks.attendance.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
 
     def meet(self) -> None:

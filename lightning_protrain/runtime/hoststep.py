@@ -26,7 +26,7 @@ from lightning_protrain.runtime.kernels import KERNELS, LINE, NO_CLIP, Clip, Kin
 
 # Bytes of a scratch tile, one for each thread: 1 to 2 MiB were best, see benchmarks/LOG.md.
 TILE_BYTES = 2 << 20
-# Parts of a large step for each thread: one that is held up leaves some to the others.
+# Parts of a chunk for each thread if no other chunk follows: a thread that is held up leaves some to the others.
 PARTS_PER_THREAD = 2
 # Chunks that are prepared together at most: the first is waiting meanwhile, and gradients that lie otherwise than their
 # weights are copied then.
@@ -109,6 +109,7 @@ class HostStep:
         self._fuse = fuse
         self._tile_bytes = tile_bytes
         self._walk = kernels.without_lock(kernels.walk)
+        self._cut = kernels.without_lock(kernels.cut)
         self._crew = Crew("protrain-step")
         self._own = _Scratch(max(tile_bytes, 8 * LINE))
 
@@ -150,13 +151,19 @@ class HostStep:
         )
         return KERNELS.get(type(optimizer)) if takes else None
 
-    def calls(self, rule: Rule, pieces: list[Piece], clip: Clip) -> list[Callable[[], None]]:
-        """Calls that step these parameters: together, in any order, by any thread."""
+    def calls(self, rule: Rule, pieces: list[Piece], clip: Clip, parts: int) -> list[Callable[[], None]]:
+        """Calls that step these parameters: together, in any order, by any thread; about `parts` for each thread."""
         num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
-        share = sum([piece.end for piece in pieces])
+        share = sum([_up_to_line(piece.end) for piece in pieces])
         if num_threads > 1:
-            share = max(share // (num_threads * PARTS_PER_THREAD) + 1, self._tile(torch.float32))
-        return [self._call(rule, part, clip) for part in _parts(pieces, _up_to_line(share))]
+            share = _up_to_line(max(share // (num_threads * parts), self._tile(torch.float32)))
+        made = list(_parts(pieces, share))
+        some = [piece for part in made for piece in part if piece.is_cut and not piece.kind.tiled]
+        if some:
+            tensors, ranges = [piece.tensors for piece in some], [(piece.begin, piece.end) for piece in some]
+            views = {id(piece): view for piece, view in zip(some, self._cut(tensors, ranges), strict=True)}
+            made = [[piece._replace(tensors=views.get(id(piece), piece.tensors)) for piece in part] for part in made]
+        return [self._call(rule, part, clip) for part in made]
 
     def offer(self, calls: Calls, number: int) -> None:
         """Has other threads make calls, too, of which there are `number`."""
@@ -165,21 +172,19 @@ class HostStep:
             self._crew.join(calls, others)
 
     def _call(self, rule: Rule, part: list[Piece], clip: Clip) -> Callable[[], None]:
-        kind, is_cut = part[0].kind, False
-        for piece in part:
-            is_cut |= piece.is_cut
-        if not (kind.tiled or is_cut):
+        kind = part[0].kind
+        if not kind.tiled:
             return kernels.whole(rule, part)
         tensors, steps = [piece.tensors for piece in part], [piece.step for piece in part]
         ranges = [(piece.begin, piece.end) for piece in part]
-        tile = self._tile(kind.dtype) if kind.tiled else max([end for _, end in ranges])
-        flags = {**rule.flags, "copied": kind.copied, "first": kind.first}
+        tile = self._tile(kind.dtype)
         bounds, coefficients = (clip if kind.clipped else NO_CLIP).arguments
 
         def walk() -> None:
             scratch = self._own.tile(kind.dtype)
             self._walk(
-                rule.name, tensors, steps, ranges, scratch, tile, rule.numbers, flags, bounds, coefficients
+                rule.name, tensors, steps, ranges, scratch, tile, rule.settings, kind.copied, kind.first, bounds,
+                coefficients,
             )  # fmt: skip
 
         return walk
@@ -251,8 +256,9 @@ class Steps:
     def _prepare(self, number: int) -> None:
         portions = [self._added.popleft() for _ in range(min(len(self._added), number))]
         steps: list[Tensor] = []
+        last = portions[-1] if portions and not self._added else None
         try:
-            prepared = [(portion, self._calls_of(portion, steps)) for portion in portions]
+            prepared = [(portion, self._calls_of(portion, portion is not last, steps)) for portion in portions]
             if steps:
                 torch._foreach_add_(steps, 1)
         except RuntimeError as error:
@@ -266,8 +272,9 @@ class Steps:
         self._num_ahead += len(prepared)
         self._host.offer(self._calls, sum([len(calls) for _, calls in prepared]))
 
-    def _calls_of(self, portion: Portion, steps: list[Tensor]) -> list[Callable[[], None]]:
-        """What is to be called for a portion; adds its counters to `steps`."""
+    def _calls_of(self, portion: Portion, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
+        """What is to be called for a portion, whether another one follows or not; adds its counters to `steps`."""
+        parts = 1 if followed else PARTS_PER_THREAD
         calls: list[Callable[[], None]] = []
         for group, updates in portion.given():
             kernel = self._host.kernel(self._optimizer, group)
@@ -279,7 +286,7 @@ class Steps:
                 pieces = [_piece(self._optimizer, rule, update, portion.clip) for update in fused]
                 if kernel != "sgd":
                     steps += [piece.step for piece in pieces]
-                calls += self._host.calls(rule, pieces, portion.clip)
+                calls += self._host.calls(rule, pieces, portion.clip, parts)
         return calls
 
 

@@ -16,7 +16,9 @@ takes the same way as in one call for the whole tensor, and the result is the sa
 Python's lock has to be taken after every call of a kernel, and of what only cuts a view, too. A thread busy in Python
 gives it up only after the interpreter's switch interval, 5 ms, many times what a tile takes. So the walk over the tiles
 of a part is run by TorchScript, which needs no compiler and works without the lock; the lock is taken once per part.
-Where there is no TorchScript (Python 3.14), the same function runs as it stands, and computes the same.
+Where there is no TorchScript (Python 3.14), the same function runs as it stands, and computes the same. Right after
+gigabytes have gone through the caches, a call of TorchScript takes some 0.2 ms, twice that of a kernel itself: what
+needs no tiles is cut beforehand, and the kernel called directly.
 """
 
 from __future__ import annotations
@@ -26,22 +28,38 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # Elements: a multiple of every vector and of every cache line, see [Note: Tiles].
 LINE = 64
 # Of exactly these classes; a class derived from one may step in another way.
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
-_NUMBERS = {
-    "adam": ("lr", "weight_decay", "eps"),
-    "sgd": ("lr", "weight_decay", "momentum", "dampening"),
-    "adagrad": ("lr", "weight_decay", "eps", "lr_decay"),
-}
-_FLAGS = {"adam": ("maximize", "amsgrad", "decoupled_weight_decay"), "sgd": ("maximize", "nesterov")}
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of a kernel; those that it does not have do not count.
+
+    TorchScript reads them as fast as variables: a dictionary would cost it more than the kernel does for a small tile.
+    """
+
+    lr: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    lr_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = False
+    nesterov: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,28 +69,34 @@ class Rule:
     Attributes:
         name: One of `KERNELS`.
         states: What the optimizer keeps for each parameter, beside a counter of steps.
-        numbers: By the name of the argument.
-        flags: The same.
+        settings: The hyperparameters.
     """
 
     name: str
     states: tuple[str, ...]
-    numbers: dict[str, float]
-    flags: dict[str, bool]
+    settings: Settings
 
     @classmethod
     def of(cls, name: str, group: Mapping[str, Any]) -> Rule:
         """The rule of a group of an optimizer."""
-        numbers = {key: float(group[key]) for key in _NUMBERS[name]}
-        flags = {key: bool(group.get(key)) for key in _FLAGS.get(name, ("maximize",))}
-        states: tuple[str, ...] = ("sum",)
+        lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
+        given = Settings(lr, weight_decay, maximize=maximize)
         if name == "adam":
-            beta1, beta2 = group["betas"]
-            numbers["beta1"], numbers["beta2"] = float(beta1), float(beta2)
-            states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if flags["amsgrad"] else ("exp_avg", "exp_avg_sq")
-        elif name == "sgd":
-            states = ("momentum_buffer",) if numbers["momentum"] else ()
-        return cls(name, states, numbers, flags)
+            amsgrad, (beta1, beta2) = bool(group.get("amsgrad")), group["betas"]
+            given = Settings(
+                lr, weight_decay, float(group["eps"]), float(beta1), float(beta2), amsgrad=amsgrad, maximize=maximize,
+                decoupled_weight_decay=bool(group.get("decoupled_weight_decay")),
+            )  # fmt: skip
+            states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            return cls(name, states if amsgrad else states[:2], given)
+        if name == "sgd":
+            given = given._replace(
+                momentum=float(group["momentum"]),
+                dampening=float(group["dampening"]),
+                nesterov=bool(group.get("nesterov")),
+            )
+            return cls(name, ("momentum_buffer",) if given.momentum else (), given)
+        return cls(name, ("sum",), given._replace(eps=float(group["eps"]), lr_decay=float(group["lr_decay"])))
 
 
 class Kind(NamedTuple):
@@ -150,15 +174,17 @@ NO_CLIP = Clip()
 def whole(rule: Rule, part: Sequence[Piece]) -> Callable[[], None]:
     """What steps whole parameters in one call, without tiles."""
     columns = [list(column) for column in zip(*[piece.tensors for piece in part], strict=True)]
-    steps = [piece.step for piece in part]
-    arguments: dict[str, Any] = {**rule.numbers, **rule.flags}
-    if rule.name == "adam":
-        kernel = torch._fused_adamw_ if arguments.pop("decoupled_weight_decay") else torch._fused_adam_
-        return partial(kernel, *columns[:4], columns[4] if len(columns) > 4 else [], steps, **arguments)
-    if rule.name == "sgd":
-        momentum = columns[2] if len(columns) > 2 else []
-        return partial(torch._fused_sgd_, *columns[:2], momentum, is_first_step=part[0].kind.first, **arguments)
-    return partial(torch._fused_adagrad_, *columns, steps, **arguments)
+    steps, first = [piece.step for piece in part], part[0].kind.first
+    return partial(_kernel, rule.name, columns[0], columns[1], columns[2:], steps, rule.settings, first)
+
+
+def cut(tensors: list[list[Tensor]], ranges: list[tuple[int, int]]) -> list[list[Tensor]]:
+    """Views of some elements of contiguous tensors; for TorchScript, see [Note: Walk]."""
+    views: list[list[Tensor]] = []
+    for i in range(len(tensors)):
+        begin, end = ranges[i]
+        views.append([tensor.as_strided([end - begin], [1], tensor.storage_offset() + begin) for tensor in tensors[i]])
+    return views
 
 
 def walk(
@@ -168,30 +194,32 @@ def walk(
     ranges: list[tuple[int, int]],
     scratch: Tensor,
     tile: int,
-    numbers: dict[str, float],
-    flags: dict[str, bool],
+    settings: Settings,
+    copied: bool,
+    first: bool,
     bounds: list[float],
     coefficients: list[Tensor],
 ) -> None:
     """Steps pieces tile by tile, in the part of Python that TorchScript knows, see [Note: Walk]."""
-    copied = flags["copied"]
     for i in range(len(tensors)):
-        flat = [tensor.view(-1) for tensor in tensors[i]]
         start, end = ranges[i]
-        cast = flat[0].dtype != flat[1].dtype
-        for begin in range(start, end, tile):
-            length = min(tile, end - begin)
-            views = [tensor.narrow(0, begin, length) for tensor in flat]
-            weights, gradients, states = views[0:1], views[1:2], [[view] for view in views[2:]]
+        cast = tensors[i][0].dtype != tensors[i][1].dtype
+        # All views of a tensor at once: cut one by one, they would cost twice as much.
+        columns = [
+            tensor.as_strided([end - start], [1], tensor.storage_offset() + start).split(tile) for tensor in tensors[i]
+        ]
+        for k in range(len(columns[0])):
+            weights, gradients = [columns[0][k]], [columns[1][k]]
+            states = [[column[k]] for column in columns[2:]]
             if copied:
                 states.pop()
             _clip(gradients, bounds, coefficients)
             if cast:
-                gradients = [scratch.narrow(0, 0, length).copy_(gradients[0])]
-            _kernel(name, weights, gradients, states, steps[i : i + 1], numbers, flags)
+                gradients = [scratch.narrow(0, 0, weights[0].numel()).copy_(gradients[0])]
+            _kernel(name, weights, gradients, states, steps[i : i + 1], settings, first)
             # Without this use of the list that the kernel has written, TorchScript would take it for dead code.
             if copied:
-                views[-1].copy_(weights[0])
+                columns[-1][k].copy_(weights[0])
 
 
 def _clip(gradients: list[Tensor], bounds: list[float], coefficients: list[Tensor]) -> None:
@@ -208,14 +236,14 @@ def _kernel(
     gradients: list[Tensor],
     states: list[list[Tensor]],
     steps: list[Tensor],
-    numbers: dict[str, float],
-    flags: dict[str, bool],
+    settings: Settings,
+    first: bool,
 ) -> None:
-    lr, weight_decay, maximize = numbers["lr"], numbers["weight_decay"], flags["maximize"]
+    lr, weight_decay, maximize = settings.lr, settings.weight_decay, settings.maximize
     if name == "adam":
-        beta1, beta2, eps, amsgrad = numbers["beta1"], numbers["beta2"], numbers["eps"], flags["amsgrad"]
+        beta1, beta2, eps, amsgrad = settings.beta1, settings.beta2, settings.eps, settings.amsgrad
         largest = states[2] if amsgrad else states[0][:0]
-        if flags["decoupled_weight_decay"]:
+        if settings.decoupled_weight_decay:
             torch._fused_adamw_(
                 weights, gradients, states[0], states[1], largest, steps,
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
@@ -228,17 +256,17 @@ def _kernel(
     elif name == "sgd":
         torch._fused_sgd_(
             weights, gradients, states[0] if len(states) else weights[:0], weight_decay=weight_decay,
-            momentum=numbers["momentum"], lr=lr, dampening=numbers["dampening"], nesterov=flags["nesterov"],
-            maximize=maximize, is_first_step=flags["first"],
+            momentum=settings.momentum, lr=lr, dampening=settings.dampening, nesterov=settings.nesterov,
+            maximize=maximize, is_first_step=first,
         )  # fmt: skip
     else:
         torch._fused_adagrad_(
             weights, gradients, states[0], steps,
-            lr=lr, lr_decay=numbers["lr_decay"], weight_decay=weight_decay, eps=numbers["eps"], maximize=maximize,
+            lr=lr, lr_decay=settings.lr_decay, weight_decay=weight_decay, eps=settings.eps, maximize=maximize,
         )  # fmt: skip
 
 
-def without_lock(function: Callable[..., None]) -> Callable[..., None]:
+def without_lock(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function in TorchScript, which runs without Python's lock, see [Note: Walk]."""
     if sys.version_info >= (3, 14):  # TorchScript ends there
         return function

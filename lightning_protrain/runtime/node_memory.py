@@ -68,7 +68,7 @@ def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path =
         folder: Of a file system in memory.
 
     Raises:
-        ValueError: There is too little room on some node.
+        ValueError: There is too little room on some node, or a rank does not see what another one of its node sees.
     """
     fills = ranks.local_rank == 0
     path, error = _create(nbytes, folder) if fills else ("", "")
@@ -78,11 +78,15 @@ def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path =
         if path:
             os.unlink(path)
         raise ValueError(refused)
-    memory = NodeMemory(os.open(told[ranks.first_of_node][0], os.O_RDWR), nbytes, host, fills)
-    dist.all_gather_object(told, ("", ""))  # Everybody has opened it.
+    descriptor, error = _open(told[ranks.first_of_node][0])
+    dist.all_gather_object(told, ("", f"Rank {ranks.rank}: {error}" if error else ""))
     if fills:
-        os.unlink(path)
-    return memory
+        os.unlink(path)  # Everybody has opened it.
+    if (refused := next((text for _, text in told if text), None)) is not None:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise ValueError(refused)
+    return NodeMemory(descriptor, nbytes, host, fills)
 
 
 def pages(nbytes: int) -> int:
@@ -99,7 +103,10 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
             f"{folder} has {free:,} bytes free. Give it more (`mount -o remount,size=...`, `docker run --shm-size`), "
             'or set sharding="replicate".'
         )
-    descriptor, path = tempfile.mkstemp(prefix="protrain-", dir=folder)
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="protrain-", dir=folder)
+    except OSError as failure:
+        return "", f"{folder} does not take files, and the ranks of a node share weights there: {failure}."
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as failure:
@@ -108,3 +115,14 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
     finally:
         os.close(descriptor)
     return path, ""
+
+
+def _open(path: str) -> tuple[int, str]:
+    """Its descriptor, and why there is none."""
+    try:
+        return os.open(path, os.O_RDWR), ""
+    except OSError as failure:
+        return -1, (
+            f'sharding="shard" needs memory that the ranks of a node share, and this one does not see {path}, which '
+            f'the first one has made: {failure}. Run them in one container, or set sharding="replicate".'
+        )

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_protrain.runtime.comm import Communicator
 
@@ -23,15 +24,17 @@ def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Ten
         parameters: With gradients, or with a norm in `norms`.
         norms: Those that are known, by the identity of the parameter.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
+    # With several dtypes its order is that of a hash table.
+    groups = _group_tensors_by_device_and_dtype([list(parameters)], with_indices=True)
+    ordered = []
+    for parameter in (parameters[at] for _, indices in groups.values() for at in indices):
         norm = norms.get(id(parameter))
         if norm is None:
             assert parameter.grad is not None
             norm = torch.linalg.vector_norm(parameter.grad)
-        by_device.setdefault(parameter.device, []).append(norm)
+        ordered.append(norm)
     first = parameters[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for group in by_device.values() for norm in group]))
+    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in ordered]))
 
 
 def clip_over_owners(

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.loaders import ResumableLoader
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.callbacks.stand_ins import chat_data
 from tests.callbacks.test_checkpoint_resume import EPOCHS, Noisy, _differences, _unexplained
 from tests.ranks import run_ranks, trainer_on_rank, values
 
@@ -293,3 +295,38 @@ def test_at_the_end_of_training_no_batch_is_drawn(tmp_path: Path) -> None:
     _run(tmp_path, (1, 0, "counting"), "last", loader=loader, max_steps=5)
     assert Counting.read == 10
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+class Reads(L.LightningModule):
+    """Of a batch of conversations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.network = nn.Sequential(nn.Embedding(300, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.given: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.given.append(int(batch["input_ids"].sum()))
+        return self.network(batch["input_ids"]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("plan", [None, "offload"])
+def test_our_own_data_goes_on_where_it_was(tmp_path: Path, plan: str | None) -> None:
+    def run(name: str, path: Path | None) -> tuple[Any, dict[str, Any]]:
+        strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear, nn.Embedding])
+        data = chat_data(tmp_path)
+        return _run(tmp_path / name, (2, 0, "ours"), path, 1, module=Reads(), data=data, strategy=strategy)
+
+    module, expected = run("whole", None)
+    count = len(module.given)
+    for found in find(tmp_path / "whole").found[1:]:
+        trained = ProTrainCheckpointIO().load_checkpoint(found.path)["loops"]["fit_loop"]
+        total = trained["epoch_loop.batch_progress"]["total"]["ready"]
+        resumed, last = run(f"from{found.manifest.step}", found.path)
+        assert resumed.given == module.given[total:]
+        assert 0 < len(resumed.given) < count
+        assert _differences(last["state_dict"], expected["state_dict"]) == []

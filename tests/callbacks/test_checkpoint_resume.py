@@ -167,12 +167,12 @@ def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_random_numbers_is_said(tmp_path: Path) -> None:
     _, last = _run(tmp_path, 1, None, max_steps=3)
-    del last["ranks"]
+    del last["rank_states"]
     checkpoints = ProTrainCheckpointIO("other")
     checkpoints.save_checkpoint(last, tmp_path / "without")
-    with pytest.warns(UserWarning, match="has no states of random numbers for 1 ranks"):
+    with pytest.warns(UserWarning, match="has no states of random numbers"):
         _run(tmp_path, 1, None, tmp_path / "without", max_steps=4)
-    last["ranks"] = [0, 0]
+    last["rank_states"] = []
     checkpoints.save_checkpoint(last, tmp_path / "two")
-    with pytest.warns(UserWarning, match="has no states of random numbers for 1 ranks"):
+    with pytest.warns(UserWarning, match="has no states of random numbers"):
         _run(tmp_path, 1, None, tmp_path / "two", max_steps=4)

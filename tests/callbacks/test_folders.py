@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_protrain.callbacks.failures import failing_together
+from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.folders import install_io, io_of, prepare_folder
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
@@ -22,9 +22,9 @@ def _trainer(*plugins: object) -> L.Trainer:
 @pytest.mark.parametrize("given", [None, "run", "a"])
 def test_folders_of_the_run_are_saved(given: str | None) -> None:
     trainer = _trainer(*([] if given is None else [ProTrainCheckpointIO(given)]))
-    checkpoints = install_io(trainer, "a")
+    checkpoints = install_io(trainer, "a", exchange := Exchange(None))
     assert io_of(trainer) is trainer.strategy.checkpoint_io is checkpoints
-    assert (checkpoints.run, checkpoints.together) == ("a", failing_together)
+    assert (checkpoints.run, checkpoints.rank, checkpoints.together) == ("a", 0, exchange.together)
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_folders_of_the_run_are_saved(given: str | None) -> None:
 )
 def test_what_saves_something_else_is_refused(plugin: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        install_io(_trainer(plugin), "a")
+        install_io(_trainer(plugin), "a", Exchange(None))
 
 
 def test_the_folder_is_made_locked_and_swept(tmp_path: Path) -> None:
     trainer, module = _trainer(), L.LightningModule()
     module.layer = nn.Linear(1, 1)
-    checkpoints = install_io(trainer, "a")
+    checkpoints = install_io(trainer, "a", exchange := Exchange(None))
     root = tmp_path / "made"
-    prepare_folder(trainer, module, root)
+    prepare_folder(trainer, module, root, exchange)
     assert os.listdir(root) == [".a.lock"]
     other = ProTrainCheckpointIO("a")
     with pytest.raises(ValueError, match="is being written by process"):

@@ -12,11 +12,10 @@ from lightning_protrain.checkpoint.ranking import Ranking
 from tests.checkpoint.contents import flip, save
 
 
-def _chain(root: Path, scores: list[float], **record: object) -> None:
+def _chain(root: Path, scores: list[float]) -> None:
     ranking, parent = Ranking("loss", "min", 0.0), None
     for step, score in enumerate(scores):
-        record = {"callback": "me", **ranking.record(score), **record}
-        parent = save(root, step, parent=parent, record=record)
+        parent = save(root, step, parent=parent, record={"callback": "me", **ranking.record(score)})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.resuming import Resumption
 from tests.ranks import run_ranks, values
 
@@ -38,7 +39,7 @@ def _module() -> Any:
 
 def _resumed(saved: dict[str, Any], trainer: Any) -> Resumption:
     resumption = Resumption()
-    resumption.begin(trainer)
+    resumption.begin(trainer, Exchange.open("x"))
     resumption.accept(trainer, {"state_dict": trainer.lightning_module.state_dict(), **saved}, "x")
     return resumption
 
@@ -65,8 +66,9 @@ def _saves_and_restores(rank: int) -> bool:
     torch.manual_seed(rank)
     saved: dict[str, Any] = {}
     resumption, trainer = Resumption(), _trainer(rank, 2, module=_module())
+    resumption.begin(trainer, Exchange.open("y"))
     resumption.save(trainer, saved)
-    resumption.gather(trainer, saved)
+    resumption.gather(saved, "Saving")
     expected = torch.rand(3)
     _resumed(saved, trainer).restore(trainer)
     return torch.equal(torch.rand(3), expected)

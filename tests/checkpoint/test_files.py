@@ -89,3 +89,18 @@ def test_nothing_is_done_that_is_not_recorded(tmp_path: Path) -> None:
     recorded = [each.kind for each in journal.operations if each.kind not in ("write", "sync", "sync_directory")]
     assert [names.get(event, event) for event in seen] == recorded
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_hint_changes_nothing_and_fails_nowhere(tmp_path: Path, kind: str) -> None:
+    files = Files()
+    if kind == "pipe":  # It takes no advice.
+        end, descriptor = os.pipe()
+    else:
+        descriptor = files.create(tmp_path / "x")
+        end = os.open(tmp_path / "x", os.O_RDONLY)
+    files.write(descriptor, memoryview(b"12345678"))
+    files.start_sync(descriptor, 0, 8)
+    assert os.read(end, 9) == b"12345678"
+    files.close(descriptor)
+    os.close(end)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain.checkpoint.randomness import capture, restore
+from lightning_protrain.checkpoint.randomness import capture, derive, restore
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,18 @@ def test_what_is_no_state_is_refused(change: dict[str, Any]) -> None:
 
 def test_a_device_that_the_state_does_not_have_is_named() -> None:
     assert restore(capture(CPU), torch.device("cuda", 0)) == ["cuda"]
+
+
+def test_numbers_of_a_new_rank_are_its_own_every_time() -> None:
+    torch.manual_seed(3)
+    state = capture(CPU)
+    drawn = []
+    for number in (1, 2, 1):
+        assert restore(derive(state, number, CPU), CPU) == []
+        drawn.append(_draws())
+    restore(state, CPU)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert not {*drawn[0]} & ({*drawn[1]} | {*_draws()})
 
 
 @pytest.mark.cuda

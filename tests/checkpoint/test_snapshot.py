@@ -102,6 +102,12 @@ def test_nothing_is_a_snapshot_too() -> None:
     assert taken.state == b"x"
 
 
+def test_what_is_no_tensor_is_taken_as_it_is() -> None:
+    payload = Payload({"w": torch.ones(2)}, {}, b"state", (b"rank 0", b"rank 1"))
+    taken = _snapshot().take(payload)
+    assert (taken.state, taken.ranks, taken.nbytes) == (payload.state, payload.ranks, payload.nbytes)
+
+
 def test_copies_have_their_places_in_the_dict(tmp_path: Path) -> None:
     made = {"state_dict": {"w": torch.ones(3, 2).T}, "other": [torch.zeros(2), {"deep": torch.ones(1)}]}
     save_payload(_snapshot().take(split(made)), tmp_path / "x", "run", 0, Files())

@@ -104,7 +104,8 @@ STREAMED = {
         ({"compute_forward": 2, "compute_backward": 2, **LANDS, "drain": 4}, Training(), 13),
         # 19. Downloads end at 5 and 8, and the worker has something to do 1 before: steps of 2 till 6 and 9 run behind
         #     backward; uploads are there at 9 and 6, and computation, of 1 each, at 10 and 11.
-        ({"compute_forward": 1, "compute_backward": 2, **LANDS, "host_step": 2, "ready": 4, "ready_behind": 2}, Training("backward"), 11),
+        ({"compute_forward": 1, "compute_backward": 2, **LANDS, "host_step": 2, "ready": 4, "ready_behind": 2},
+         Training("backward"), 11),
     ],
 )  # fmt: skip
 def test_cases_by_hand(given_fields: dict[str, Any], training: Training, seconds: float) -> None:

@@ -27,3 +27,13 @@ def test_knobs_that_are_given() -> None:
 def test_a_plan_beside_knobs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"plan=a Plan .* ignore num_chunk_buffers=3, chunk_bytes=9"):
         Knobs(num_chunk_buffers=3, chunk_bytes=9).refuse("a Plan")
+
+
+def test_to_forbid_kept_blocks_with_offloaded_chunks_pins_their_number() -> None:
+    knobs = Knobs(num_persistent_chunks=2).without_keep_offloaded()
+    assert knobs == Knobs(num_persistent_chunks=2, num_keep_offloaded_blocks=0)
+    assert knobs.without_keep_offloaded() == knobs
+    assert knobs.forbids_alone == ("num_keep_offloaded_blocks",)
+    assert Knobs().forbids_alone == Knobs(num_keep_offloaded_blocks=1).forbids_alone == ()
+    with pytest.raises(ValueError, match="num_keep_offloaded_blocks=3 asks for blocks that forbid_keep_offload"):
+        Knobs(num_keep_offloaded_blocks=3).without_keep_offloaded()

@@ -114,14 +114,17 @@ def early(
 @st.composite
 def models_of_few_kinds(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[float], list[float]]:
     """The same with positions that are calls of one of two blocks, each parameter in a chunk of its own or not."""
-    blocks = [draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)) for _ in range(2)]
+    sizes = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+    block = draw(sizes)
+    blocks = [block, draw(st.one_of(st.just(block), sizes))]
     calls = draw(st.lists(st.integers(0, 1), min_size=2, max_size=9))
-    alone = draw(st.booleans())
+    alone = draw(st.tuples(st.booleans(), st.booleans()))
     model: tuple[list[int], list[int], list[int], list[float], list[float]] = ([], [], [], [], [4.0] * len(calls))
     for position in reversed(range(len(calls))):
         block = blocks[calls[position]]
         for place, nbytes in enumerate(block):
-            entry = position, position * 4 + (3 - place) * alone, nbytes, (place + 1) / len(block)
+            chunk = position * 4 + (3 - place) * alone[calls[position]]
+            entry = position, chunk, nbytes, (place + 1) / len(block)
             for values, value in zip(model, entry, strict=False):
                 values.append(value)  # type: ignore[arg-type]
     return model

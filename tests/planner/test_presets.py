@@ -332,3 +332,18 @@ def test_parse_bytes_refuses(value: object) -> None:
 @given(st.integers(1, 10**15))
 def test_parse_bytes_reads_digits(value: int) -> None:
     assert parse_bytes(str(value)) == parse_bytes(value) == value
+
+
+def test_to_forbid_kept_blocks_with_offloaded_chunks_asks_for_nothing() -> None:
+    """What fits stays, and where it does not, offloaded blocks recompute anyway."""
+    layout = transformer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for preset in ("auto", "resident", "offload"):
+            assert plan_of(layout, preset, num_keep_offloaded_blocks=0) == plan_of(layout, preset)
+        least = plan_of(layout, "offload").memory.total
+        plan = plan_of(layout, device=least, num_keep_offloaded_blocks=0)
+    assert plan.num_offloaded_chunks
+    assert KEEP not in policies(plan)
+    with pytest.raises(ValueError, match="ignore num_keep_offloaded_blocks=1"):
+        plan_of(layout, "offload", num_keep_offloaded_blocks=1)

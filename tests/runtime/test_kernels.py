@@ -45,9 +45,9 @@ def test_the_rule_of_a_group(name: str, optimizer: type[Optimizer], states: tupl
     group = hyperparameters(optimizer([nn.Parameter(torch.zeros(1))], lr=0.5).param_groups[0])
     rule = Rule.of(name, group)
     assert rule.states == states
-    assert rule.numbers["lr"] == 0.5
-    assert rule.numbers["weight_decay"] == group["weight_decay"]
-    assert rule.flags["maximize"] is False
+    assert rule.settings.lr == 0.5
+    assert rule.settings.weight_decay == group["weight_decay"]
+    assert rule.settings.maximize is False
 
 
 @pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_mul_"])

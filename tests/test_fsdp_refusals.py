@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
+from lightning_protrain.callbacks.export import SavePretrained
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
 from tests.fsdp2_cases import RANKS, SMALL, Flat, Uneven, train
 from tests.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
@@ -95,6 +96,8 @@ def own_checkpointing() -> ParityModule:
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "automatic_optimization=False": (variants()["multi_optimizer"], {}, {}),
     "EMAWeightAveraging keeps": (variants()["val"], {}, {"callbacks": [EMAWeightAveraging()]}),
+    "sync_batchnorm=True is not supported": (variants()["val"], {}, {"sync_batchnorm": True}),
+    "SavePretrained writes weights": (variants()["val"], {}, {"callbacks": [SavePretrained("never")]}),
     "ParityModule has no nn.ModuleList": (lambda: ParityModule(Uneven()), {}, {}),
     "found nothing to recompute": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
     "'network.part.factor' has no dimension": (lambda: with_part(Scalar()), {}, {}),

@@ -1,0 +1,371 @@
+"""How fast a checkpoint is saved beside a plain write of the same bytes, and what saving costs a training.
+
+    python -m benchmarks.checkpoint --results checkpoint
+
+Four things, each in rounds in which all subjects take turns in a random order:
+
+- Saving: the same tensors (weights and two moments) as one plain file, written in order and synced, as our folder, with
+  `torch.save` without and with a sync, and with `torch.distributed.checkpoint`. A rate is in those of the plain write:
+  0.9 says that it takes 1 / 0.9 as long.
+- Training: whole fits without saving, with saves behind the training, and with saves that it waits for.
+- The pause: what one step is longer by that saves.
+- Loading: what is read from the disk, after the page cache has forgotten it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.pairs import Ratio, median_ratio
+from benchmarks.report import quiet, table, write_result
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.consolidation import load_folder
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.tensors import read_tensors
+from lightning_protrain.checkpoint.verifying import verify
+
+MEBIBYTE = 1 << 20
+PIECE = 4 * MEBIBYTE
+# Elapsed and processor seconds; of a step, those of the thread that trains.
+Spent = tuple[float, float]
+RATE, STEP = 0.9, 1.05
+PARTS = ("saves", "reads", "fits")
+SAVED = ("saved by", "seconds", "CPU seconds", "rate / plain (95 %)", "wanted", "met")
+TRAINED = (
+    "saves",
+    "step / without (95 %)",
+    "wanted",
+    "met",
+    "its CPU time / without",
+    "pause of a step that saves, ms",
+)
+READ = ("loaded", "MiB of its files", "MiB read from the disk", "share of all files")
+
+
+def content(mebibytes: int, tensors: int) -> dict[str, Any]:
+    """A checkpoint of so many MiB: a third weights, two thirds moments, in so many tensors of each kind."""
+    size = max(mebibytes * MEBIBYTE // 12 // tensors, 1)
+    names = range(tensors)
+    state = {name: {"step": torch.tensor(1.0), "exp_avg": _random(size), "exp_avg_sq": _random(size)} for name in names}
+    weights = {f"layers.{name}.weight": _random(size) for name in names}
+    return {"global_step": 1, "state_dict": weights, "optimizer_states": [{"state": state, "param_groups": []}]}
+
+
+def _random(size: int) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, (size,), dtype=torch.int32).view(torch.float32)
+
+
+def _bytes_of(made: dict[str, Any]) -> list[memoryview]:
+    moments = made["optimizer_states"][0]["state"].values()
+    tensors = [*made["state_dict"].values(), *(each[key] for each in moments for key in ("exp_avg", "exp_avg_sq"))]
+    return [memoryview(tensor.view(torch.uint8).numpy()) for tensor in tensors]
+
+
+def write_plain(made: dict[str, Any], path: Path) -> None:
+    """The tensors' bytes in one file, in order, on the disk when it returns."""
+    with path.open("wb", buffering=0) as file:
+        for data in _bytes_of(made):
+            for begin in range(0, data.nbytes, PIECE):
+                file.write(data[begin : begin + PIECE])
+        os.fsync(file.fileno())
+
+
+def _torch_save(made: dict[str, Any], path: Path) -> None:
+    torch.save(made, path)
+
+
+def _torch_save_synced(made: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(made, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _dcp(made: dict[str, Any], path: Path) -> None:
+    dcp.save(made, checkpoint_id=path, no_dist=True)
+
+
+def _ours(made: dict[str, Any], path: Path) -> None:
+    save_folder(made, path, "run", 1, Files())
+
+
+SAVERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "plain write, synced": write_plain,
+    "lightning_protrain": _ours,
+    "torch.save, not synced": _torch_save,
+    "torch.save, synced": _torch_save_synced,
+    "torch.distributed.checkpoint": _dcp,
+}
+
+
+def measure_saves(made: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[Spent]]:
+    """Elapsed and processor seconds of each saver, round by round, after one that does not count."""
+    times: dict[str, list[Spent]] = {name: [] for name in SAVERS}
+    chance = random.Random(0)
+    for number in range(rounds + 1):
+        for name in chance.sample(list(SAVERS), len(SAVERS)):
+            os.sync()
+            begin, busy = time.perf_counter(), time.process_time()
+            SAVERS[name](made, folder / "saved")
+            spent = time.perf_counter() - begin, time.process_time() - busy
+            if number:
+                times[name].append(spent)
+            _remove(folder / "saved")
+    return times
+
+
+class Net(L.LightningModule):
+    """Square layers under AdamW: (B, width) to a loss; twelve bytes of state for each weight."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Clock(L.Callback):
+    """When each step has ended, saves included."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, float]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.ends.append((time.perf_counter(), time.thread_time()))
+
+
+HOW: dict[str, dict[str, Any] | None] = {"none": None, "behind": {"asynchronous": True}, "at once": {}}
+
+
+def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, steps: int, every: int) -> list[Spent]:
+    """Of each step but the first `every`, in which states, and memory for the copies, are made."""
+    options = HOW[how]
+    torch.manual_seed(0)
+    clock = Clock()
+    callbacks: list[L.Callback] = [clock]
+    if options is not None:
+        callbacks.append(ProTrainCheckpoint(folder / "fit", every_n_train_steps=every, **options))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=options is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(torch.randn(steps * batch, width), batch_size=batch)
+    trainer.fit(Net(width, depth), loader)
+    _remove(folder / "fit")
+    ends = zip(clock.ends[every:], clock.ends[every + 1 :], strict=False)
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in ends]
+
+
+def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[Spent]]]:
+    """Steps of whole fits, by how they save, in turns."""
+    times: dict[str, list[list[Spent]]] = {how: [] for how in HOW}
+    chance = random.Random(0)
+    for _ in range(fits):
+        for how in chance.sample(list(HOW), len(HOW)):
+            os.sync()
+            times[how].append(measure_fit(how, folder, **sizes))
+    return times
+
+
+def measure_reads(made: dict[str, Any], folder: Path) -> list[tuple[str, int, int | None]]:
+    """What is loaded, the bytes of its files, and the bytes that came from the disk; None where nobody counts them."""
+    target = folder / "saved"
+    save_folder(made, target, "run", 1, Files())
+    sizes = {path.name: path.stat().st_size for path in target.iterdir()}
+
+    def weights() -> object:
+        assert verify(target, {WEIGHTS}) == []
+        return [tensor.sum() for tensor in read_tensors(target / WEIGHTS).values()]
+
+    cases: list[tuple[str, int, Callable[[], object]]] = [
+        ("everything", sum(sizes.values()), lambda: load_folder(target, keep=True)),
+        ("weights alone", sizes[WEIGHTS], weights),
+    ]
+    found = []
+    for name, size, load in cases:
+        for path in target.iterdir():
+            _forget(path)
+        before = _read_bytes()
+        load()
+        after = _read_bytes()
+        found.append((name, size, None if before is None or after is None else after - before))
+    _remove(target)
+    return found
+
+
+def _forget(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _read_bytes() -> int | None:
+    # What the storage layer has read for this process, maps included: https://docs.kernel.org/filesystems/proc.html
+    counts = Path("/proc/self/io")
+    if not counts.is_file():
+        return None
+    lines = dict(line.split(": ") for line in counts.read_text(encoding="ascii").splitlines())
+    return int(lines["read_bytes"])
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def rate(times: Sequence[Spent], plain: Sequence[Spent]) -> Ratio:
+    """Of a saver, in rates of the plain write in the same round."""
+    return median_ratio([peer[0] / own[0] for own, peer in zip(times, plain, strict=True)])
+
+
+def step_ratio(fits: Sequence[Sequence[Spent]], without: Sequence[Sequence[Spent]], which: int = 0) -> Ratio:
+    """Mean step of fits over that of the fits beside them, by elapsed (0) or processor time (1)."""
+    means = [[statistics.mean(step[which] for step in fit) for fit in each] for each in (fits, without)]
+    return median_ratio([own / peer for own, peer in zip(*means, strict=True)])
+
+
+def pause(fits: Sequence[Sequence[Spent]], every: int) -> float:
+    """Milliseconds that a step which saves takes longer than the others, in the median."""
+    saving = [step[0] for fit in fits for number, step in enumerate(fit, 1) if number % every == 0]
+    others = [step[0] for fit in fits for number, step in enumerate(fit, 1) if number % every]
+    return 1e3 * (statistics.median(saving) - statistics.median(others))
+
+
+def _save_rows(times: dict[str, list[Spent]]) -> list[list[str]]:
+    rows = []
+    for name, own in times.items():
+        ratio = rate(own, times["plain write, synced"])
+        wanted = name == "lightning_protrain"
+        seconds, busy = (f"{statistics.median(each[which] for each in own):.3f}" for which in (0, 1))
+        met = ("yes" if ratio.lower >= RATE else "no") if wanted else ""
+        rows.append([name, seconds, busy, str(ratio), f">= {RATE}" if wanted else "", met])
+    return rows
+
+
+def _fit_rows(times: dict[str, list[list[Spent]]], every: int) -> list[list[str]]:
+    rows = []
+    for how, fits in times.items():
+        ratio = step_ratio(fits, times["none"])
+        wanted = how == "behind"
+        met = ("yes" if ratio.upper <= STEP else "no") if wanted else ""
+        busy = str(step_ratio(fits, times["none"], 1))
+        rows.append([how, str(ratio), f"<= {STEP}" if wanted else "", met, busy, f"{pause(fits, every):.0f}"])
+    return rows
+
+
+def _read_rows(found: list[tuple[str, int, int | None]]) -> list[list[str]]:
+    whole = found[0][1]
+    rows = []
+    for name, size, read in found:
+        shares = ("-", "-") if read is None else (f"{read / MEBIBYTE:.1f}", f"{read / whole:.2f}")
+        rows.append([name, f"{size / MEBIBYTE:.1f}", *shares])
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = _parse(arguments)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    sizes = {name: getattr(args, name) for name in ("width", "depth", "batch", "steps", "every")}
+    texts: list[str] = []
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as place, quiet():
+        folder, made = Path(place), content(args.mebibytes, args.tensors)
+        try:
+            if "saves" in args.part:
+                saves = measure_saves(made, folder, args.rounds)
+                texts.append(f"{args.mebibytes} MiB in {3 * args.tensors} tensors, {args.rounds} rounds.")
+                texts.append(table(SAVED, _save_rows(saves)))
+                peer = saves["plain write, synced"]
+                results["saves"] = {
+                    name: {"rate": asdict(rate(own, peer)), "spent": own} for name, own in saves.items()
+                }
+            if "reads" in args.part:
+                results["reads"] = measure_reads(made, folder)
+                texts.append(table(READ, _read_rows(results["reads"])))
+            if "fits" in args.part:
+                fits = measure_fits(folder, args.fits, **sizes)
+                texts += [_about_fits(fits["none"], args), table(TRAINED, _fit_rows(fits, args.every))]
+                results["fits"] = {
+                    how: {"ratio": asdict(step_ratio(own, fits["none"])), "steps": own} for how, own in fits.items()
+                }
+        finally:
+            torch.set_num_threads(threads)
+    text = "\n\n".join(texts)
+    print(text)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.results:
+        print(write_result(args.results, "benchmarks.checkpoint", arguments, results, text))
+
+
+def _about_fits(fits: list[list[Spent]], args: argparse.Namespace) -> str:
+    states = 12 * args.depth * args.width**2 / MEBIBYTE
+    step = 1e3 * statistics.median(step[0] for fit in fits for step in fit)
+    return (
+        f"{states:.0f} MiB of states, one thread, steps of {step:.0f} ms, a save every {args.every} steps, {args.fits} "
+        f"fits of {args.steps} steps each, of which the last {args.steps - args.every - 1} count."
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")
+    parser.add_argument("--mebibytes", type=int, default=192, help="of the checkpoint")
+    parser.add_argument("--tensors", type=int, default=16, help="of weights; as many again of each moment")
+    parser.add_argument("--rounds", type=int, default=20, help="saves of each kind")
+    parser.add_argument("--width", type=int, default=1024, help="of the model that is trained")
+    parser.add_argument("--depth", type=int, default=8, help="its layers")
+    parser.add_argument("--batch", type=int, default=512, help="samples of a step")
+    parser.add_argument("--steps", type=int, default=22, help="of a fit")
+    parser.add_argument("--every", type=int, default=10, help="steps from save to save")
+    parser.add_argument("--fits", type=int, default=6, help="of each kind")
+    parser.add_argument("--folder", type=Path, help="where to save; the place for temporary files by default")
+    parser.add_argument("--json", type=Path, help="file for every single time")
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    args = parser.parse_args(arguments)
+    numbers = ("mebibytes", "tensors", "rounds", "width", "depth", "batch", "steps", "every", "fits")
+    if min(getattr(args, name) for name in numbers) < 1:
+        parser.error("give positive numbers")
+    if args.steps < 2 * args.every + 2 or args.every < 2:
+        parser.error("--steps has to be twice --every and two more, which is at least 2")
+    return args
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

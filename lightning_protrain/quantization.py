@@ -1,0 +1,106 @@
+"""Frozen weights in four or eight bits, by bitsandbytes: what a user says of them, and a model that has them.
+
+bitsandbytes is imported where weights are quantised: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+
+
+def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
+    """The configuration of transformers that the settings stand for.
+
+    Args:
+        settings: Arguments of `BitsAndBytesConfig`, e.g. `{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`.
+
+    Raises:
+        ValueError: An unknown key, with near ones; neither four nor eight bits; what transformers itself refuses.
+    """
+    known = [name for name in inspect.signature(BitsAndBytesConfig).parameters if name != "kwargs"]
+    for key in settings:
+        if key not in known:
+            near = ", ".join(get_close_matches(key, known, n=3)) or ", ".join(known)
+            raise ValueError(f"quantization has the key {key!r}, which BitsAndBytesConfig does not know. Try: {near}.")
+    if bool(settings.get("load_in_4bit")) == bool(settings.get("load_in_8bit")):
+        raise ValueError("quantization needs one of load_in_4bit: true and load_in_8bit: true.")
+    try:
+        return BitsAndBytesConfig(**settings)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"quantization is refused by BitsAndBytesConfig: {error}") from error
+
+
+def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
+    """Refuses settings that cannot be trained with.
+
+    Raises:
+        ValueError: As `quantizer`; or there are no adapters.
+    """
+    quantizer(settings)
+    if lora is None:
+        raise ValueError("Quantised weights stay as they are: give `lora` too, for adapters that are trained.")
+
+
+def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Gives a model on the meta device the layers and the weights that a quantised one has, by shape and size.
+
+    Args:
+        model: On the meta device; its linear layers are replaced.
+        settings: As in `quantizer`.
+
+    Raises:
+        ValueError: The model has values.
+    """
+    if model.device.type != "meta":
+        raise ValueError("Random weights are not quantised: give `model`, the folder of a pretrained one.")
+    made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
+    options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
+    made.preprocess_model(model=model, dtype=model.dtype, **options)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(weight).__name__ == "Params4bit":
+            _pack(module, weight)
+        elif type(weight).__name__ == "Int8Params":
+            _round(module, weight)
+
+
+def _pack(module: nn.Module, weight: Any) -> None:
+    """Two elements in a byte, in blocks that have a scale each; the scales in bytes too where they are nested."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+
+    numel, blocksize = weight.numel(), weight.blocksize
+    num_blocks = -(-numel // blocksize)
+
+    def state(count: int, kind: torch.dtype, size: int, codes: int, **more: Any) -> Any:
+        absmax = torch.empty(count, dtype=kind, device="meta")
+        return QuantState(absmax=absmax, blocksize=size, code=torch.empty(codes, device="meta"), **more)
+
+    scales = {"shape": weight.shape, "dtype": weight.dtype, "quant_type": weight.quant_type}
+    if weight.compress_statistics:
+        inner = state(-(-num_blocks // 256), torch.float32, 256, 256, dtype=torch.float32)
+        offset = torch.empty((), device="meta")
+        outer = state(num_blocks, torch.uint8, blocksize, 16, **scales, offset=offset, state2=inner)
+    else:
+        outer = state(num_blocks, torch.float32, blocksize, 16, **scales)
+    data = torch.empty(((numel + 1) // 2, 1), dtype=torch.uint8, device="meta")
+    kept = {name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+    module.weight = Params4bit(data, requires_grad=False, quant_state=outer, bnb_quantized=True, **kept)
+    module.quant_state = outer
+
+
+def _round(module: nn.Module, weight: Any) -> None:
+    """A byte for an element, and a scale for a row."""
+    from bitsandbytes.nn import Int8Params
+
+    codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
+    scales = torch.empty(weight.shape[0], device="meta")
+    module.weight = Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)

@@ -1,0 +1,339 @@
+"""What each rank has is in its own file; all ranks fall back, fail and end together; any number of ranks goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from tests.callbacks.test_checkpoint import Counter
+from tests.callbacks.test_checkpoint_data import Recorded, Samples
+from tests.callbacks.test_checkpoint_ranks import Steps
+from tests.checkpoint.contents import flip
+from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+
+COUNT = 48
+
+
+class Mine(L.Callback):
+    """Remembers what only this rank has seen, and what all have."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen = {"rank": trainer.global_rank, "steps": trainer.global_step}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+def _fit(rank: int, ranks: int, root: Path, path: Any = None, module: Any = None, **options: Any) -> Any:
+    of_saver = {name: options.pop(name) for name in ("save_on_exception", "asynchronous") if name in options}
+    every = options.pop("every", 1)
+    saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)
+    callbacks = [*options.pop("callbacks", []), saver]
+    trainer = trainer_on_rank(
+        rank, ranks, **{"max_epochs": 1, **options, "enable_checkpointing": True, "callbacks": callbacks}
+    )
+    samples = Samples(COUNT, noisy=False)
+    loader = DataLoader(samples, 2, sampler=DistributedSampler(samples, ranks, rank))
+    module = module or Recorded()
+    torch.manual_seed(100 + rank if path is None else 7)
+    trainer.fit(module, loader, ckpt_path=path)
+    return trainer
+
+
+def _run(folder: Path, function: Any, ranks: int, *args: Any) -> list[Outcome]:
+    meeting = folder / f"meeting{len(list(folder.glob('meeting*')))}"
+    meeting.mkdir(parents=True)
+    return run_ranks(function, ranks, meeting, *args)
+
+
+def _saves(rank: int, root: Path, ranks: int, steps: int) -> None:
+    _fit(rank, ranks, root, callbacks=[Mine()], max_steps=steps)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_only_a_rank_has_is_in_its_own_file(tmp_path: Path, asynchronous: bool) -> None:
+    def act(rank: int) -> None:
+        _fit(rank, 2, tmp_path / "root", callbacks=[Mine()], max_steps=2, asynchronous=asynchronous)
+
+    values(_run(tmp_path, act, 2))
+    [newest, _] = find(tmp_path / "root").found
+    assert sorted(newest.manifest.files) == [
+        "rank00000.pt",
+        "rank00001.pt",
+        "state.pt",
+        "tensors.safetensors",
+        "weights.safetensors",
+    ]
+    states = ProTrainCheckpointIO().load_checkpoint(newest.path)["rank_states"]
+    assert not torch.equal(states[0]["random"]["torch"], states[1]["random"]["torch"])
+    # What rank 1 has like rank 0 is there once.
+    assert [list(state["others"]) for state in states] == [[], ["callbacks/Mine"]]
+
+
+def test_each_rank_gets_its_own_back_and_reads_no_other(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    values(_run(tmp_path, _saves, 2, root, 2, 3))
+
+    def act(rank: int) -> tuple:
+        opened: list[str] = []
+        sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+        mine, seen = Mine(), []
+        mine.on_train_start = lambda *_: seen.append(dict(mine.seen))  # type: ignore[method-assign]
+        _fit(rank, 2, tmp_path / "new", find(root).found[0].path, callbacks=[mine], max_steps=4)
+        return seen, sorted({Path(each).name for each in opened if ".ckpt/rank" in each and "/root/" in each})
+
+    assert values(_run(tmp_path, act, 2)) == [
+        ([{"rank": rank, "steps": 3}], [f"rank0000{rank}.pt"]) for rank in range(2)
+    ]
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["rank00001.pt", "weights.safetensors", "manifest.json"])
+def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> None:
+    root = tmp_path / "root"
+    values(_run(tmp_path, _saves, 2, root, 2, 3))
+    torn, good = (each.path for each in find(root).found[:2])
+    flip(torn / file, 300)
+
+    def act(rank: int) -> tuple:
+        if rank == 1:
+            return _fit(rank, 2, root, "last", max_steps=4).global_step, None
+        with pytest.warns(UserWarning, match="is the newest good checkpoint") as caught:
+            step = _fit(rank, 2, root, "last", max_steps=4).global_step
+        return step, next(str(each.message) for each in caught if "is the newest good" in str(each.message))
+
+    (step, message), (other, _) = values(_run(tmp_path, act, 2))
+    assert step == other == 4
+    assert message.startswith(str(good))
+    assert torn.name in message
+    assert file in message
+    assert find(root).found[0].manifest.step == 4
+
+
+def test_with_none_good_no_rank_begins_anew(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    values(_run(tmp_path, _saves, 2, root, 2, 2))
+    for each in find(root).found:
+        (each.path / "rank00001.pt").unlink()
+
+    def act(rank: int) -> None:
+        _fit(rank, 2, root, "last", max_steps=4)
+
+    for outcome in _run(tmp_path, act, 2):
+        assert "has no good checkpoint" in (outcome.error or "")
+        assert "rank00001.pt: it is missing" in (outcome.error or "")
+        assert outcome.seconds < BOUND
+
+
+PHASES = ["states", "write", "rename"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_dies_in_any_phase_of_a_save_ends_the_others_in_time(tmp_path: Path, phase: str, dies: int) -> None:
+    root = tmp_path / "root"
+
+    def act(rank: int) -> None:
+        class Dies(Recorded):
+            def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                if self.trainer.global_step == 2 and rank == dies:
+                    if phase == "states":
+                        kill_this_rank()
+                    _kill_in(phase)
+
+        _fit(rank, 2, root, module=Dies(), max_steps=3)
+
+    outcomes = _run(tmp_path, act, 2)
+    if dies == 1 and phase != "states":
+        # Rank 1 writes nothing: it lives.
+        assert [each.error for each in outcomes] == [None, None]
+        return
+    assert outcomes[dies].error == "killed"
+    assert f"rank {dies} has given no sign of life" in (outcomes[1 - dies].error or "")
+    assert "Saving " in (outcomes[1 - dies].error or "")
+    assert outcomes[1 - dies].seconds < BOUND + 5
+    good = [each for each in find(root).found if verify(each.path) == []]
+    assert good[-1].manifest.step == 1
+
+
+def _kill_in(phase: str) -> None:
+    name = {"write": "write", "rename": "rename"}[phase]
+    setattr(Files, name, lambda *_: kill_this_rank())
+
+
+def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path) -> None:
+    def act(rank: int) -> int:
+        checkpoints = ProTrainCheckpointIO()
+        sync = checkpoints.files.sync
+        checkpoints.files.sync = lambda descriptor: (time.sleep(0.8), sync(descriptor))[1]  # type: ignore[method-assign]
+        return _fit(rank, 2, tmp_path / "root", plugins=[checkpoints], max_steps=1).global_step
+
+    assert values(_run(tmp_path, act, 2)) == [1, 1]
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on one rank"])
+def test_an_exception_is_saved_if_all_ranks_end_with_it(tmp_path: Path, where: str) -> None:
+    root = tmp_path / "root"
+
+    def act(rank: int) -> None:
+        def fail() -> None:
+            if where == "everywhere" or rank == 1:
+                raise RuntimeError(f"of the user on rank {rank}")
+
+        _fit(rank, 2, root, callbacks=[Steps(3, fail)], every=100, save_on_exception=True)
+
+    outcomes = _run(tmp_path, act, 2)
+    assert "of the user on rank 1" in (outcomes[1].error or "")
+    if where == "everywhere":
+        assert "of the user on rank 0" in (outcomes[0].error or "")
+        assert [each.manifest.step for each in find(root).found] == [3]
+        assert sorted(find(root).found[0].manifest.files)[:2] == ["rank00000.pt", "rank00001.pt"]
+    else:
+        assert outcomes[0].error is not None
+        assert find(root).found == ()
+    assert max(outcome.seconds for outcome in outcomes) < 2 * BOUND
+
+
+def test_ranks_are_named_where_one_fails_in_its_states(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        class Broken(Counter):
+            def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                if rank == 2:
+                    raise OSError(5, "Input/output error")
+
+        _fit(rank, 3, tmp_path / "root", module=Broken(), max_steps=1)
+
+    for rank, outcome in enumerate(_run(tmp_path, act, 3)):
+        assert "Input/output error" in (outcome.error or "")
+        assert rank == 2 or "failed on rank 2 (" in (outcome.error or "")
+        assert outcome.seconds < BOUND
+    assert os.listdir(tmp_path / "root") == []
+
+
+# --- other numbers of ranks -------------------------------------------------------------------------------------------
+
+
+class Looks(Recorded):
+    """Remembers its weights, moments and random numbers when training starts."""
+
+    def on_train_start(self) -> None:
+        self.found = self._all()
+
+    def _all(self) -> list[Any]:
+        moments = self.trainer.optimizers[0].state_dict()["state"]
+        tensors = [*self.state_dict().values(), *(each for state in moments.values() for each in state.values())]
+        return [tensor.tolist() for tensor in tensors]
+
+
+def _saved(path: Path) -> list[Any]:
+    content = ProTrainCheckpointIO().load_checkpoint(path)
+    moments = content["optimizer_states"][0]["state"]
+    tensors = [*content["state_dict"].values(), *(each for state in moments.values() for each in state.values())]
+    return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved by")
+def test_weights_and_moments_go_from_two_ranks_to_one_to_four(tmp_path: Path) -> None:
+    values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
+    two = find(tmp_path / "two").found[0].path
+
+    def one(rank: int) -> tuple:
+        module = Looks()
+        _fit(rank, 1, tmp_path / "one", two, module, max_steps=6)
+        return module.found, module.given
+
+    [(found, given)] = values(_run(tmp_path, one, 1))
+    assert found == _saved(two)
+    middle = find(tmp_path / "one").found[0].path
+
+    def four(rank: int) -> tuple:
+        module = Looks()
+        _fit(rank, 4, tmp_path / "four", middle, module, max_steps=7)
+        return module.found, module.given
+
+    four_found = values(_run(tmp_path, four, 4))
+    assert all(each == _saved(middle) for each, _ in four_found)
+    # Every sample before that place was trained, and none after it: 4 batches on each of 2 ranks are 8 on one.
+    assert [batch[0] for batch in given] == [8, 9]
+    # 10 of one rank lie between the second and the third of four.
+    assert {batch[0] for _, batches in four_found for batch in batches} == {2}
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved by")
+def test_the_samples_of_an_epoch_are_trained_once_by_whatever_ranks(tmp_path: Path) -> None:
+    def trained(outcomes: list[Outcome]) -> list[int]:
+        return sorted(int(number) for given in values(outcomes) for batch in given for number in batch[1:])
+
+    def run(rank: int, ranks: int, root: Path, path: Any, steps: int) -> list:
+        module = Recorded()
+        _fit(rank, ranks, root, path, module, max_steps=steps)
+        return module.given
+
+    first = trained(_run(tmp_path, run, 2, 2, tmp_path / "two", None, 6))
+    rest = trained(_run(tmp_path, run, 4, 4, tmp_path / "four", find(tmp_path / "two").found[0].path, 100))
+    assert len(first) == 24
+    assert sorted(first + rest) == list(range(COUNT))
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved by")
+def test_new_ranks_draw_numbers_of_their_own_and_old_ones_go_on(tmp_path: Path) -> None:
+    values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
+    path = find(tmp_path / "two").found[0].path
+
+    def drawn(rank: int, ranks: int) -> list[float]:
+        numbers: list[float] = []
+
+        class Draws(Recorded):
+            def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+                numbers.extend(torch.rand(2).tolist())
+
+        _fit(rank, ranks, tmp_path / f"new{ranks}{len(os.listdir(tmp_path))}", path, Draws(), max_steps=5)
+        return numbers[:2]
+
+    same, more, again = (values(_run(tmp_path, drawn, ranks, ranks)) for ranks in (2, 4, 4))
+    assert more == again
+    assert more[:2] == same
+    assert len({tuple(each) for each in more}) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved by")
+def test_at_the_end_of_an_epoch_the_next_one_begins(tmp_path: Path) -> None:
+    def saves(rank: int) -> None:
+        _fit(rank, 2, tmp_path / "two", max_epochs=1)
+
+    values(_run(tmp_path, saves, 2))
+    path = find(tmp_path / "two").found[0].path
+
+    def one(rank: int) -> list:
+        module = Recorded()
+        _fit(rank, 1, tmp_path / "one", path, module, max_epochs=2)
+        return module.given
+
+    [given] = values(_run(tmp_path, one, 1))
+    assert len(given) == COUNT // 2

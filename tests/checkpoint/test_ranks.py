@@ -1,0 +1,124 @@
+"""What only ranks have finds its owner, whatever their number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.checkpoint.consolidation import load_folder
+from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.payload import RANK_STATES
+from lightning_protrain.checkpoint.randomness import capture
+from lightning_protrain.checkpoint.ranks import own_state, rescale, reshard_folder, without_copies
+from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from tests.checkpoint.contents import content, flip, same
+
+CPU = torch.device("cpu")
+
+
+def _state(number: int) -> dict[str, Any]:
+    torch.manual_seed(number)
+    return {"random": capture(CPU), "data": {"positions": [number]}, "others": {"a": b"%d" % number}}
+
+
+def _loops(trained: int, ends: bool = False) -> dict[str, Any]:
+    counts = {"ready": trained, "completed": trained - 1, "started": trained, "processed": trained}
+    total = {name: value + 100 for name, value in counts.items()}
+    return {"epoch_loop.batch_progress": {"current": counts, "total": total, "is_last_batch": ends}, "x": 1}
+
+
+def test_the_same_number_of_ranks_has_its_own() -> None:
+    states = [_state(0), _state(1)]
+    for rank in range(2):
+        assert own_state(states, rank, 2, CPU) is states[rank]
+    # A rank reads no other file than its own.
+    assert own_state([None, states[1]], 1, 2, CPU) is states[1]
+
+
+@pytest.mark.parametrize("now", [1, 3, 5])
+def test_another_number_of_ranks_has_what_there_is_and_new_numbers(now: int) -> None:
+    states = [_state(0), _state(1)]
+    new: list[Any] = [own_state(states, rank, now, CPU) for rank in range(now)]
+    for rank, own in enumerate(new):
+        assert own["data"] == {"positions": [rank % 2], "moved": True}
+        assert own["others"] == (states[rank]["others"] if rank < 2 else {})
+        if rank < 2:
+            assert own["random"] is states[rank]["random"]
+        else:
+            others = [state["random"] for state in (*new[:rank], *states)]
+            assert not any(same(own["random"][name], each[name]) for each in others for name in ("torch", "python"))
+            assert not any(same(own["random"]["numpy"][1], each["numpy"][1]) for each in others)
+    again: list[Any] = [own_state(states, rank, now, CPU) for rank in range(now)]
+    assert same([each["random"] for each in again], [each["random"] for each in new])
+
+
+@pytest.mark.parametrize("states", [[], [None], [5]])
+def test_where_there_is_nothing_there_is_nothing(states: list[Any]) -> None:
+    assert own_state(states, 0, 1, CPU) is None
+
+
+def test_what_is_like_that_of_rank_0_is_kept_once() -> None:
+    states = [{"random": 1, "others": {"a": b"1", "b": b"2"}}, {"random": 2, "others": {"a": b"1", "b": b"3"}}]
+    assert without_copies(states) == [{"random": 1, "others": {}}, {"random": 2, "others": {"b": b"3"}}]
+
+
+@pytest.mark.parametrize(
+    ("trained", "before", "now", "place", "exact"), [(4, 2, 1, 8, True), (8, 1, 4, 2, True), (5, 1, 2, 2, False)]
+)
+def test_as_many_samples_are_trained_as_were(trained: int, before: int, now: int, place: int, exact: bool) -> None:
+    loops = _loops(trained)
+    moved, is_exact = rescale(loops, before, now)
+    assert is_exact is exact
+    assert moved == _loops(place)
+    assert loops == _loops(trained)
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 8), st.integers(1, 8))
+def test_an_epoch_that_was_over_is_over(samples: int, batch_size: int, before: int, now: int) -> None:
+    def batches(ranks: int) -> int:
+        return math.ceil(math.ceil(samples / ranks) / batch_size)
+
+    moved, exact = rescale(_loops(batches(before), ends=True), before, now)
+    assert exact
+    assert moved["epoch_loop.batch_progress"]["current"]["ready"] >= batches(now)
+
+
+def _save(target: Path, ranks: int) -> None:
+    saved = {**content(3), RANK_STATES: [_state(rank) for rank in range(ranks)], "loops": {"fit_loop": _loops(4)}}
+    save_folder(saved, target, "run", 3, Files(), record={"score": 1.0})
+
+
+def test_a_folder_is_written_for_another_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    _save(tmp_path / "a" / "x", 2)
+    manifest = reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "x", 4)
+    assert verify(tmp_path / "b" / "x") == []
+    assert [name for name in sorted(manifest.files) if name.startswith("rank")] == [f"rank0000{r}.pt" for r in range(4)]
+    assert (manifest.step, manifest.record) == (3, read_manifest(tmp_path / "a" / "x").record)
+    before, after = load_folder(tmp_path / "a" / "x"), load_folder(tmp_path / "b" / "x")
+    assert after["loops"]["fit_loop"] == _loops(2)
+    assert same(after["state_dict"], before["state_dict"])
+    assert same(after[RANK_STATES][1]["random"], before[RANK_STATES][1]["random"])
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    _save(tmp_path / "a" / "x", 2)
+    with pytest.raises(ValueError, match="is where its run saves"):
+        reshard_folder(tmp_path / "a" / "x", tmp_path / "a" / "y", 4)
+    with pytest.raises(ValueError, match="world_size=0"):
+        reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "y", 0)
+    save_folder(content(1), tmp_path / "a" / "none", "run", 1, Files())
+    with pytest.raises(ValueError, match="any number of ranks resumes it"):
+        reshard_folder(tmp_path / "a" / "none", tmp_path / "b" / "y", 2)
+    flip(tmp_path / "a" / "x" / "rank00001.pt", 50)
+    with pytest.raises(ValueError, match=r"rank00001\.pt: its content was changed"):
+        reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "y", 1)
+    assert not (tmp_path / "b").exists()

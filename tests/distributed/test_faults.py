@@ -1,0 +1,107 @@
+"""A rank that fails, dies or has nothing left to train: all leave soon, and rank and step are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
+from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank
+
+TOKENS = torch.randint(VOCABULARY, (20, 9), generator=torch.Generator().manual_seed(3))
+
+
+class Stream(IterableDataset[Tensor]):
+    """So many rows; nobody knows before how many."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TOKENS[: self._length])
+
+
+class Faulty(Module):
+    """Fails on rank 1, in one of several ways."""
+
+    def __init__(self, rank: int, fault: str) -> None:
+        super().__init__("full")
+        self.rank = rank
+        self.fault = fault
+
+    def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor | None:  # type: ignore[override]
+        if self.rank == 1 and batch_idx == 3:
+            if self.fault == "raise":
+                raise ValueError("boom")
+            if self.fault == "kill":
+                kill_this_rank()
+            if self.fault == "skip":
+                return None
+        return super().training_step(batch)
+
+    def on_after_backward(self) -> None:
+        if self.rank == 1 and self.trainer.global_step == 2:
+            if self.fault == "raise after backward":
+                raise ValueError("boom")
+            if self.fault == "kill after backward":
+                kill_this_rank()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self.fault == "uneven":
+            return DataLoader(TensorDataset(TOKENS[: 12 - 4 * self.rank]), batch_size=2)
+        if self.fault.startswith("stream"):
+            length = 8 if (self.rank == 1) == (self.fault == "stream longer") else 5
+            return DataLoader(Stream(length), batch_size=1, collate_fn=lambda rows: [torch.stack(rows)])
+        return DataLoader(TensorDataset(TOKENS), batch_size=2)
+
+
+def _train(rank: int, placement: str, fault: str, epochs: int) -> int:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = Faulty(rank, fault)
+    trainer = trainer_on_rank(
+        rank, 2, kind=lambda **process: strategy_of(placement, module, **process), max_epochs=epochs
+    )
+    trainer.fit(module)
+    return trainer.global_step
+
+
+UNEVEN = "ValueError: The ranks have different numbers of training batches (rank 0: 3, rank 1: 2)"
+GONE = "rank 1 is gone without a word"
+ONGOING, AT_END = "rank 1: batch 5 of epoch 0", "rank 0: the end of training"
+# By fault: epochs, and what is found in the error of either rank.
+FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "raise": (
+        1,
+        ("Training at step 3 ends on rank 0: rank 1 failed (training at step 3) with ValueError: boom",),
+        ("ValueError: boom",),
+    ),
+    "raise after backward": (
+        1,
+        ("Training at step ", " ends on rank 0: rank 1 failed (training at step 2) with ValueError: boom"),
+        ("ValueError: boom",),
+    ),
+    "kill": (1, ("Training at step 3 ends on rank 0", GONE), ("killed",)),
+    "kill after backward": (1, ("Training at step ", GONE), ("killed",)),
+    "skip": (1, ("rank 1 failed (training at step 3) with RuntimeError: Skipping",), ("RuntimeError: Skipping",)),
+    "uneven": (1, (UNEVEN,), (UNEVEN,)),
+    "stream longer": (1, (AT_END, ONGOING), (AT_END, ONGOING)),
+    "stream shorter": (2, ("come apart", "rank 1: batch 0 of epoch 1"), ("rank 0: batch 5 of epoch 0",)),
+}
+
+
+@pytest.mark.parametrize("placement", ["shard", "replicate", "resident"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_leave_and_name_who_is_missing(fault: str, placement: str, tmp_path: Path) -> None:
+    epochs, *expected = FAULTS[fault]
+    outcomes = run_ranks(_train, 2, tmp_path, placement, fault, epochs)
+    for outcome, texts in zip(outcomes, expected, strict=True):
+        assert outcome.seconds < BOUND, outcomes
+        for text in texts:
+            assert text in str(outcome.error), outcomes

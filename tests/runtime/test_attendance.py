@@ -1,0 +1,185 @@
+"""Who is missing is named, and who is merely late is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_protrain.runtime import attendance
+from lightning_protrain.runtime.attendance import Attendance
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"_EVERY": 0.05, "_AT_FIRST": 0.01, "_TO_ANSWER": 0.3}.items():
+        monkeypatch.setattr(attendance, name, seconds)
+
+
+class Work:
+    """A collective that ends after some seconds; None: never."""
+
+    def __init__(self, seconds: float | None = None, error: str | None = None) -> None:
+        self._end = float("inf") if seconds is None else time.monotonic() + seconds
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self._end
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+class Store:
+    """A store whose host is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+def together(*actions: Callable[[], object]) -> list[str]:
+    """What each raised, if anything, when all were called at once."""
+
+    def run(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(run, actions))
+
+
+def ranks(count: int) -> list[Attendance]:
+    store = dist.HashStore()
+    return [Attendance(store, rank, count) for rank in range(count)]
+
+
+def test_a_collective_that_ends_leaves_no_word() -> None:
+    store = dist.HashStore()
+    Attendance(store, 0, 2).wait(Work(0.0), "a barrier")
+    assert store.num_keys() == 0
+
+
+def test_a_long_wait_takes_its_word_back() -> None:
+    one, other = ranks(2)
+    one.wait(Work(0.2), "a barrier")
+    assert other._read("waits/0") == ""
+
+
+def test_who_has_failed_is_named() -> None:
+    one, other = ranks(2)
+    one.doing = "Training at step 7"
+    other.leave("failed (training at step 6) with ValueError: boom")
+    found = together(lambda: one.wait(Work(), "batch 7"))
+    assert found == ["Training at step 7 ends on rank 0: rank 1 failed (training at step 6) with ValueError: boom"]
+
+
+def test_who_fails_meanwhile_is_named() -> None:
+    one, other = ranks(2)
+
+    def fail() -> None:
+        time.sleep(0.15)
+        other.leave("failed")
+
+    assert together(lambda: one.wait(Work(), "batch 7"), fail)[0].endswith("on rank 0: rank 1 failed")
+
+
+def test_who_waits_for_something_else_is_named_by_both() -> None:
+    one, other = ranks(2)
+    found = together(lambda: one.wait(Work(), "batch 5"), lambda: other.wait(Work(), "averages of gradients"))
+    pairs = (("averages of gradients", "batch 5"), ("batch 5", "averages of gradients"))
+    assert found == [
+        f"Setting up ends on rank {rank}: rank {1 - rank} waits for {its}, and this one for {mine}: have all ranks as "
+        "many batches?"
+        for rank, (its, mine) in enumerate(pairs)
+    ]
+
+
+def test_who_waits_for_the_same_is_waited_for() -> None:
+    one, other = ranks(2)
+    assert together(lambda: one.wait(Work(0.6), "batch 5"), lambda: other.wait(Work(0.6), "batch 5")) == ["", ""]
+
+
+def test_who_has_gone_ahead_and_comes_is_waited_for() -> None:
+    one, other = ranks(2)
+
+    def goes_on() -> None:  # From one short wait to the next, each with a word of its own.
+        for number in range(8):
+            other.wait(Work(0.08), f"batch {number}")
+
+    assert together(lambda: one.wait(Work(0.7), "something else"), goes_on)[0] == ""
+
+
+# Four ranks, two on each node: who waits for whom, and whether neither can come.
+PAIRS = [
+    ((0, range(2)), (2, range(4)), False),  # Rank 0 waits for its node alone, rank 2 for all: rank 0 may still come.
+    ((0, range(2)), (3, range(2, 4)), False),
+    ((0, range(2)), (1, range(2)), True),
+    ((0, range(2)), (1, range(4)), True),
+    ((0, None), (3, None), True),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "stuck"), PAIRS, ids=str)
+def test_only_those_who_wait_for_each_other_are_stuck(first: Any, second: Any, stuck: bool) -> None:
+    all_ranks = ranks(4)
+    seconds = None if stuck else 0.5
+    waits = [
+        lambda rank=rank, members=members: all_ranks[rank].wait(Work(seconds), f"word of {rank}", members)
+        for rank, members in (first, second)
+    ]
+    assert ["waits for word of" in text for text in together(*waits)] == [stuck, stuck]
+
+
+def test_who_is_gone_without_a_word_is_named() -> None:
+    one, _, third = ranks(3)
+    failing = Work(0.0, "Connection closed by peer")
+    found = together(lambda: one.wait(failing, "batch 5"), third.explain)
+    assert found[0] == (
+        "Setting up ends on rank 0: rank 1 is gone without a word (killed, or out of memory? see its log)."
+    )
+
+
+def test_what_failed_is_chained() -> None:
+    one, _ = ranks(2)
+    with pytest.raises(RuntimeError, match="rank 1 is gone") as caught:
+        one.wait(Work(0.0, "Connection closed by peer"), "batch 5")
+    assert "Connection closed by peer" in str(caught.value.__cause__)
+
+
+def test_who_failed_explains_a_collective_that_failed() -> None:
+    one, other = ranks(2)
+    other.leave("failed")
+    assert str(one.explain()) == "Setting up ends on rank 0: rank 1 failed."
+
+
+def test_a_collective_that_failed_although_all_are_there() -> None:
+    one, other = ranks(2)
+    answers: list[str] = []
+    together(lambda: answers.append(str(one.explain())), lambda: answers.append(str(other.explain())))
+    assert [text.partition(": ")[2] for text in answers] == [
+        "all ranks are there, and a collective has failed (see above)."
+    ] * 2
+
+
+def test_a_store_that_is_gone_is_a_word_of_its_rank() -> None:
+    store: Any = Store()
+    attending = Attendance.__new__(Attendance)
+    attending.__dict__.update(vars(Attendance(dist.HashStore(), 1, 2)), _store=store)
+    attending.leave("failed")  # Nobody can read it.
+    found = together(lambda: attending.wait(Work(), "batch 5"))
+    assert found == ["Setting up ends on rank 1: rank 0 is gone, and the store of the process group with it"]
+
+
+def test_without_looks_a_rank_that_comes_is_taken_for_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "_LOOKS", 1)
+    one, other = ranks(2)
+    found = together(lambda: one.wait(Work(0.6), "a"), lambda: other.wait(Work(0.3), "b"))
+    assert "waits for b" in found[0]

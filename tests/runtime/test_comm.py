@@ -1,0 +1,160 @@
+"""Sums over ranks of one node and of two, what they cost, and ranks that meet or have come apart."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_protrain.counters import TransferCounters
+from lightning_protrain.runtime import attendance
+from lightning_protrain.runtime.attendance import Attendance
+from lightning_protrain.runtime.comm import Communicator, Ranks, find_ranks
+from tests.ranks import run_ranks, values
+
+
+def _places(rank: int, local_size: int) -> Any:
+    ranks = find_ranks(rank % local_size, local_size, timedelta(seconds=7))
+    limits = [
+        each._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for each in (ranks.meeting, ranks.node, ranks.peers)
+        if each is not None
+    ]
+    members = [
+        dist.get_process_group_ranks(group) if group is not None else None for group in (ranks.node, ranks.peers)
+    ]
+    return ranks.first_of_node, list(ranks.on_node), members, set(limits)
+
+
+def test_the_ranks_of_one_machine_are_one_node(tmp_path: Path) -> None:
+    assert values(run_ranks(_places, 2, tmp_path, 2)) == [(0, [0, 1], [None, None], {7.0})] * 2
+
+
+def test_machines_are_nodes_with_peers(tmp_path: Path) -> None:
+    assert values(run_ranks(_places, 4, tmp_path, 2)) == [
+        (0, [0, 1], [[0, 1], [0, 2]], {7.0}),
+        (0, [0, 1], [[0, 1], [1, 3]], {7.0}),
+        (2, [2, 3], [[2, 3], [0, 2]], {7.0}),
+        (2, [2, 3], [[2, 3], [1, 3]], {7.0}),
+    ]
+
+
+def _sums(rank: int, local_size: int) -> Any:
+    """What this rank has after each kind of sum, and what it has counted for it."""
+    ranks = find_ranks(rank % local_size, local_size)
+    counters = TransferCounters()
+    communicator = Communicator(ranks, counters)
+    found = []
+    for owner in (None, 0, 1):
+        flat = torch.tensor([1.0, 10.0**rank])
+        before = counters.collectives, counters.communicated_bytes
+        communicator.end(communicator.begin(flat, owner), flat, owner)
+        cost = counters.collectives - before[0], counters.communicated_bytes - before[1]
+        found.append((flat.tolist() if owner in (None, ranks.local_rank) else None, cost))
+    on_node = communicator.sum_of_node(torch.tensor([float(rank)])).item()
+    before = counters.collectives, counters.communicated_bytes
+    communicator.meet()
+    return found, on_node, counters.collectives - before[0], counters.communicated_bytes - before[1]
+
+
+def test_sums_on_one_node_cost_one_collective(tmp_path: Path) -> None:
+    first, second = values(run_ranks(_sums, 2, tmp_path, 2))
+    assert first == ([([2.0, 11.0], (1, 8)), ([2.0, 11.0], (1, 8)), (None, (1, 8))], 1.0, 1, 4)
+    assert second == ([([2.0, 11.0], (1, 8)), (None, (1, 8)), ([2.0, 11.0], (1, 8))], 1.0, 1, 4)
+
+
+def test_between_nodes_only_owners_send(tmp_path: Path) -> None:
+    found = values(run_ranks(_sums, 4, tmp_path, 2))
+    whole = [4.0, 1111.0]
+    for rank, (sums, on_node, *meeting) in enumerate(found):
+        expected = [(whole, (1, 8)), (None, (1, 8)), (None, (1, 8))]
+        expected[1 + rank % 2] = (whole, (2, 16))
+        assert sums == expected
+        assert on_node == (1.0 if rank < 2 else 5.0)
+        assert meeting == [1, 4]
+
+
+def _try(action: Any) -> Any:
+    try:
+        return action()
+    except RuntimeError as error:
+        return str(error)
+
+
+def _meetings(rank: int) -> list[Any]:
+    ranks = find_ranks(rank, 3)
+    found = [
+        ranks.meet("batch 0"),
+        ranks.meet("batch 1", flag=rank == 2),
+        ranks.meet("batch 2"),
+        _try(lambda: ranks.meet(f"batch {3 + (rank == 1)}")),
+    ]
+    ranks.attendance.leave("failed in this run")
+    dist.barrier()
+    # The notes of that run are none of the next one's.
+    again = find_ranks(rank, 3)
+    if rank == 1:
+        time.sleep(1.0)
+    return [*found, _try(lambda: again.meet("batch 0"))]
+
+
+def test_ranks_meet_or_learn_where_the_others_are(tmp_path: Path) -> None:
+    places = "rank 0: batch 3, rank 1: batch 4, rank 2: batch 3"
+    apart = f"The ranks have come apart ({places}). Have all of them as many batches?"
+    assert values(run_ranks(_meetings, 3, tmp_path)) == [[False, True, False, apart, False]] * 3
+
+
+def _late(rank: int, everybody: bool) -> Any:
+    """Rank 1 is late for the sum of its node, while the other node waits for all at the next batch.
+
+    Args:
+        everybody: A mistake: whoever waits is taken to wait for all ranks.
+    """
+    attendance._EVERY = 0.1
+    if everybody:
+        wait = Attendance.wait
+        Attendance.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
+    ranks = find_ranks(rank % 2, 2)
+    communicator = Communicator(ranks, TransferCounters())
+    if rank == 1:
+        time.sleep(1.5)
+    return _try(lambda: communicator.meet() or ranks.meet("batch 1"))
+
+
+def test_a_rank_that_is_late_for_its_node_is_waited_for_by_all(tmp_path: Path) -> None:
+    assert values(run_ranks(_late, 4, tmp_path, False)) == [False] * 4
+
+
+def test_who_waits_for_its_node_must_not_be_taken_to_wait_for_all(tmp_path: Path) -> None:
+    found = [outcome.value for outcome in run_ranks(_late, 4, tmp_path, True)]
+    assert any("waits for the other ranks of its node, and this one for batch 1" in str(value) for value in found)
+
+
+def _asleep(rank: int, fault: str) -> Any:
+    ranks: Ranks = find_ranks(rank, 2)
+    communicator = Communicator(ranks, TransferCounters())
+    flat = torch.ones(3)
+    ranks.attendance.doing = "Training at step 4"
+    if rank == 1:
+        if fault == "failed":
+            ranks.attendance.leave("failed (training at step 4) with ValueError: boom")
+            return None
+        return _try(lambda: ranks.meet("batch 5"))
+    return _try(partial(communicator.end, communicator.begin(flat, 0), flat, 0))
+
+
+def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
+    for fault, reason in {
+        "failed": "failed (training at step 4) with ValueError: boom",
+        "apart": "waits for batch 5, and this one for averages of gradients: have all ranks as many batches?",
+    }.items():
+        folder = tmp_path / fault
+        folder.mkdir()
+        found = run_ranks(_asleep, 2, folder, fault)
+        assert found[0].value.rstrip(".") == f"Training at step 4 ends on rank 0: rank 1 {reason}"
+        assert max(outcome.seconds for outcome in found) < 10

@@ -1,0 +1,165 @@
+"""Ranks of a node share one copy of the weights, under no name that could stay behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_protrain.host import PAGE, HostMemory
+from lightning_protrain.runtime import node_memory
+from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages
+from tests.ranks import run_ranks, values
+
+SHAPES = ((300, 7), (1,), (0, 4), (64, 64))
+
+
+def alone(nbytes: int, folder: Path, fills: bool = True, host: HostMemory | None = None) -> NodeMemory:
+    path = folder / "memory"
+    path.write_bytes(bytes(nbytes))
+    return NodeMemory(os.open(path, os.O_RDWR), nbytes, host or HostMemory(), fills)
+
+
+@given(st.integers(0, 10 * PAGE))
+def test_pages_are_whole_and_no_more_than_needed(nbytes: int) -> None:
+    assert pages(nbytes) % PAGE == 0
+    assert max(nbytes, 1) <= pages(nbytes) < max(nbytes, 1) + PAGE
+
+
+def test_blocks_begin_a_page_and_do_not_meet(tmp_path: Path) -> None:
+    memory = alone(4 * PAGE, tmp_path)
+    blocks = [memory.empty(nbytes) for nbytes in (1, PAGE + 1, PAGE)]
+    for value, block in enumerate(blocks):
+        block[:] = bytes([value]) * len(block)
+        assert torch.frombuffer(block, dtype=torch.uint8).data_ptr() % PAGE == 0
+    assert [set(block) for block in blocks] == [{0}, {1}, {2}]
+
+
+def test_more_than_there_is_is_our_mistake(tmp_path: Path) -> None:
+    memory = alone(PAGE, tmp_path)
+    memory.empty(PAGE)
+    with pytest.raises(AssertionError, match=f"{2 * PAGE} bytes of node memory are wanted, {PAGE} are there"):
+        memory.empty(1)
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_parameter_is_adopted_with_its_values_or_those_that_are_there(fills: bool, tmp_path: Path) -> None:
+    memory = alone(PAGE, tmp_path, fills)
+    parameter = nn.Parameter(torch.ones(5, 3).t())
+    memory.adopt(parameter)
+    assert torch.equal(parameter, torch.full((3, 5), float(fills)))
+    assert parameter.stride() == (1, 3)
+    empty = nn.Parameter(torch.ones(0, 2))
+    memory.adopt(empty)  # It takes no page.
+    assert empty.shape == (0, 2)
+
+
+def test_the_mapping_is_page_locked_until_the_host_lets_go(tmp_path: Path) -> None:
+    locked: list[int] = []
+    host = HostMemory(lambda address, nbytes: bool(locked.append(nbytes) or True), lambda address: locked.clear())
+    alone(3 * PAGE, tmp_path, host=host)
+    assert locked == [3 * PAGE]
+    assert host.locked_bytes == 3 * PAGE
+    host.close()
+    assert locked == []
+
+
+def _ranks(rank: int, local_size: int = 2) -> Any:
+    local_rank = rank % local_size
+    return SimpleNamespace(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        first_of_node=rank - local_rank,
+    )
+
+
+def _share(rank: int, folder: Path, local_size: int) -> tuple[list[int], list[float], list[str]]:
+    """Offsets of the weights, what this rank sees of them, and the names that are left."""
+    ranks = _ranks(rank, local_size)
+    nbytes = sum(pages(4 * torch.Size(shape).numel()) for shape in SHAPES)
+    memory = open_node_memory(ranks, nbytes, HostMemory(), folder)
+    dist.barrier()
+    left = [path.name for path in folder.iterdir() if path.name.startswith("protrain-")]
+    parameters = [nn.Parameter(torch.full(shape, 10.0 * rank + at)) for at, shape in enumerate(SHAPES)]
+    start = torch.frombuffer(memory._block, dtype=torch.uint8).data_ptr()
+    for parameter in parameters:
+        memory.adopt(parameter)
+    dist.barrier()
+    seen = [parameter.sum().item() / max(parameter.numel(), 1) for parameter in parameters]
+    dist.barrier()
+    if ranks.local_rank == 1:
+        with torch.no_grad():
+            parameters[0].fill_(77.0 + rank)
+    dist.barrier()
+    seen.append(parameters[0].mean().item())
+    return [parameter.data_ptr() - start for parameter in parameters if parameter.numel()], seen, left
+
+
+def _refusals(rank: int, folder: Path) -> list[str]:
+    """What each of several bad places raises on this rank, and the names that are left."""
+    patch = pytest.MonkeyPatch()
+
+    def attempt(folder: Path) -> str:
+        try:
+            open_node_memory(_ranks(rank), 5 * PAGE, HostMemory(), folder)
+        except ValueError as error:
+            return str(error)
+        finally:
+            patch.undo()
+        return ""
+
+    found = [attempt(folder / "missing")]
+    room = SimpleNamespace(f_bavail=2, f_frsize=PAGE)
+    patch.setattr(os, "statvfs", lambda path: room)
+    patch.setattr(os, "posix_fallocate", None)  # Never reached.
+    found.append(attempt(folder))
+    patch.setattr(os, "posix_fallocate", lambda *args: os.truncate("missing", 1))
+    found.append(attempt(folder))
+    patch.setattr(node_memory.tempfile, "mkstemp", lambda **options: os.open("missing", os.O_RDWR))
+    found.append(attempt(folder))
+    if rank == 1:
+        patch.setattr(node_memory, "_open", lambda path, first=node_memory._open: first(path + "-elsewhere"))
+    found.append(attempt(folder))
+    dist.barrier()
+    return [*found, *(path.name for path in folder.iterdir() if path.name.startswith("protrain-"))]
+
+
+def test_two_ranks_see_the_same_weight_at_the_same_place(tmp_path: Path) -> None:
+    (offsets, seen, left), other = values(run_ranks(_share, 2, tmp_path, tmp_path, 2))
+    assert other == (offsets, seen, left)
+    assert left == []
+    assert seen == [0.0, 1.0, 0.0, 3.0, 78.0]
+
+
+def test_every_node_has_a_copy_of_its_own(tmp_path: Path) -> None:
+    found = values(run_ranks(_share, 4, tmp_path, tmp_path, 2))
+    assert [seen for _, seen, _ in found] == [
+        *[[0.0, 1.0, 0.0, 3.0, 78.0]] * 2,
+        *[[20.0, 21.0, 0.0, 23.0, 80.0]] * 2,
+    ]
+
+
+def test_where_memory_cannot_be_shared_all_ranks_say_why(tmp_path: Path) -> None:
+    found, other = values(run_ranks(_refusals, 2, tmp_path, tmp_path))
+    assert found == other
+    wanted = f'sharding="shard" keeps {5 * PAGE:,} bytes of weights in memory that the ranks of a node share, and'
+    beginnings = (
+        f"{wanted} {tmp_path / 'missing'} has 0 bytes free.",
+        f"{wanted} {tmp_path} has {2 * PAGE:,} bytes free.",
+        f"{tmp_path} does not give the {5 * PAGE:,} bytes that the weights of a node need: [Errno 2]",
+        f"{tmp_path} does not take files, and the ranks of a node share weights there: [Errno 2]",
+        'Rank 1: sharding="shard" needs memory that the ranks of a node share, and this one does not see',
+    )
+    assert len(found) == len(beginnings), "a name has been left behind"
+    for text, beginning in zip(found, beginnings, strict=True):
+        assert text.startswith(beginning), text

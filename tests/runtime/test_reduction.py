@@ -1,0 +1,349 @@
+"""Averages of offloaded chunks: exact, as many messages on every rank, whatever gradients come and in which order."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.reduction import Reduction
+from lightning_protrain.runtime.slot import Slot
+
+CPU = torch.device("cpu")
+
+
+class Network:
+    """What ranks in threads send: sums in the order of the ranks; whoever is no owner gets rubbish, as from gloo."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._arrived = threading.Condition()
+        self._sent: dict[int, dict[int, tuple[Tensor, int | None]]] = {}
+
+    def send(self, number: int, rank: int, flat: Tensor, owner: int | None) -> None:
+        with self._arrived:
+            self._sent.setdefault(number, {})[rank] = flat.clone(), owner
+            self._arrived.notify_all()
+
+    def total(self, number: int, owner: int | None) -> Tensor:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self._sent[number]) == self.num_ranks, timeout=20), "a rank hangs"
+            sent = self._sent[number]
+        assert {each for _, each in sent.values()} == {owner}, "ranks have sent different things at the same time"
+        total = sent[0][0].clone()
+        for rank in range(1, self.num_ranks):
+            total += sent[rank][0]
+        return total
+
+
+class Communicator:
+    """Of one rank in a thread."""
+
+    def __init__(self, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
+        self.ranks = SimpleNamespace(world_size=network.num_ranks, local_rank=rank)
+        self.dtype = dtype
+        self.sizes: list[tuple[int | None, int]] = []
+        self.under_way = self.most_under_way = 0
+        self._network, self._rank = network, rank
+
+    def begin(self, flat: Tensor, owner: int | None) -> int:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.sizes.append((owner, flat.nbytes))
+        self._network.send(len(self.sizes) - 1, self._rank, flat, owner)
+        return len(self.sizes) - 1
+
+    def end(self, work: int, flat: Tensor, owner: int | None) -> None:
+        self.under_way -= 1
+        total = self._network.total(work, owner)
+        flat.copy_(total if owner in (None, self._rank) else torch.full_like(flat, torch.nan))
+
+
+class Case(NamedTuple):
+    """Chunks by the shapes of their parameters, with the owner of each; None: every rank gets every average."""
+
+    shapes: list[list[tuple[int, ...]]]
+    owners: list[list[int]] | None = None
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        return [(index, at) for index, chunk in enumerate(self.shapes) for at in range(len(chunk))]
+
+
+class Rank:
+    """A rank with slots of its own, and what it has received; averages go to the host as `Landing` puts them there."""
+
+    def __init__(self, case: Case, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
+        self.rank = rank
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.past: set[int] = set()
+        self.received: list[tuple[int, int]] = []
+        chunks = []
+        for index, shapes in enumerate(case.shapes):
+            slots = [self._slot(index, at, shape) for at, shape in enumerate(shapes)]
+            owners = case.owners[index] if case.owners is not None else [None] * len(slots)
+            by_slot = dict(zip(slots, owners, strict=True))
+            chunks.append(SimpleNamespace(slots=slots, owner=by_slot.__getitem__))
+        self.communicator = Communicator(network, rank, dtype)
+        self.reduction = Reduction(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
+
+    def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> Slot:
+        host = nn.Parameter(torch.zeros(shape))
+        self.slots[index, at] = Slot(f"chunk{index}.weight{at}", host, nn.Parameter(host.detach().clone()), 0)
+        return self.slots[index, at]
+
+    def _receive(self, slot: Slot, grad: Tensor) -> None:
+        self.received.append(next(place for place, other in self.slots.items() if other is slot))
+        if slot.host.grad is None:
+            slot.host.grad = grad.clone()
+        else:
+            slot.host.grad.add_(grad)
+
+    def backward(self, gradients: dict[tuple[int, int], Tensor], order: list[tuple[int, int]], averages: bool) -> None:
+        """One backward that makes gradients in some order, and may go beyond chunks before all of theirs are there."""
+        if not averages:
+            for place in order:
+                self._receive(self.slots[place], gradients[place])
+            return
+        self.past.clear()
+        self.reduction.begin()
+        left = list(order)
+        for place in order:
+            self.reduction.add(place[0], self.slots[place], gradients[place].clone())
+            left.remove(place)
+            self.past.update({place[0]} - {other[0] for other in left})
+            self.reduction.advance(lambda index: False)
+        self.reduction.finish()
+
+
+def gradient(rank: int, micro: int, place: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    seed = 1000 * rank + 100 * micro + 10 * place[0] + place[1]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def average(
+    case: Case, num_ranks: int, used: list[list[set[tuple[int, int]]]], dtype: torch.dtype | None = None, seed: int = 0
+) -> list[Rank]:
+    """Each rank runs as many backwards as `used` has for it, the last one with averages.
+
+    Args:
+        case: The chunks.
+        num_ranks: Number of ranks.
+        used: Of each rank, of each micro-batch: what gets a gradient.
+        dtype: In which is sent.
+        seed: Of the order of gradients, another one on each rank.
+    """
+    network = Network(num_ranks)
+
+    def run(number: int) -> Rank:
+        rank = Rank(case, network, number, dtype)
+        shuffled = random.Random(seed + number)
+        for micro, places in enumerate(used[number]):
+            order = shuffled.sample(sorted(places), len(places))
+            found = {place: gradient(number, micro, place, case.shapes[place[0]][place[1]]) for place in places}
+            rank.backward(found, order, averages=micro == len(used[number]) - 1)
+        return rank
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
+
+
+def expected(case: Case, used: list[list[set[tuple[int, int]]]], place: tuple[int, int]) -> Tensor | None:
+    """What DDP would have: each rank adds its micro-batches up, oldest first, and divides; ranks are summed."""
+    shape = case.shapes[place[0]][place[1]]
+    parts = []
+    for rank, micros in enumerate(used):
+        present = [gradient(rank, micro, place, shape) for micro, places in enumerate(micros) if place in places]
+        # With one older gradient the new one is the first: a sum of two is the same either way.
+        parts.append(sum(present[1:], present[0]) if present else None)
+    if all(part is None for part in parts):
+        return None
+    scaled = [torch.zeros(shape) if part is None else part * (1.0 / len(used)) for part in parts]
+    return sum(scaled[1:], scaled[0])
+
+
+SHAPE = st.sampled_from([(3,), (2, 3), (1,), (0, 2), (5, 1)])
+NUM_RANKS = 2
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, list[list[set[tuple[int, int]]]]]:
+    shapes = draw(st.lists(st.lists(SHAPE, min_size=1, max_size=3), min_size=1, max_size=5))
+    owners = [[draw(st.integers(0, NUM_RANKS - 1)) for _ in chunk] for chunk in shapes]
+    case = Case(shapes, draw(st.sampled_from([None, owners])))
+    places = st.sets(st.sampled_from(case.places))
+    num_micros = draw(st.integers(1, 2))
+    return case, [[draw(places) for _ in range(num_micros)] for _ in range(NUM_RANKS)]
+
+
+def check(case: Case, used: list[list[set[tuple[int, int]]]], seed: int) -> None:
+    """Averages are exact, and messages are those of the plan, on every rank."""
+    ranks = average(case, NUM_RANKS, used, seed=seed)
+    sizes = []
+    for index in reversed(range(len(case.shapes))):
+        numbers = [torch.Size(shape).numel() + 1 for shape in case.shapes[index]]  # One flag behind the gradients.
+        owners = case.owners[index] if case.owners is not None else [None] * len(numbers)
+        sizes += [
+            (owner, 4 * sum(number for number, other in zip(numbers, owners, strict=True) if other == owner))
+            for owner in dict.fromkeys(owners)
+        ]
+    for rank in ranks:
+        assert rank.communicator.sizes == sizes
+        for index, at in case.places:
+            found, mean = rank.slots[index, at].host.grad, expected(case, used, (index, at))
+            owned = case.owners is None or case.owners[index][at] == rank.rank
+            assert (found is None) == (mean is None or not owned), f"{index, at} on rank {rank.rank}"
+            if found is not None and mean is not None:
+                assert torch.equal(found, mean)
+
+
+@settings(max_examples=60)
+@given(cases(), st.integers(0, 10))
+def test_averages_are_those_of_ddp_in_messages_of_the_plan(
+    drawn: tuple[Case, list[list[set[tuple[int, int]]]]], seed: int
+) -> None:
+    check(*drawn, seed)
+
+
+TWO = Case([[(3,)], [(2,), (4,)], [(5,)]], [[0], [1, 0], [1]])
+EVERYTHING = [[set(TWO.places)]] * NUM_RANKS
+
+
+def test_an_unused_gradient_that_is_not_zeroed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [[set(TWO.places)], [{(0, 0)}]]
+    check(TWO, used, 0)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: tensor.fill_(3.0))
+    with pytest.raises(AssertionError):
+        check(TWO, used, 0)
+
+
+def test_an_average_that_a_rank_does_not_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(TWO, EVERYTHING, 0)
+    make = Communicator.__init__
+
+    def as_rank_0(self: Communicator, *args: Any) -> None:
+        make(self, *args)
+        self.ranks.local_rank = 0
+
+    monkeypatch.setattr(Communicator, "__init__", as_rank_0)
+    with pytest.raises(AssertionError):
+        check(TWO, EVERYTHING, 0)
+
+
+def test_messages_do_not_depend_on_what_a_rank_has_used() -> None:
+    ranks = average(TWO, NUM_RANKS, [[set(TWO.places)], [set()]])
+    assert ranks[0].communicator.sizes == ranks[1].communicator.sizes == [(1, 24), (1, 12), (0, 20), (0, 16)]
+
+
+def test_averages_land_from_the_last_chunk_to_the_first() -> None:
+    ranks = average(Case([[(2,)]] * 4), NUM_RANKS, [[{(index, 0) for index in range(4)}]] * NUM_RANKS, seed=5)
+    for rank in ranks:
+        assert rank.received == [(3, 0), (2, 0), (1, 0), (0, 0)]
+
+
+def test_sending_and_computing_overlap_with_two_messages_at_most() -> None:
+    case = Case([[(2,)]] * 6)
+    ranks = average(case, NUM_RANKS, [[set(case.places)]] * NUM_RANKS)
+    assert [rank.communicator.most_under_way for rank in ranks] == [2, 2]
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(None, 44), (torch.bfloat16, 22), (torch.float64, 88)])
+def test_gradients_are_sent_in_the_chosen_dtype(dtype: torch.dtype | None, nbytes: int) -> None:
+    case = Case([[(10,)]])
+    used = [[{(0, 0)}]] * NUM_RANKS
+    for rank in average(case, NUM_RANKS, used, dtype):
+        assert rank.communicator.sizes == [(None, nbytes)]
+        found, mean = rank.slots[0, 0].host.grad, expected(case, used, (0, 0))
+        assert found is not None
+        assert mean is not None
+        assert found.dtype is torch.float32
+        assert torch.allclose(found, mean, rtol=0.02 if dtype is torch.bfloat16 else 1e-6, atol=0.02)
+
+
+def one_rank(case: Case) -> Rank:
+    return Rank(case, Network(1), 0)
+
+
+def test_what_has_been_averaged_before_is_not_divided_again() -> None:
+    """Two backwards in one step, each with averages: the second adds its own mean to the first."""
+    for owners in (None, [[0]]):
+        rank = one_rank(Case([[(3,)]], owners))
+        first, second = torch.randn(3), torch.randn(3)
+        for grad in (first, second):
+            rank.backward({(0, 0): grad}, [(0, 0)], averages=True)
+        found = rank.slots[0, 0].host.grad
+        assert found is not None
+        assert torch.equal(found, second + first)
+
+
+def test_a_chunk_is_sent_when_nothing_may_add_to_it() -> None:
+    rank = one_rank(Case([[(2,)], [(2,)]]))
+    rank.reduction.begin()
+    rank.reduction.add(1, rank.slots[1, 0], torch.ones(2))
+    rank.reduction.advance(lambda index: False)
+    assert rank.communicator.sizes == []  # Backward is still within the calls that read it.
+    rank.past.add(1)
+    rank.reduction.advance(lambda index: True)
+    assert rank.communicator.sizes == []  # A direct use may add to it.
+    rank.past.add(0)
+    rank.reduction.advance(lambda index: index == 0)
+    assert len(rank.communicator.sizes) == 1
+    rank.reduction.finish()
+    assert len(rank.communicator.sizes) == 2
+    assert not rank.reduction.runs
+
+
+def test_what_is_frozen_is_not_sent() -> None:
+    rank = one_rank(Case([[(2,), (3,)], [(4,)]]))
+    rank.slots[0, 0].host.requires_grad_(False)
+    rank.slots[1, 0].host.requires_grad_(False)
+    rank.backward({(0, 1): torch.ones(3)}, [(0, 1)], averages=True)
+    assert rank.communicator.sizes == [(None, 16)]
+
+
+def test_strides_are_those_of_the_weight() -> None:
+    rank = one_rank(Case([[(2, 3)]]))
+    slot = rank.slots[0, 0]
+    slot.host.data = torch.zeros(3, 2).t()
+    rank.backward({(0, 0): torch.arange(6.0).view(2, 3)}, [(0, 0)], averages=True)
+    assert torch.equal(slot.host.grad, torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    rank = one_rank(Case([[(4, 2)]]))
+    rank.reduction.begin()
+    with pytest.raises(RuntimeError, match=r"gradient of 'chunk0.weight0' is sparse, .* Use `sparse=False`"):
+        rank.reduction.add(0, rank.slots[0, 0], torch.eye(4, 2).to_sparse())
+
+
+def test_a_gradient_that_comes_too_late_is_refused() -> None:
+    rank = one_rank(Case([[(2,)]]))
+    rank.past.add(0)
+    rank.reduction.begin()
+    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    rank.reduction.advance(lambda index: False)
+    with pytest.raises(RuntimeError, match=r"'chunk0.weight0' came after its chunk had been averaged"):
+        rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+
+
+def test_after_an_exception_nothing_is_under_way() -> None:
+    rank = one_rank(Case([[(2,)], [(2,)]]))
+    rank.past.add(1)
+    rank.reduction.begin()
+    for index in (1, 0):
+        rank.reduction.add(index, rank.slots[index, 0], torch.full((2,), 7.0))
+        rank.reduction.advance(lambda index: False)
+    rank.reduction.forget()
+    rank.reduction.finish()
+    assert len(rank.communicator.sizes) == 1
+    rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
+    assert torch.equal(rank.slots[0, 0].host.grad, torch.ones(2))  # type: ignore[arg-type]
+    assert rank.slots[1, 0].host.grad is None

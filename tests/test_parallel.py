@@ -1,0 +1,252 @@
+"""What a strategy does because there are several ranks: choices, one reduction per step, and what it sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_protrain import ProTrainStrategy, parallel
+from lightning_protrain.parallel import Parallelism
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.runtime.owners import assign_owners
+from tests.distributed.test_parity import Module, strategy_of
+from tests.plans import half
+from tests.ranks import run_ranks, trainer_on_rank, values
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sharding", "zero", "sharding='zero': give one of 'auto', 'resident', 'replicate', 'shard'"),
+        ("reduce_dtype", "float16", "reduce_dtype='float16': give one of None, 'float32', 'bfloat16'"),
+        ("adapter_grad_sync", None, "adapter_grad_sync=None: give one of 'auto', 'ddp', 'flat'"),
+    ],
+)
+def test_what_is_no_choice_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parallelism(**{name: value})
+    with pytest.raises(ValueError, match=message):
+        ProTrainStrategy(**{name: value})
+
+
+@pytest.mark.parametrize("plan", ["offload", half(Module("full"))], ids=["offload", "half"])
+def test_resident_sharding_refuses_a_plan_that_offloads(plan: Any) -> None:
+    with pytest.raises(ValueError, match='sharding="resident" keeps everything on the device, and the plan offloads'):
+        ProTrainStrategy(sharding="resident", plan=plan)
+
+
+def test_resident_sharding_leaves_nothing_to_decide() -> None:
+    strategy = ProTrainStrategy(sharding="resident")
+    assert strategy.allowed_plan("auto") == strategy.allowed_plan("resident") == "resident"
+    assert ProTrainStrategy().allowed_plan("auto") == "auto"
+
+
+def strategy_with(sharding: Any, local_size: int, world_size: int) -> ProTrainStrategy:
+    strategy = ProTrainStrategy(sharding=sharding, parallel_devices=[CPU] * local_size)
+    strategy._ranks = SimpleNamespace() if world_size > 1 else None  # type: ignore[assignment]
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("sharding", "local_size", "world_size", "wants_overlap", "chosen"),
+    [
+        ("auto", 2, 2, False, "shard"),
+        ("auto", 2, 2, True, "replicate"),
+        ("auto", 1, 2, False, "replicate"),
+        ("auto", 1, 1, False, "replicate"),
+        ("shard", 2, 4, False, "shard"),
+        ("shard", 1, 2, True, "replicate"),
+        ("shard", 1, 1, False, "replicate"),
+        ("replicate", 2, 2, False, "replicate"),
+    ],
+)
+def test_weights_are_shared_where_a_machine_has_several_ranks(
+    sharding: str, local_size: int, world_size: int, wants_overlap: bool, chosen: str
+) -> None:
+    assert strategy_with(sharding, local_size, world_size).choose_sharding(wants_overlap) is Sharding(chosen)
+
+
+def test_shared_weights_are_not_stepped_behind_anything() -> None:
+    with pytest.raises(ValueError, match="overlap_optimizer steps weights while other ranks may still read them"):
+        strategy_with("shard", 2, 2).choose_sharding(wants_overlap=True)
+
+
+def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(parallel, "rank_zero_info", said.append)
+    strategy_with("shard", 1, 1).choose_sharding(wants_overlap=False)
+    assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_collective"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_errors_of_collectives_are_explained(error: Any, is_of_collective: bool) -> None:
+    strategy = strategy_with("shard", 2, 2)
+    said = RuntimeError("rank 1 is gone")
+    strategy._ranks = SimpleNamespace(attendance=SimpleNamespace(explain=lambda: said))  # type: ignore[assignment]
+    assert strategy.explain(error) is (said if is_of_collective else error)
+    strategy._ranks = None
+    assert strategy.explain(error) is error
+
+
+def test_a_rank_that_fails_says_where() -> None:
+    notes: list[str] = []
+    strategy = strategy_with("shard", 2, 2)
+    attendance = SimpleNamespace(doing="Training at step 3", leave=notes.append)
+    strategy._ranks = SimpleNamespace(attendance=attendance)  # type: ignore[assignment]
+    strategy.on_exception(KeyError("x"))
+    assert notes == ["failed (training at step 3) with KeyError: 'x'"]
+
+
+def test_one_rank_meets_nobody() -> None:
+    strategy = strategy_with("auto", 1, 1)
+    assert strategy.broadcast("x") == "x"
+    assert strategy.reduce(torch.ones(1)).item() == 1
+    assert strategy._meet("anywhere", flag=True)
+    assert not strategy.averages
+    strategy.barrier()
+
+
+# --- one reduction per step -----------------------------------------------------------------------------------------
+
+BATCHES, STEPS_AT = 7, {1: list(range(7)), 3: [2, 5, 6]}
+
+
+def expected_traffic(plan: Plan, module: nn.Module, steps: int, clips: bool, world_size: int) -> tuple[int, int]:
+    """Collectives of a run and bytes of one rank, as [Note: Reduction] and [Note: Owners] have them."""
+    parameters = dict(module.named_parameters())
+    chunks = [[parameters[fqn] for fqn in chunk.parameters] for chunk in plan.chunks if not chunk.resident]
+    shards = plan.sharding is Sharding.SHARD
+    owners = assign_owners([[p.nbytes for p in chunk] for chunk in chunks], world_size)
+    regions = nbytes = 0
+    for chunk, mine in zip(chunks, owners, strict=True):
+        trained = [(p, owner if shards else 0) for p, owner in zip(chunk, mine, strict=True) if p.requires_grad]
+        regions += len({owner for _, owner in trained})
+        nbytes += sum(p.nbytes + p.itemsize for p, _ in trained)  # A flag behind each gradient.
+    meetings, met = (2, 8) if shards and chunks else (0, 0)
+    if clips and meetings:
+        meetings, met = meetings + 1, met + 16 * sum(p.requires_grad for chunk in chunks for p in chunk)
+    return 1 + steps * (regions + meetings), 4 + steps * (nbytes + met)
+
+
+def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) -> list[str]:
+    torch.set_num_threads(1)
+    wrong = []
+    for kind, placement, accumulate, clips in cases:
+        sent: list[int] = []
+        module = Module(kind)
+
+        def count(function: Any, sent: list[int] = sent, module: Module = module) -> Any:
+            def counted(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+                if group is None:  # Not of the group in which ranks meet on the host.
+                    sent.append(module.trainer.fit_loop.batch_idx)
+                return function(tensor, *args, group=group, **kwargs)
+
+            return counted
+
+        def hook(sent, bucket, module=module):  # type: ignore[no-untyped-def] # DDP does not read strings.
+            sent.append(module.trainer.fit_loop.batch_idx)
+            return (
+                dist.distributed_c10d._get_default_group()
+                .allreduce(bucket.buffer())
+                .get_future()
+                .then(lambda future: future.value()[0])
+            )
+
+        def strategy(placement: str = placement, module: Module = module, hook: Any = hook, **process: Any) -> Any:
+            return strategy_of(placement, module, ddp_comm_hook=hook, ddp_comm_state=sent, **process)  # noqa: B023
+
+        options: dict[str, Any] = {"gradient_clip_val": 0.1} if clips else {}
+        trainer = trainer_on_rank(
+            rank,
+            world_size,
+            kind=strategy,
+            accumulate_grad_batches=accumulate,
+            limit_train_batches=BATCHES,
+            max_epochs=1,
+            **options,
+        )
+        functions = dist.all_reduce, dist.reduce
+        dist.all_reduce, dist.reduce = map(count, functions)
+        trainer.fit(module)
+        dist.all_reduce, dist.reduce = functions
+        name = f"{kind} {placement} {accumulate} {clips}"
+        if sorted(set(sent)) != STEPS_AT[accumulate] or len(sent) % len(STEPS_AT[accumulate]):
+            wrong.append(f"{name}: sent at {sent}")
+        plan, counters = trainer.strategy.plan, trainer.strategy.counters
+        expected = expected_traffic(plan, module, len(STEPS_AT[accumulate]), clips, world_size)
+        if (counters.collectives, counters.communicated_bytes) != expected:
+            wrong.append(f"{name}: {counters.collectives, counters.communicated_bytes}, expected {expected}")
+    return wrong
+
+
+COUNTED = [
+    ("full", "replicate", 1, False),
+    ("full", "shard", 3, True),
+    ("tied", "shard half", 3, False),
+    ("half frozen", "shard", 1, True),
+    ("full", "resident", 3, False),
+    ("lora", "ddp flat", 3, False),
+    ("lora", "replicate", 3, True),
+]
+
+
+def test_ranks_send_what_the_plan_says_and_once_in_a_step(tmp_path: Path) -> None:
+    assert values(run_ranks(_count, 2, tmp_path, 2, COUNTED)) == [[], []]
+
+
+def _count_without_rest(rank: int, world_size: int) -> list[str]:
+    """A mistake: every micro-batch ends with averages."""
+    ProTrainStrategy.averages = property(lambda self: self._ranks is not None)  # type: ignore[assignment, method-assign]
+    return _count(rank, world_size, [("full", "replicate", 3, False)])
+
+
+def test_averages_in_every_micro_batch_are_found(tmp_path: Path) -> None:
+    for wrong in values(run_ranks(_count_without_rest, 2, tmp_path, 2)):
+        assert "sent at [0, 0, 0" in wrong[0]
+        assert "expected" in wrong[1]
+
+
+# --- equal beginnings, and the end ----------------------------------------------------------------------------------
+
+
+def _begin(rank: int, placements: list[str]) -> list[Any]:
+    """Weights after two steps from different beginnings, and what is left of DDP and of the meetings afterwards."""
+    found: list[Any] = []
+    for placement in placements:
+        torch.manual_seed(rank)
+        module = Module("full")
+        options: dict[str, Any] = {}
+        if placement != "ddp":
+            options["kind"] = lambda placement=placement, module=module, **process: strategy_of(
+                placement, module, **process
+            )
+        trainer = trainer_on_rank(rank, 2, max_steps=2, **options)
+        trainer.fit(module)
+        assert not isinstance(trainer.strategy.model, DistributedDataParallel) or placement == "ddp"
+        left = vars(trainer.fit_loop.epoch_loop).get("_broadcast_sigterm_tensor") if placement != "ddp" else None
+        found.append((left, [value.tolist() for value in module.state_dict().values()]))
+    return found
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path: Path) -> None:
+    first, second = values(run_ranks(_begin, 2, tmp_path, ["ddp", "resident", "replicate", "shard", "shard half"]))
+    assert first == second
+    assert all(found == first[0] for found in first)

@@ -1,0 +1,78 @@
+"""Each recipe is planned from its config, without weights, for the machine that it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_protrain import CausalLMModule
+from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.planner.plan import Plan
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GIB = 1 << 30
+# Options of the command, billions of parameters, and bytes of each parameter on the device and the host together.
+RECIPES: dict[str, tuple[list[str], float, float]] = {
+    "lora-8b": (["--host_memory=64GiB", "--length=4096"], 8.07, 2.0),
+    "qlora-27b": (["--host_memory=64GiB", "--length=2048"], 27.1, 0.6),
+    "full-7b": (["--host_memory=64GiB", "--length=4096"], 7.24, 8.0),
+    "four-cards": (["--host_memory=256GiB", "--num_gpus=4", "--length=4096"], 8.03, 8.0),
+}
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_size_that_it_is_called_after(name: str) -> None:
+    """Counted with adapters; where weights are quantised two of their elements are a byte."""
+    module = CausalLMModule(**read(name)["model"]["init_args"])
+    with torch.device("meta"):
+        module.configure_model()
+    _, billions, _ = RECIPES[name]
+    number = sum(p.numel() * (2 if p.dtype is torch.uint8 else 1) for p in module.parameters())
+    assert number / 1e9 == pytest.approx(billions, rel=0.01)
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "slurm"])
+def test_a_recipe_says_how_it_is_run(name: str) -> None:
+    text, given = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"), read(name)
+    assert f"fit --config configs/{name}.yaml --model.config null --model.model models/" in text
+    assert given["trainer"]["logger"]["init_args"]["name"] == name
+    assert given["model"]["init_args"]["dtype"] == "bfloat16"
+    if "lora" not in given["model"]["init_args"]:
+        # Moments have the dtype of their weights: in float32 they would not fit.
+        assert given["trainer"]["precision"] == "bf16-true"
+
+
+def test_the_job_of_the_cluster_is_that_of_its_config() -> None:
+    text, trainer = (CONFIGS / "slurm.yaml").read_text(encoding="utf-8"), read("slurm")["trainer"]
+    assert f"#SBATCH --nodes={trainer['num_nodes']}\n" in text
+    assert f"#SBATCH --ntasks-per-node={trainer['devices']}\n" in text
+    assert f"#SBATCH --gpus-per-node={trainer['devices']}\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_machine(name: str) -> None:
+    options, billions, state_bytes = RECIPES[name]
+    command = ["plan", f"--config={CONFIGS / name}.yaml", "--data=null", "--gpu=RTX 4090", "--json=plans.json"]
+    ProTrainCLI([*command, "--host_cores=16", *options])
+    (content,) = json.loads(Path("plans.json").read_text()).values()
+    plan = Plan.from_json(json.dumps(content))
+    prediction = plan.prediction
+    assert prediction is not None
+    num_gpus = 4 if name == "four-cards" else 1
+    assert plan.memory.resident_states < prediction.device_bytes < 24 * GIB
+    assert prediction.host_bytes < (256 if num_gpus > 1 else 64) * GIB / num_gpus
+    assert prediction.device_bytes + prediction.host_bytes > state_bytes * billions * 1e9
+    assert sum(chunk.nbytes for chunk in plan.chunks) < 24 * GIB
+    assert prediction.step_seconds > 0
