@@ -53,8 +53,8 @@ CASES = {
     "for-loop": None,
     "foreach": None,
 }
-# Many times as long as the others, and far from them: a quarter of the pairs will do.
-SLOW = ("for-loop", "foreach")
+# Many times as long as the others, alone or beside the loop, and far from any bound: a quarter of the pairs will do.
+SLOW = ("chunked-bf16-eager", "for-loop", "foreach")
 WANTED_RATE = 0.9
 # A peer this much slower than its fastest step waited for busy cores: a ratio to it says nothing about an idle machine.
 DISTURBED = 1.5
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(before)
     text = (
         f"AdamW, {model.numel / 1e6:.3g} million parameters in {len(model.chunks)} chunks, {args.pairs} pairs; beside "
-        f"the loop 1 thread, {args.loops} pairs; a quarter of that for {' and '.join(SLOW)}. Of the loop's rate >= "
+        f"the loop 1 thread, {args.loops} pairs; a quarter of that for {', '.join(SLOW)}. Of the loop's rate >= "
         f"{WANTED_RATE} is wanted. Load average of the machine at the start and at the end: {load:.1f}, "
         f"{os.getloadavg()[0]:.1f}. `busy`: the fused step took more than {DISTURBED} times its fastest with as many "
         f"threads, so its threads waited for cores.\n\n{_table(rows)}"

@@ -78,15 +78,19 @@ def move_companions(parameter: Tensor, device: torch.device) -> None:
         vars(parameter)["CB"] = _plain(parameter)
 
 
-def prepare_weights(model: nn.Module) -> None:
+def prepare_weights(model: nn.Module, device: torch.device | None = None) -> None:
     """Quantises what waits for it and has every companion hang on its weight, before anybody counts bytes.
 
     Layers of bitsandbytes quantise when they are moved to a device, which a streamed weight never is.
+
+    Args:
+        model: Its weights stay where they are.
+        device: What quantises, one weight after the other; None: where the weight is.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and not weight.is_meta:
-            _quantise(weight)
+            _quantise(weight, device)
             _gather(module, weight)
             if "quant_state" in vars(weight):
                 _cast_bias(module)
@@ -149,11 +153,15 @@ def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: 
         del state_dict[key]
 
 
-def _quantise(weight: Any) -> None:
+def _quantise(weight: Any, device: torch.device | None = None) -> None:
     waits_4bit = vars(weight).get("bnb_quantized") is False and vars(weight).get("quant_state") is None
     waits_8bit = vars(weight).get("has_fp16_weights") is False and weight.is_floating_point()
     if waits_4bit or waits_8bit:
-        weight.to(weight.device)  # in place
+        place = weight.device
+        weight.to(device or place)  # in place
+        if weight.device != place:
+            weight.data = _plain(weight).to(place)
+            move_companions(weight, place)
 
 
 def _cast_bias(module: nn.Module) -> None:

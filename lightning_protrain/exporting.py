@@ -103,8 +103,14 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
 
 def _above_whole_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """The adapters of quantised weights, on the weights that those were made from."""
-    options = {name: settings.get(name) for name in ("vocab_size", "allow_pickle")}
-    model = with_lora(load_model(settings["model"], _config(settings), settings["dtype"], **options), settings["lora"])
+    base = load_model(
+        settings["model"],
+        _config(settings),
+        settings["dtype"],
+        vocab_size=settings.get("vocab_size"),
+        allow_pickle=bool(settings.get("allow_pickle")),
+    )
+    model = with_lora(base, settings["lora"])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name in trained if name not in weights]
     if lost:

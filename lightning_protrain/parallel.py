@@ -42,7 +42,9 @@ from lightning_protrain.replicas import (
     without_sync,
     wrap,
 )
+from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm import Ranks, find_ranks
+from lightning_protrain.runtime.owners import owners_in_chunks
 
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 
@@ -89,6 +91,8 @@ class DataParallelStrategy(ProcessStrategy):
         self._parallelism = parallelism
         self._ranks: Ranks | None = None
         self._flat: FlatAverage | None = None
+        # Who has stepped parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
+        self._owners: dict[int, int] = {}
         # Whether the backward that comes next ends with averages.
         self._averages = True
 
@@ -136,6 +140,11 @@ class DataParallelStrategy(ProcessStrategy):
             )
         return "resident" if choice == "auto" else choice
 
+    @property
+    def may_shard(self) -> bool:
+        """Whether the ranks of a machine would share what is offloaded."""
+        return self._parallelism.sharding in ("auto", "shard")
+
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
@@ -159,6 +168,10 @@ class DataParallelStrategy(ProcessStrategy):
             )
         shards = choice == "shard" or (choice == "auto" and not wants_overlap)
         return Sharding.SHARD if shards and not alone else Sharding.REPLICATE
+
+    def copies(self, sharding: Sharding) -> int:
+        """How many ranks of this machine hold what is offloaded, each all of it."""
+        return 1 if sharding is Sharding.SHARD else max(self.num_processes, 1)
 
     def agree(self, layout: ModelLayout, model: nn.Module, make: Callable[[], Plan]) -> Plan:
         """The plan of rank 0, when all ranks have found that they train the same.
@@ -194,16 +207,26 @@ class DataParallelStrategy(ProcessStrategy):
         parameters = dict(model.named_parameters())
         resident = [parameters[fqn] for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
         mine = [parameter for parameter in resident if parameter.requires_grad]
+        self._owners = self._owners_of(plan, parameters)
         if self._ranks is None or not mine:
             return
-        if chooses_flat(self._parallelism.adapter_grad_sync, mine, model, self.has_fast_link()):
+        linked = self.peers is not None and self.peers.link == "nvlink"
+        if chooses_flat(self._parallelism.adapter_grad_sync, mine, model, linked):
             self._flat = FlatAverage(mine)
         else:
             self.model = wrap(model, mine, self.root_device, self._parallelism.ddp)
 
-    def has_fast_link(self) -> bool:
-        """Whether the devices of a node reach each other directly; not known of any yet."""
-        return False
+    def _owners_of(self, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[int, int]:
+        """Who steps parameters that ranks share, as `local_rank`, by identity."""
+        if self._ranks is None or plan.sharding is not Sharding.SHARD:
+            return {}
+        chunks = [chunk for chunk in plan.chunks if not chunk.resident]
+        owners = owners_in_chunks(chunks, parameters, self._ranks.local_size)
+        return {
+            id(parameters[fqn]): owner
+            for chunk, mine in zip(chunks, owners, strict=True)
+            for fqn, owner in zip(chunk.parameters, mine, strict=True)
+        }
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -235,21 +258,17 @@ class DataParallelStrategy(ProcessStrategy):
 
         return step
 
-    def gathered_state(self, optimizer: Optimizer, owners: Mapping[int, int]) -> dict[str, Any]:
-        """The state of an optimizer, whole on rank 0; every rank calls it.
-
-        Args:
-            optimizer: One of the strategy's.
-            owners: Who steps parameters that ranks share, as `local_rank`, by identity.
-        """
+    def gathered_state(self, optimizer: Optimizer, runtime: Runtime | None) -> dict[str, Any]:
+        """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
+        owners = runtime.owners if runtime is not None else self._owners
         if self._ranks is None or not owners:
             return super().optimizer_state(optimizer)
         return gather_states(optimizer, owners, self._ranks)
 
-    def drop_states_of_others(self, optimizer: Optimizer, owners: Mapping[int, int]) -> None:
+    def drop_states_of_others(self, optimizer: Optimizer, runtime: Runtime | None) -> None:
         """After the state of an optimizer has been loaded, whole: what another rank owns is forgotten here."""
-        if self._ranks is not None:
-            drop_states(optimizer, owners, self._ranks)
+        if self._ranks is not None and runtime is not None:
+            drop_states(optimizer, runtime.owners, self._ranks)
 
     def on_train_start(self) -> None:
         """Refuses epochs of different lengths before the first batch."""

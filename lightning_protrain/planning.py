@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,90 +18,26 @@ from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import check_fits, format_bytes
 from lightning_protrain.planner.outlook import expected_memory, predict
-from lightning_protrain.planner.plan import Plan, check_plan
-from lightning_protrain.planner.presets import Preset, make_plan, parse_bytes
+from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, check_plan
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.attention import Capability
-from lightning_protrain.profiler.blocks import BlockChoice, describe_model
+from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cache import cached_profile, user_folder
 from lightning_protrain.profiler.catalogue import capability
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.wishes import Wishes
 
 # Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
 # what a plan may take that knows them. Handles of libraries take some later.
 SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the user says about the plan.
-
-    Attributes:
-        choice: A whole plan, or the way to make one.
-        knobs: Single decisions.
-        blocks: Which modules are blocks.
-        min_num_params: From this size on a module outside blocks is large.
-        device_memory: Bytes that the device may hold; None: what it has free.
-        host_memory: Bytes that the host may hold; None: what it has free.
-        hardware: What the machine can do; None: it is measured.
-        copies: How many ranks of this machine hold what is offloaded, each all of it.
-    """
-
-    choice: Plan | Preset
-    knobs: Knobs
-    blocks: BlockChoice
-    min_num_params: int
-    device_memory: int | None
-    host_memory: int | None
-    hardware: HardwareProfile | None
-    copies: int = 1
-
-
-def read_choice(plan: Plan | str | os.PathLike[str]) -> Plan | Preset:
-    """A plan, or the way to make one.
-
-    Args:
-        plan: `"auto"`, `"resident"`, `"offload"`, a plan, or the path of one.
-
-    Raises:
-        ValueError: Nothing of these.
-    """
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, (str, os.PathLike)):
-        raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
-    return cast(Preset, plan) if plan in get_args(Preset) else Plan.load(os.fspath(plan))
-
-
-def make_wishes(
-    choice: Plan | Preset,
-    knobs: Knobs,
-    blocks: BlockChoice,
-    min_num_params: int,
-    device_memory: str | int,
-    host_memory: str | int,
-    hardware: HardwareProfile | None,
-) -> Wishes:
-    """What the arguments of a strategy say; memory as `"22GiB"`, as a number of bytes, or `"auto"`.
-
-    Raises:
-        ValueError: A value out of range, or a knob beside a whole plan.
-    """
-    if type(min_num_params) is not int or min_num_params < 1:
-        raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
-    if isinstance(choice, Plan):
-        knobs.refuse("a Plan")
-    device_bytes, host_bytes = (
-        None if memory == "auto" else parse_bytes(memory) for memory in (device_memory, host_memory)
-    )
-    return Wishes(choice, knobs, blocks, min_num_params, device_bytes, host_bytes, hardware)
 
 
 @dataclass(frozen=True)
@@ -164,7 +98,12 @@ class Case:
         return plan
 
     def _plan(self, machine: HardwareProfile | None) -> Plan:
-        choice, device_bytes, host_bytes = self.wishes.choice, self.budget(machine), self._host_bytes(machine)
+        return replace(found := self._find_plan(machine), memory=self._with_buckets(found))
+
+    def _find_plan(self, machine: HardwareProfile | None) -> Plan:
+        choice, host_bytes, device_bytes = self.wishes.choice, self._host_bytes(machine), self.budget(machine)
+        if device_bytes is not None:
+            device_bytes = max(device_bytes - self._room_for_buckets(self.layout.units), 0)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes)
@@ -222,6 +161,7 @@ class Case:
         dtypes = {info.dtype for info in self.layout.parameters}
         budget = self.budget(machine)
         assert budget is not None
+        room = self._room_for_buckets(self.layout.units)
         problem = Problem(
             profile=profile,
             layout=self.layout,
@@ -233,8 +173,24 @@ class Case:
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
         )
-        plan = self._if_all_fits(problem) or search_within(problem, self.wishes.knobs)
+        plan = self._if_all_fits(problem)
+        if plan is None:
+            problem = replace(problem, device_bytes=max(budget - room, 0))
+            plan = search_within(problem, self.wishes.knobs)
         return predict(problem, plan, self.wishes.knobs)
+
+    def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
+        """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
+        if self.wishes.ranks == 1:
+            return 0
+        infos = {info.fqn: info for info in self.layout.parameters}
+        trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
+        return 3 * max(trained, default=0)
+
+    def _with_buckets(self, plan: Plan) -> MemoryTerms:
+        offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+        more = self._room_for_buckets(offloaded)
+        return replace(plan.memory, gradients_in_flight=plan.memory.gradients_in_flight + more)
 
     def _if_all_fits(self, problem: Problem) -> Plan | None:
         """The plan that streams nothing and keeps everything, if it fits and no knob is against it.
@@ -303,7 +259,7 @@ def describe_case(
         ValueError: A model that cannot be described or streamed, or a step that has to be profiled and cannot be.
     """
     refuse_unsupported(model)
-    prepare_weights(model)
+    prepare_weights(model, device.torch_device)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
     if optimizers is None and isinstance(wishes.choice, Plan):
         return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_protrain.companions import accepting_companions
+from lightning_protrain.peers import PeerAccess, peers_found
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -50,6 +51,7 @@ class ProcessStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._num_nodes = 1
+        self._peers: PeerAccess | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -128,8 +130,18 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
-        device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout, device_id=device)
+        environment, device = self.cluster_environment, self.root_device
+        asked = (environment, self.global_rank, self.world_size, device, self.parallel_devices, self._timeout)
+        device_id = device if device.type != "cpu" else None
+        with peers_found(*asked) as found:
+            _init_dist_connection(environment, self._backend(), timeout=self._timeout, device_id=device_id)
+        if found.link != "unknown":
+            self._peers = found
+
+    @property
+    def peers(self) -> PeerAccess | None:
+        """How the devices reach each other, see [Note: Peer-to-peer]; None where that is not known."""
+        return self._peers
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment which process of how many this is."""

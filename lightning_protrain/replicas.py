@@ -55,6 +55,7 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
             model,
             device_ids=None if device.type == "cpu" else [device.index],
             init_sync=False,
+            gradient_as_bucket_view=True,  # The plan counts every gradient once.
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
         )

@@ -37,7 +37,7 @@ from lightning_protrain.overlap import (
 from lightning_protrain.parallel import DataParallelStrategy, Parallelism, ShardingChoice
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planning import answers, describe_case, make_wishes, read_choice, say_if_one_block
+from lightning_protrain.planning import answers, describe_case, say_if_one_block
 from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
@@ -49,6 +49,7 @@ from lightning_protrain.runtime.optimizer import (
 )
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.wishes import make_wishes, read_choice
 
 
 class ProTrainStrategy(DataParallelStrategy):
@@ -73,6 +74,7 @@ class ProTrainStrategy(DataParallelStrategy):
             the device under `"auto"` if it fits.
         overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
             first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
+        forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
         sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
             the ranks of a machine together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
             `"auto"`: `"shard"` where a machine has several ranks.
@@ -82,8 +84,8 @@ class ProTrainStrategy(DataParallelStrategy):
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
-        process_group_backend, timeout, start_method: As in `DDPStrategy`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: As in `DDPStrategy`.
 
     Raises:
         ValueError: A value out of range; more under `setup`, before anything is placed.
@@ -110,6 +112,7 @@ class ProTrainStrategy(DataParallelStrategy):
         blocks: Sequence[str | type[nn.Module]] | Literal["size"] | None = None,
         min_num_params: int = 100_000_000,
         overlap_optimizer: OverlapChoice = "auto",
+        forbid_keep_offload_with_fused_lora: bool = False,
         sharding: ShardingChoice = "auto",
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
@@ -139,14 +142,10 @@ class ProTrainStrategy(DataParallelStrategy):
             timeout,
             start_method,
         )
-        knobs = Knobs(
-            num_persistent_chunks=num_persistent_chunks,
-            num_chunk_buffers=num_chunk_buffers,
-            num_swap_blocks=num_swap_blocks,
-            num_checkpoint_blocks=num_checkpoint_blocks,
-            num_keep_offloaded_blocks=num_keep_offloaded_blocks,
-            chunk_bytes=chunk_bytes,
-        )
+        counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
+        knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
+        if forbid_keep_offload_with_fused_lora:
+            knobs = knobs.without_keep_offloaded()
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._monitor = PlanMonitor() if monitor else None
@@ -160,8 +159,6 @@ class ProTrainStrategy(DataParallelStrategy):
         self._plan: Plan | None = None
         self._device: Device | None = None
         self._budget: int | None = None
-
-    # --- what others may read -----------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -241,7 +238,7 @@ class ProTrainStrategy(DataParallelStrategy):
             overlap = "off" if sharding is Sharding.SHARD else self._overlap_choice
             self._overlap = plan_overlap(overlap, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
-        wishes = replace(self._wishes, copies=1 if sharding is Sharding.SHARD else max(self.num_processes, 1))
+        wishes = replace(self._wishes, copies=self.copies(sharding), ranks=self.world_size)
         case = describe_case(
             wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         )
@@ -369,7 +366,7 @@ class ProTrainStrategy(DataParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._finish_updates()
-        return self.gathered_state(optimizer, self._runtime.owners if self._runtime is not None else {})
+        return self.gathered_state(optimizer, self._runtime)
 
     def _finish_updates(self) -> None:
         """Before weights or optimizer states are saved.
@@ -384,7 +381,7 @@ class ProTrainStrategy(DataParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-            self.drop_states_of_others(optimizer, self._runtime.owners if self._runtime is not None else {})
+            self.drop_states_of_others(optimizer, self._runtime)
         move_state_beside_parameters(self.optimizers)
 
     def on_exception(self, exception: BaseException) -> None:

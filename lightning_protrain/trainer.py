@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -19,8 +20,9 @@ from lightning_protrain.data.page import page
 from lightning_protrain.data.preview import render
 from lightning_protrain.host import worker_cores
 from lightning_protrain.planner.explain import short_bytes, short_seconds
-from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
+from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 from lightning_protrain.profiler.catalogue import gpu as gpu_called
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -41,6 +43,9 @@ class PlanningTrainer(Trainer):
         num_gpus: int = 1,
         host_memory: str | int = "auto",
         host_cores: int | None = None,
+        num_nodes: int = 1,
+        gpu_link: str | None = None,
+        network: str = "25GB",
         json: str | None = None,
         batch_size: int | None = None,
         length: int | None = None,
@@ -51,9 +56,14 @@ class PlanningTrainer(Trainer):
             model: As for `fit`; what it makes in `configure_model` is made without memory.
             datamodule: As for `fit`; its largest batch is profiled if it can tell, else its first one.
             gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
-            num_gpus: How many of them share one host; each gets an equal part of its memory and cores.
+            num_gpus: How many of them there are, on all machines together. Those of a machine share its host: one copy
+                of what is offloaded, or with `sharding="replicate"` an equal part of memory and cores each.
             host_memory: Of the host to plan for, e.g. "64GiB"; "auto": what this one has free.
             host_cores: Of the same; None: as many as this one has.
+            num_nodes: Machines that `num_gpus` are on, as many on each.
+            gpu_link: Bytes per second that a GPU sends to another one of its machine, e.g. "250GB"; None: what it sends
+                to its host.
+            network: Bytes per second that a machine sends to another one.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
             batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: one.
             length: Tokens of each of them; None: 1024, or as many as the model has positions for.
@@ -66,14 +76,19 @@ class PlanningTrainer(Trainer):
                 f"Plans are those of ProTrainStrategy, the Trainer has {type(self.strategy).__name__}. Set "
                 "trainer.strategy to protrain, or leave it out."
             )
-        for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores or 1)):
+        for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores or 1), ("num_nodes", num_nodes)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: give a positive number.")
+        if num_gpus % num_nodes:
+            raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
+        here = num_gpus // num_nodes
+        sharding = Sharding.SHARD if here > 1 and self.strategy.may_shard else Sharding.REPLICATE
+        parts = 1 if sharding is Sharding.SHARD else here
         machines: dict[str, HardwareProfile | None] = {"": None}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
             cores = host_cores or len(worker_cores())
-            profiles = [gpu_called(name, nbytes // num_gpus, max(cores // num_gpus, 1)) for name in gpu]
+            profiles = [gpu_called(name, nbytes // parts, max(cores // parts, 1)) for name in gpu]
             machines = {profile.name: profile for profile in profiles}
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
@@ -83,7 +98,16 @@ class PlanningTrainer(Trainer):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
             made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
             self.fit(model, None if has_data else made, datamodule=datamodule)
-        report(answers, json, num_gpus)
+        for name, answer in answers.items():
+            if isinstance(answer, Plan):
+                answers[name] = replace(answer, sharding=sharding)
+        link = parse_bytes(gpu_link) if gpu_link is not None else None
+        clusters = {
+            name: Cluster(here, num_nodes, link or machine.download, parse_bytes(network), machine.host_memory)
+            for name, machine in machines.items()
+            if machine is not None and num_gpus > 1
+        }
+        report(answers, json, clusters)
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):
             raise refusals[0]
@@ -121,13 +145,13 @@ class PlanningTrainer(Trainer):
 
 
 @rank_zero_only
-def report(answers: Answers, path: str | None = None, num_gpus: int = 1) -> None:
+def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Cluster] | None = None) -> None:
     """Prints plans, and writes them.
 
     Args:
         answers: By name of the hardware.
         path: Of a JSON file, if one is wanted.
-        num_gpus: That each plan is for.
+        clusters: What each plan is for, if it is more than one GPU.
     """
     console = Console()
     plans = {name: answer for name, answer in answers.items() if isinstance(answer, Plan)}
@@ -139,11 +163,8 @@ def report(answers: Answers, path: str | None = None, num_gpus: int = 1) -> None
         for name, answer in answers.items():
             if isinstance(answer, ValueError):
                 console.print(f"{name}: {answer}", highlight=False)
-    if num_gpus > 1 and plans:
-        console.print(
-            f"Each of {num_gpus} GPUs holds the whole plan, with 1/{num_gpus} of the host; the time of reducing "
-            "gradients between them is not counted."
-        )
+    if clusters and plans:
+        console.print(scaling({name: scale(plan, clusters[name]) for name, plan in plans.items()}))
     if path is not None:
         content = {
             name or "this machine": json.loads(answer.to_json()) if isinstance(answer, Plan) else None
@@ -174,6 +195,24 @@ def comparison(answers: Answers) -> Table:
                 prediction.bound,
             ]
         table.add_row(*row)
+    return table
+
+
+def scaling(scaled: Mapping[str, Scaled]) -> Table:
+    """One row for each cluster."""
+    table = Table(title="On all GPUs (estimate)", title_justify="left")
+    for column in ("hardware", "GPUs", "host of a machine", "gradients", "step", "tokens/s", "efficiency"):
+        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column == "hardware")
+    for name, one in scaled.items():
+        table.add_row(
+            name,
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}",
+            short_bytes(one.node_bytes),
+            short_seconds(one.sent_seconds),
+            short_seconds(one.step_seconds),
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            f"{100 * one.efficiency:.0f} %",
+        )
     return table
 
 

@@ -79,7 +79,7 @@ def test_parity_of_quantised_embeddings(embedding: str) -> None:
     assert_equal(losses(module("nf4", make)), losses(module("nf4", make), strategy=ProTrainStrategy(plan="offload")))
 
 
-def qlora(kind: str) -> HuggingFaceModule:
+def qlora(kind: str, **options: Any) -> HuggingFaceModule:
     """A Llama whose layers are quantised, with PEFT's adapters on them."""
     one = zoo()["frozen"]()
     for block in one.network.model.layers:
@@ -90,7 +90,7 @@ def qlora(kind: str) -> HuggingFaceModule:
             fresh.weight.data = linear.weight.data.clone()
             setattr(block.get_submodule(parent), attribute, fresh.requires_grad_(False))
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1, **options)
     return HuggingFaceModule(peft.get_peft_model(one.network.to("cpu"), config))
 
 
@@ -190,6 +190,13 @@ def test_a_run_is_resumed_by_plain_lightning_and_from_it(kind: str, tmp_path: Pa
         again.fit(resumed, ckpt_path=path, weights_only=False)
         both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
         assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_parity_of_dora_which_reads_the_weight_beside_its_layer(kind: str) -> None:
+    expected = run(qlora(kind, use_dora=True), **SHORT)
+    found = qlora(kind, use_dora=True)
+    assert differences(expected, run(found, plans()["kept"](found), **SHORT)) == []
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -21,8 +21,9 @@ from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import eightbit
-from lightning_protrain.runtime.eightbit import mean_state_bytes
+from lightning_protrain.runtime.eightbit import SLOWDOWN, mean_state_bytes
 from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
 from tests.models import ParityModule, fit
 from tests.parity import Result, differences, run, snapshot
 from tests.plans import half, plans
@@ -126,6 +127,36 @@ def test_a_run_goes_on_where_either_has_saved_it(kind: str, tmp_path: Path) -> N
         again.fit(resumed, ckpt_path=tmp_path / f"{first}.ckpt", weights_only=False)
         both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
         assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []
+
+
+def test_a_version_without_a_step_on_the_host_may_keep_everything_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eightbit, "_KERNEL", "bitsandbytes::dequantize_4bit.out")
+    one = module("AdamW8bit")
+    strategy = ProTrainStrategy(plan="offload")
+    with pytest.raises(ValueError, match=r"AdamW8bit of the installed bitsandbytes has no step .* bitsandbytes>=0\.50"):
+        fit(one, strategy=strategy, **SHORT)
+    assert strategy.plan is None
+    assert not one.losses
+    fit(one, strategy=ProTrainStrategy(plan="resident"), **SHORT)
+    assert len(one.losses) == SHORT["limit_train_batches"]
+
+
+def test_the_search_knows_what_the_step_takes() -> None:
+    """Of the host: bytes of the states, and seconds."""
+    found = {}
+    for kind in ("adamw", "AdamW8bit"):
+        strategy = ProTrainStrategy(device_memory="1MiB", num_persistent_chunks=0, hardware=CPU, monitor=False)
+        fit(module(kind), strategy=strategy, **SHORT)
+        assert strategy.plan is not None
+        assert strategy.plan.prediction is not None
+        found[kind] = strategy.plan.prediction
+    elements = sum(parameter.numel() for parameter in module("adamw").parameters())
+    seconds = [found[kind].busy["host"] for kind in ("adamw", "AdamW8bit")]
+    assert seconds[1] - seconds[0] == pytest.approx((SLOWDOWN - 1) * elements / CPU.host_step, rel=0.01)
+    saved = found["adamw"].host_bytes - found["AdamW8bit"].host_bytes
+    assert saved == pytest.approx(elements * (8 - mean_state_bytes([KINDS["AdamW8bit"](module("adamw").parameters())])))
 
 
 class Held(L.Callback):

@@ -143,7 +143,8 @@ def expected_traffic(plan: Plan, module: nn.Module, steps: int, clips: bool, wor
     meetings, met = (2, 8) if shards and chunks else (0, 0)
     if clips and meetings:
         meetings, met = meetings + 1, met + 16 * sum(p.requires_grad for chunk in chunks for p in chunk)
-    return 1 + steps * (regions + meetings), 4 + steps * (nbytes + met)
+    begins = 2 if shards and chunks else 1
+    return begins + steps * (regions + meetings), 4 * begins + steps * (nbytes + met)
 
 
 def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) -> list[str]:
@@ -155,7 +156,7 @@ def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) 
 
         def count(function: Any, sent: list[int] = sent, module: Module = module) -> Any:
             def counted(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-                if group is None:  # Not of the group in which ranks meet on the host.
+                if group in (None, module.trainer.strategy.ranks.everyone):  # Not that in which ranks meet.
                     sent.append(module.trainer.fit_loop.batch_idx)
                 return function(tensor, *args, group=group, **kwargs)
 

@@ -15,12 +15,13 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
-from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, Wishes, answers
+from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, answers
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.wishes import Wishes
 from tests.machines import CPU, GIB
 from tests.models import zoo
 

@@ -41,14 +41,16 @@ class Exchange:
         store: That all ranks have; None: there is only one.
         rank: Of this rank.
         world_size: Number of ranks.
-        bound: Seconds after which a rank that gives no sign is gone.
+        bound: Seconds after which a rank that gives no sign is gone; None: `BOUND`.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int = 0, world_size: int = 1, bound: float = BOUND) -> None:
+    def __init__(
+        self, store: dist.Store | None, rank: int = 0, world_size: int = 1, bound: float | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._bound = bound
+        self._bound = BOUND if bound is None else bound
         self._count = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,7 +59,7 @@ class Exchange:
             self._thread.start()
 
     @staticmethod
-    def open(name: str, bound: float = BOUND) -> Exchange:
+    def open(name: str, bound: float | None = None) -> Exchange:
         """The one for the process group that there is; every rank calls it.
 
         Args:

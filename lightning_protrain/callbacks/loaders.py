@@ -11,7 +11,9 @@ Where an epoch goes on is what the progress of Lightning's loops says. How it is
 - *placed*: by a data module that saves its own state. Nothing is done for them.
 
 Lightning makes the first iterator of a fit before it has read the checkpoint's random numbers, and with the order of
-the first epoch. In a resumed fit it is made when the first batch is drawn, when all that is known.
+the first epoch. In a resumed fit it is made when the first batch is drawn, when all that is known. Of data without a
+length it draws that batch at once, and is one batch ahead from then on: so the place before the latest one is kept, and
+that batch is drawn with the random numbers with which it was drawn, or would have been.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class ResumableLoader(CombinedLoader):
 
     Attributes:
         random_state: What the first batch of a resumed fit is drawn with; None: with what there is.
+        random_after: The same, where the first batch had to be drawn before training started.
         epoch_begins: Whether hooks at the begin of an epoch have been called since: what they draw counts.
     """
 
@@ -58,7 +61,11 @@ class ResumableLoader(CombinedLoader):
         # Random states when the iterator of this epoch was made, and when its first batch was drawn.
         self._begun: list[Any] = []
         self.random_state: dict[str, Any] | None = None
+        self.random_after: dict[str, Any] | None = None
         self.epoch_begins = False
+        self._drawn = 0
+        # Positions and random states before the latest batch, of data without a length.
+        self._ahead: tuple[list[Any], dict[str, Any]] | None = None
 
     @property
     def kind(self) -> Kind:
@@ -71,23 +78,27 @@ class ResumableLoader(CombinedLoader):
         saves = data is not None and is_overridden("state_dict", data)
         if self._replay is False or (saves and self._replay is None):
             return "placed"
-        limits = self._limits or [float("inf")] * len(self.flattened)
-        endless = [
-            sized_len(loader) is None and limit == float("inf")
-            for loader, limit in zip(self.flattened, limits, strict=True)
-        ]
         mixed = any(stateful) and not all(stateful)
-        if any(endless) or (mixed and self._replay is None):
+        if self._has_no_length or (mixed and self._replay is None):
             return "nowhere"
         return "replayed"
 
+    @property
+    def _has_no_length(self) -> bool:
+        limits = self._limits or [float("inf")] * len(self.flattened)
+        pairs = zip(self.flattened, limits, strict=True)
+        return any(sized_len(loader) is None and limit == float("inf") for loader, limit in pairs)
+
     def place(self) -> dict[str, Any]:
         """What it takes to be found again: random states and positions of this rank, as plain values and tensors."""
-        stateful = self.kind == "stateful"
+        positions, ahead = super()._state_dicts() if self.kind == "stateful" else [], None
+        if self._ahead is not None and self._drawn > self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            positions, ahead = self._ahead
         return {
             "begun": self._begun,
             "generators": self._generator_states(),
-            "positions": super()._state_dicts() if stateful else [],
+            "positions": positions,
+            "ahead": ahead,
         }
 
     def __iter__(self) -> ResumableLoader:
@@ -95,15 +106,39 @@ class ResumableLoader(CombinedLoader):
             self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
             return self
         self._begun = [self._states()]
+        self._drawn, self._ahead = 0, None
         super().__iter__()
         return self
 
     def __next__(self) -> Any:
         if self._saved is not None:
+            if self._has_no_length and self.random_state is None:
+                return self._draw_early(self._saved)
             self._resume(self._saved)
+        return self._draw()
+
+    def _draw(self) -> Any:
         if len(self._begun) == 1:
             self._begun.append(self._states())
-        return super().__next__()
+        if self._has_no_length:
+            self._ahead = super()._state_dicts() if self.kind == "stateful" else [], capture(self._device)
+        batch = super().__next__()
+        self._drawn += 1
+        return batch
+
+    def _draw_early(self, saved: dict[str, Any]) -> Any:
+        """The first batch, before training has started; see [Note: Place]."""
+        with self._kept_randomness():
+            if saved["ends"]:
+                restore(saved["now"], self._device)
+                self._resume(saved, 0)
+                batch = self._draw()
+                self.random_after = capture(self._device)
+            else:
+                self._resume(saved, saved["ready"])
+                restore(saved["ahead"], self._device)
+                batch = self._draw()
+        return batch
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         # Lightning has the positions of rank 0 only; this one has those of its own rank.
@@ -114,13 +149,13 @@ class ResumableLoader(CombinedLoader):
         # At the end of an epoch others would go on with no batch at all, and count that as an epoch.
         return [] if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch else super()._state_dicts()
 
-    def _resume(self, saved: dict[str, Any]) -> None:
+    def _resume(self, saved: dict[str, Any], trained: int | None = None) -> None:
         self._saved = None
         if self.random_state is not None and not self.epoch_begins:
             # Lightning may have made an iterator of the validation since training started.
             restore(self.random_state, self._device)
         loop = self._trainer.fit_loop
-        trained = loop.epoch_loop.batch_progress.current.ready
+        trained = loop.epoch_loop.batch_progress.current.ready if trained is None else trained
         for loader in self.flattened:
             _set_sampler_epoch(loader, loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         kind = self.kind
@@ -135,7 +170,7 @@ class ResumableLoader(CombinedLoader):
         if trained or kind == "stateful":
             with self._kept_randomness():  # What an iterator draws when it is made has been drawn before.
                 super().__iter__()
-        self._begun = saved["begun"]
+        self._begun, self._drawn = saved["begun"], trained
         if not trained:
             # The epoch that the checkpoint was taken in is over; loaders are as they were then.
             self._set_generators(saved["generators"])
@@ -147,7 +182,7 @@ class ResumableLoader(CombinedLoader):
         self._restore(begun[1])
         for _ in range(trained):
             super().__next__()
-        self._begun = begun
+        self._begun, self._drawn = begun, trained
         rank_zero_info(f"{trained} batches of the epoch were drawn again without training: it goes on where it was.")
 
     # --- random states ------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class Preemption:
         to other ranks, or save, in the middle of whatever is being done; they are left out.
         """
         if not self.is_listening:
-            self.received = self.agreed = (False, False)
+            self.received, self.agreed = (trainer.received_sigterm, False), (False, False)
+            trainer._signal_connector.received_sigterm = False  # It would end the run with nothing saved.
             if threading.current_thread() is threading.main_thread():
                 for number in self._signals(trainer):
                     self._previous[number] = signal.signal(number, self._note)

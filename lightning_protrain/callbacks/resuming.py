@@ -105,7 +105,11 @@ class Resumption:
         own = take_own(trainer, content, name)
         if own is not None:
             assert self._source is not None
-            self._randomness, self._source.saved = own[RANDOM], own[DATA]
+            self._randomness = own[RANDOM]
+            if own[DATA] is not None:
+                progress = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+                ready, ends = progress["current"]["ready"], progress["is_last_batch"]
+                self._source.saved = {**own[DATA], "now": own[RANDOM], "ready": ready, "ends": ends}
 
     def loaded(self) -> None:
         """The weights of the model are in place."""
@@ -199,6 +203,7 @@ class Resumption:
         """
         state, self._randomness = self._randomness, None
         if self._loader is not None:
+            state = self._loader.random_after or state
             self._loader.random_state = state
         if state is not None:
             for name in restore(state, trainer.strategy.root_device):

@@ -91,7 +91,8 @@ def apply_plan(
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
-        communicator.meet()  # The weights that this rank reads may have been put there by another one.
+        communicator.meet()  # The weights that this rank reads may have been put there by another one,
+        updates.publish()  # and so may what is streamed in place of them.
     if chunks:
         chunks[0].slots[0].hooks.append(refuse_additions(model))
     return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)

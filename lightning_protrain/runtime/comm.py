@@ -31,7 +31,9 @@ class Ranks:
         world_size: Number of all ranks.
         local_rank: Of the ranks of this node.
         local_size: Number of the ranks of each node.
-        node: The group of the ranks of this node; None: the group of all.
+        everyone: A group of all ranks for gradients of chunks: buckets of DDP, in the default group, come in an order
+            of their own, which may be another one on each rank (`find_unused_parameters`).
+        node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
         attendance: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
@@ -44,6 +46,7 @@ class Ranks:
     local_size: int
     attendance: Attendance
     meeting: Any
+    everyone: Any
     node: Any = None
     peers: Any = None
 
@@ -94,15 +97,15 @@ def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = Non
     # Under a name of their own: what ranks have noted in a run before is none of this one's.
     notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
     attendance = Attendance(notes, rank, world_size)
+    everyone = dist.new_group(timeout=timeout)
     if local_size == world_size:
-        return Ranks(rank, world_size, local_rank, local_size, attendance, meeting)
+        return Ranks(rank, world_size, local_rank, local_size, attendance, meeting, everyone)
     first_ranks = range(0, world_size, local_size)
     # Every rank makes every group: making one is a collective of all.
     nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
     peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
-    return Ranks(
-        rank, world_size, local_rank, local_size, attendance, meeting, nodes[rank // local_size], peers[local_rank]
-    )
+    node, mine = nodes[rank // local_size], peers[local_rank]
+    return Ranks(rank, world_size, local_rank, local_size, attendance, meeting, everyone, node, mine)
 
 
 class Communicator:
@@ -128,8 +131,9 @@ class Communicator:
         """
         self._count(flat)
         if owner is None:
-            return dist.all_reduce(flat, async_op=True)
-        return dist.reduce(flat, self.ranks.first_of_node + owner, group=self.ranks.node, async_op=True)
+            return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
+        group = self.ranks.node or self.ranks.everyone
+        return dist.reduce(flat, self.ranks.first_of_node + owner, group=group, async_op=True)
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""

@@ -57,6 +57,19 @@ def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[
     return owners
 
 
+def owners_in_chunks(
+    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], num_ranks: int
+) -> list[list[int]]:
+    """The owner of each parameter of offloaded chunks, as `local_rank`.
+
+    Args:
+        chunks: All of them, in execution order.
+        parameters: The model's, by first name.
+        num_ranks: Ranks of a node.
+    """
+    return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
+
+
 def share_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: Ranks, host: HostMemory
 ) -> list[Share]:
@@ -74,5 +87,5 @@ def share_chunks(
     masters = [parameters[fqn].nbytes for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters]
     nbytes = sum(pages(chunk.nbytes) for chunk in chunks) + sum(map(pages, masters))
     memory = open_node_memory(ranks, nbytes, host)
-    owners = assign_owners([[parameters[f].nbytes for f in chunk.parameters] for chunk in chunks], ranks.local_size)
+    owners = owners_in_chunks(chunks, parameters, ranks.local_size)
     return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]

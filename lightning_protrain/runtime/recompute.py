@@ -163,7 +163,8 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         raise ValueError(
             f"{name or type(module).__name__!r} is compiled (`module.compile()` or `torch.compile`), and the plan "
-            "streams, swaps or checkpoints it or what is inside of it. Remove the call, or give "
+            "streams, swaps or checkpoints it or what is inside of it. Compile the forward of each block in its place, "
+            "`module.forward = torch.compile(module.forward)`, which leaves that outside of the graph, or give "
             'plan="resident".'
         )
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+from torch import nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.locks import RunLock
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.checkpoint.contents import load, same
@@ -91,6 +93,23 @@ def test_the_folder_is_the_same_as_without(tmp_path: Path, options: dict[str, An
         assert Path(getattr(one, name)).name == Path(getattr(other, name)).name
     assert one.best_model_score == other.best_model_score
     assert {Path(path).name for path in one.best_k_models} == {Path(path).name for path in other.best_k_models}
+
+
+@pytest.mark.parametrize("plan", [None, "resident", "offload"])
+def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, plan: str | None) -> None:
+    for asynchronous in (True, False):
+        L.seed_everything(1, verbose=False)
+        saver = ProTrainCheckpoint(tmp_path / str(asynchronous), every_n_train_steps=3, asynchronous=asynchronous)
+        saver.save_top_k = -1
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear])
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, callbacks=[saver], **quiet)
+        trainer.fit(Noisy(), datamodule=Data())
+    behind, at_once = (find(tmp_path / name).found for name in ("True", "False"))
+    assert [each.manifest.step for each in behind] == [18, 15, 12, 9, 6, 3]
+    for one, other in zip(behind, at_once, strict=True):
+        # Everything: weights, moments, schedules, counters, random numbers, the place in the data.
+        assert same(load(one.path), load(other.path))
 
 
 def test_the_training_goes_on_and_nothing_names_what_is_not_there_yet(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_protrain import checkpoint_io
+from lightning_protrain.callbacks import exchange
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.verifying import verify
@@ -135,7 +136,11 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_both(tmp_path: Path) -
     _assert_both_raise(outcomes, 0, "Checkpoints cannot be written to", "Preparing ")
 
 
-def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "BOUND", 2.0)
+
     def fit(rank: int, root: Path) -> None:
         class Dies(Counter):
             def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_protrain.callbacks import exchange
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.files import Files
@@ -187,11 +188,13 @@ def _kill_in(phase: str) -> None:
     setattr(Files, name, lambda *_: kill_this_rank())
 
 
-def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BOUND", 1.0)
+
     def act(rank: int) -> int:
         checkpoints = ProTrainCheckpointIO()
         sync = checkpoints.files.sync
-        checkpoints.files.sync = lambda descriptor: (time.sleep(0.8), sync(descriptor))[1]  # type: ignore[method-assign]
+        checkpoints.files.sync = lambda descriptor: (time.sleep(0.3), sync(descriptor))[1]  # type: ignore[method-assign]
         return _fit(rank, 2, tmp_path / "root", plugins=[checkpoints], max_steps=1).global_step
 
     assert values(_run(tmp_path, act, 2)) == [1, 1]

@@ -25,7 +25,7 @@ from lightning_protrain.callbacks.preemption import EXIT_CODE
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from tests.callbacks.test_checkpoint_resume import BATCHES, Data, Noisy
+from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy
 from tests.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
 
 PREEMPTED = f"SIGTERMException: {EXIT_CODE}"
@@ -214,6 +214,25 @@ def test_further_signals_change_nothing(tmp_path: Path, whole: Whole, place: str
     (outcome,) = _ranks(1, tmp_path / "first", tmp_path / "root", sent={0: Signals(place, 4, times=5)})
     assert outcome.error == PREEMPTED
     _assert_goes_on(whole, 1, tmp_path, tmp_path / "root", 4)
+
+
+def test_a_signal_that_lightning_has_heard_before_training_is_not_lost(tmp_path: Path) -> None:
+    class Early(Both):
+        def train_dataloader(self) -> Batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().train_dataloader()
+
+    def fit(rank: int) -> None:
+        saver = ProTrainCheckpoint(tmp_path / "root")
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(accelerator="cpu", num_sanity_val_steps=0, max_epochs=2, callbacks=[saver], **quiet)
+        trainer.fit(Validated(), datamodule=Early())
+
+    folder = tmp_path / "first"
+    folder.mkdir()
+    (outcome,) = run_ranks(fit, 1, folder)
+    assert outcome.error == PREEMPTED
+    assert [each.manifest.step for each in find(tmp_path / "root").found] == [1]
 
 
 def test_without_it_lightning_ends_the_run_and_nothing_is_saved(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning_protrain.checkpoint.snapshot import Snapshot
 from lightning_protrain.checkpoint.writer import Writer
 from tests.checkpoint.contents import RUN, content
 from tests.checkpoint.disks import Journal, crash_images, order_violations
-from tests.checkpoint.test_saving import Mark, UnsyncedData, UnsyncedNames, _Failing, _judge, _prepare
+from tests.checkpoint.test_saving import Mark, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare
 
 
 def test_jobs_are_done_in_order_on_another_thread() -> None:
@@ -164,6 +164,16 @@ def test_an_error_of_any_operation_is_told_and_leaves_what_was_there(tmp_path: P
             raised = error.errno == errno.EIO
         assert _judge(root, max(saved)) == []
         assert raised or len(saved) == 2
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_a_disk_that_is_full_behind_the_program_is_told_and_leaves_the_former_one(part: int, tmp_path: Path) -> None:
+    _prepare(1, name="last")(tmp_path)
+    size = sum(each.stat().st_size for each in (tmp_path / "last").iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        _behind(tmp_path, _Full(size * part // 16), lambda _: None, 2, name="last")
+    assert os.listdir(tmp_path) == ["last"]
+    assert _judge(tmp_path, 0) == []
 
 
 def test_the_program_ends_after_the_last_job(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_protrain.companions import prepare_weights
 from lightning_protrain.runtime.eightbit import in_tiles
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import fit
@@ -32,12 +33,24 @@ def trained(kind: str, **options: Any) -> Any:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parity(kind: str, precision: Any, plan: str) -> None:
-    """Weights are quantised on the host here and on the device there: the same rule, other kernels."""
+    """Weights are quantised on the device either way, here one after the other."""
     expected = trained(kind, precision=precision)
     made = plans()[plan](module(kind).to("cpu"))
     found = trained(kind, precision=precision, strategy=ProTrainStrategy(plan=made))
     tolerance = TOLERANCE if precision == "32-true" and "int8" not in kind else {"rtol": 5e-2, "atol": 5e-2}
     torch.testing.assert_close(found.losses, expected.losses, **tolerance)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weights_are_quantised_on_the_device_and_stay_on_the_host(kind: str) -> None:
+    layer, plain = (LAYERS[kind]().requires_grad_(False) for _ in range(2))
+    plain.load_state_dict(layer.state_dict())
+    prepare_weights(layer, torch.device("cuda"))
+    plain.cuda()
+    expected = {name: value.cpu() for name, value in plain.state_dict().items()}
+    for name, value in layer.state_dict().items():
+        assert value.device.type == "cpu"
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("plan", ["offload", "kept"])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.chunk import Chunk, ChunkState, Twin
-from lightning_protrain.runtime.slot import Site
 from tests.runtime import applied
 from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
 
@@ -270,26 +269,6 @@ def test_the_poison_finds_a_chunk_that_is_not_fetched_again(monkeypatch: pytest.
     monkeypatch.setattr("lightning_protrain.runtime.executor.Executor.before_backward", lambda *_: None)
     with pytest.raises(AssertionError, match=r"grad"):
         assert_parity(lambda: Net([Block() for _ in range(3)]), PLANS["kept"])
-
-
-def test_a_site_keeps_what_the_user_has_put_there() -> None:
-    module = nn.Linear(2, 2)
-    mine, twin, other = module.weight, nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
-    site = Site(module, "weight")
-    site.exchange(mine, twin)
-    assert module.weight is twin
-    module.weight = other
-    site.exchange(twin, mine)
-    assert module.weight is other
-
-
-def test_a_class_with_its_own_setattr_is_told() -> None:
-    lstm = nn.LSTM(2, 2)
-    mine, twin = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
-    Site(lstm, "weight_ih_l0").exchange(mine, twin)
-    assert lstm._flat_weights[0] is twin
-    Site(lstm, "weight_ih_l0").exchange(twin, mine)
-    assert lstm._flat_weights[0] is mine
 
 
 def test_detached_chunks_are_host_parameters_again() -> None:

@@ -144,7 +144,9 @@ def _asleep(rank: int, fault: str) -> Any:
         if fault == "failed":
             ranks.attendance.leave("failed (training at step 4) with ValueError: boom")
             return None
-        return _try(lambda: ranks.meet("batch 5"))
+        found = _try(lambda: ranks.meet("batch 5"))
+        time.sleep(1.5)  # Whoever notices first must not be gone before the other one does.
+        return found
     return _try(partial(communicator.end, communicator.begin(flat, 0), flat, 0))
 
 

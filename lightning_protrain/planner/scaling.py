@@ -1,0 +1,122 @@
+"""What a plan gives on many devices: an estimate from bytes and rates, see docs/scaling.md.
+
+[Note: Traffic]
+A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n B, and to owners of parts with half of
+it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node go over the link between its devices; of
+what crosses machines every node sends one copy. Sending overlaps with backward, about two thirds of the computation of
+the micro-batch that ends the step; what is longer shows. Devices of a node share the memory of one host, and its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
+
+_SHARE_OF_BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices that train together.
+
+    Attributes:
+        gpus_per_node: Of each machine.
+        num_nodes: Machines.
+        link: Bytes per second that a device sends to another one of its machine.
+        network: Bytes per second that a machine sends to another one.
+        host_memory: Bytes per second that the memory of a machine moves.
+    """
+
+    gpus_per_node: int
+    num_nodes: int
+    link: float
+    network: float
+    host_memory: float
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all machines."""
+        return self.gpus_per_node * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A plan on a cluster.
+
+    Attributes:
+        cluster: Where.
+        step_seconds: Of one optimizer step.
+        sent_seconds: In which gradients are sent, most of it behind backward.
+        host_seconds: In which the memory of a host is busy with what its devices stream.
+        tokens_per_second: Of all devices; None where the tokens of a batch are not known.
+        efficiency: Of the step of one device, its part of the step here.
+        node_bytes: Host memory that each machine needs.
+    """
+
+    cluster: Cluster
+    step_seconds: float
+    sent_seconds: float
+    host_seconds: float
+    tokens_per_second: float | None
+    efficiency: float
+    node_bytes: int
+
+
+def scale(plan: Plan, cluster: Cluster) -> Scaled:
+    """Estimates a plan on a cluster.
+
+    Args:
+        plan: With a prediction for one device.
+        cluster: Where it runs.
+
+    Raises:
+        ValueError: Nothing was predicted.
+    """
+    if plan.prediction is None:
+        raise ValueError("The plan has no prediction to scale: make it for a `gpu`, with a batch.")
+    prediction = plan.prediction
+    sent = _sent_seconds(plan, cluster)
+    backward = _SHARE_OF_BACKWARD * prediction.busy.get("compute", 0.0) / prediction.accumulate
+    moved = _streamed_bytes(plan, prediction.accumulate) * cluster.gpus_per_node / cluster.host_memory
+    seconds = max(prediction.step_seconds + max(sent - backward, 0.0), moved)
+    tokens = prediction.tokens * prediction.accumulate * cluster.num_gpus
+    copies = 1 if plan.sharding is Sharding.SHARD else cluster.gpus_per_node
+    return Scaled(
+        cluster=cluster,
+        step_seconds=seconds,
+        sent_seconds=sent,
+        host_seconds=moved,
+        tokens_per_second=tokens / seconds if tokens else None,
+        efficiency=prediction.step_seconds / seconds,
+        node_bytes=prediction.host_bytes * copies,
+    )
+
+
+def _sent_seconds(plan: Plan, cluster: Cluster) -> float:
+    trained = [chunk for chunk in plan.chunks if chunk.trainable]
+    resident = _gradient_bytes([chunk for chunk in trained if chunk.resident])
+    offloaded = _gradient_bytes([chunk for chunk in trained if not chunk.resident])
+    if plan.sharding is Sharding.SHARD:
+        here, nodes = cluster.gpus_per_node, cluster.num_nodes
+        within = (here - 1) / here * offloaded / cluster.link
+        return _all_reduce(resident, cluster) + within + 2 * (nodes - 1) / nodes * offloaded / cluster.network
+    return _all_reduce(resident + offloaded, cluster)
+
+
+def _all_reduce(nbytes: float, cluster: Cluster) -> float:
+    rate = cluster.link if cluster.num_nodes == 1 else min(cluster.link, cluster.network)
+    return 2 * (cluster.num_gpus - 1) / cluster.num_gpus * nbytes / rate
+
+
+def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
+    """Gradients are summed in the dtype of the weights; what is streamed in two bytes has four."""
+    return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
+
+
+def _streamed_bytes(plan: Plan, accumulate: int) -> int:
+    """Twice a micro-batch every offloaded weight, up; once its gradient, down."""
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    up = 2 * sum(chunk.nbytes for chunk in offloaded)
+    return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))

@@ -1,0 +1,97 @@
+"""Estimates for clusters: hand-computed traffic, limits that hold for any plan, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, Sharding
+from lightning_protrain.planner.prediction import PhasePrediction, Prediction
+from lightning_protrain.planner.scaling import Cluster, scale
+
+PREDICTION = Prediction(
+    hardware="GPU",
+    budget=10**9,
+    phases=(PhasePrediction("step", "", {"states": 10}, {"parameters": 600}),),
+    step_seconds=2.0,
+    busy={"compute": 1.5},
+    bound="compute",
+    tokens=100,
+)
+
+
+def plan_of(resident: int, offloaded: int, sharding: Sharding = Sharding.SHARD, low: bool = False) -> Plan:
+    chunks = (
+        ChunkPlan(("a",), "a", "float32", True, resident, True),
+        ChunkPlan(("b",), "b", "float32", True, offloaded, False, "bfloat16" if low else None),
+        ChunkPlan(("c",), "c", "float32", False, 10**6, True),
+    )
+    return Plan(chunks, (), 1, MemoryTerms(0, 0, 0, 0), {}, PREDICTION, sharding)
+
+
+def cluster(here: int, nodes: int = 1, link: float = 100.0, network: float = 10.0) -> Cluster:
+    return Cluster(here, nodes, link, network, 1e12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "where", "seconds"),
+    [
+        (plan_of(0, 400), cluster(1), 0.0),
+        (plan_of(0, 400), cluster(4), 3 / 4 * 400 / 100),
+        (plan_of(0, 400, low=True), cluster(4), 3 / 4 * 800 / 100),
+        (plan_of(0, 400, Sharding.REPLICATE), cluster(4), 2 * 3 / 4 * 400 / 100),
+        (plan_of(200, 0), cluster(4), 2 * 3 / 4 * 200 / 100),
+        (plan_of(200, 400), cluster(2), 2 * 1 / 2 * 200 / 100 + 1 / 2 * 400 / 100),
+        (plan_of(0, 400), cluster(4, 2), 3 / 4 * 400 / 100 + 2 * 1 / 2 * 400 / 10),
+        (plan_of(0, 400, Sharding.REPLICATE), cluster(1, 2), 2 * 1 / 2 * 400 / 10),
+        (plan_of(200, 0), cluster(4, 2), 2 * 7 / 8 * 200 / 10),
+    ],
+)
+def test_traffic_by_hand(plan: Plan, where: Cluster, seconds: float) -> None:
+    assert scale(plan, where).sent_seconds == pytest.approx(seconds)
+
+
+def test_what_backward_hides_costs_nothing() -> None:
+    hidden, shown = scale(plan_of(0, 400), cluster(4, link=400.0)), scale(plan_of(0, 400), cluster(4, link=100.0))
+    assert (hidden.sent_seconds, hidden.step_seconds, hidden.efficiency) == (0.75, 2.0, 1.0)
+    assert shown.step_seconds == pytest.approx(2.0 + 3.0 - 1.0)
+    assert shown.tokens_per_second == pytest.approx(400 / 4.0)
+
+
+def test_only_the_last_micro_batch_hides() -> None:
+    plan = plan_of(0, 400)
+    assert plan.prediction is not None
+    plan = replace(plan, prediction=replace(plan.prediction, accumulate=2))
+    assert scale(plan, cluster(4)).step_seconds == pytest.approx(2.0 + 3.0 - 0.5)
+
+
+def test_devices_share_the_memory_of_their_host() -> None:
+    narrow = replace(cluster(4, link=1e9), host_memory=100.0)
+    assert scale(plan_of(0, 400), narrow).step_seconds == pytest.approx(4 * (2 * 400 + 400) / 100)
+    assert scale(plan_of(0, 400), narrow).node_bytes == 600
+    assert scale(plan_of(0, 400, Sharding.REPLICATE), narrow).node_bytes == 2400
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.sampled_from(list(Sharding)),
+    st.floats(1.0, 1e6),
+)
+def test_no_cluster_is_better_than_its_devices(
+    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, rate: float
+) -> None:
+    found = scale(plan_of(resident, offloaded, sharding), cluster(here, nodes, rate, rate))
+    assert 0 < found.efficiency <= 1
+    assert found.tokens_per_second is not None
+    assert found.tokens_per_second <= here * nodes * 100 / 2.0 * (1 + 1e-9)
+
+
+def test_without_a_prediction_there_is_nothing_to_scale() -> None:
+    with pytest.raises(ValueError, match="no prediction to scale"):
+        scale(replace(plan_of(1, 1), prediction=None), cluster(2))

@@ -1,0 +1,58 @@
+"""The places of a parameter, and what its unit is shown of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_protrain.runtime.slot import Site, Slot
+
+
+def test_a_site_keeps_what_the_user_has_put_there() -> None:
+    module = nn.Linear(2, 2)
+    mine, twin, other = module.weight, nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
+    site = Site(module, "weight")
+    site.exchange(mine, twin)
+    assert module.weight is twin
+    module.weight = other
+    site.exchange(twin, mine)
+    assert module.weight is other
+
+
+def test_a_class_with_its_own_setattr_is_told() -> None:
+    lstm = nn.LSTM(2, 2)
+    mine, twin = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
+    Site(lstm, "weight_ih_l0").exchange(mine, twin)
+    assert lstm._flat_weights[0] is twin
+    Site(lstm, "weight_ih_l0").exchange(twin, mine)
+    assert lstm._flat_weights[0] is mine
+
+
+def slot_of(host: nn.Parameter) -> Slot:
+    return Slot("weight", host, nn.Parameter(host.detach().clone()), 0)
+
+
+def test_a_slot_in_full_precision_shows_its_twin() -> None:
+    slot = slot_of(nn.Parameter(torch.ones(2)))
+    assert slot.show() is slot.twin
+    assert slot.owned
+
+
+def test_only_hooks_of_others_are_the_users() -> None:
+    slot = slot_of(nn.Parameter(torch.ones(2)))
+    own = slot.host.register_hook(lambda gradient: gradient)
+    slot.own_hook = own.id
+    assert not slot.has_user_hooks
+    slot.host.register_hook(lambda gradient: gradient)
+    assert slot.has_user_hooks
+
+
+def test_the_twin_follows_flags_and_hooks() -> None:
+    slot, seen = slot_of(nn.Parameter(torch.ones(2))), []
+    slot.host.register_hook(seen.append)
+    slot.follow()
+    (3 * slot.twin).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[3.0, 3.0]]
+    slot.host.requires_grad_(False)
+    slot.follow()
+    assert not slot.twin.requires_grad

@@ -1,0 +1,93 @@
+"""Blocks whose forward is compiled are streamed outside of the graph: the same bits, and one graph or two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_protrain.profiler.blocks import discover_blocks
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
+from tests.models import fit
+from tests.networks import NetworkModule, module
+from tests.plans import alternating, half, kept
+
+SLOW = ["qwen3", "bert", "vit", "shared-weights"]
+PLANS: dict[str, Any] = {"offload": lambda _: "offload", "kept": kept, "half": half, "alternating": alternating}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(name: str, backend: str = "aot_eager") -> tuple[NetworkModule, CompileCounterWithBackend]:
+    """The module of a network with its blocks compiled, and what counts the graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    one = module(name)
+    for block in map(one.get_submodule, discover_blocks(one)):
+        block.forward = torch.compile(block.forward, backend=counter)
+    return one, counter
+
+
+def assert_equal(plain: NetworkModule, found: NetworkModule) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, found.losses, strict=True))
+    weights = found.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_compiled_forward_is_streamed(name: str, plan: str) -> None:
+    plain, expected = compiled(name)
+    fit(plain)
+    found, counter = compiled(name)
+    fit(found, strategy=ProTrainStrategy(plan=PLANS[plan](found), monitor=False))
+    assert_equal(plain, found)
+    # One graph for all streamed blocks, one for all that are resident; no more with more steps.
+    mixed = plan in ("half", "alternating")
+    assert 0 < counter.frame_count <= expected.frame_count * (2 if mixed else 1)
+
+
+def test_a_compiled_forward_with_weights_in_two_bytes() -> None:
+    plain, _ = compiled("llama")
+    fit(plain, precision="bf16-mixed")
+    found, _ = compiled("llama")
+    fit(found, precision="bf16-mixed", strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert_equal(plain, found)
+
+
+def test_a_search_with_compiled_forwards() -> None:
+    plain, _ = compiled("llama")
+    fit(plain)
+    found, _ = compiled("llama")
+    strategy = ProTrainStrategy(device_memory=200_000, hardware=CPU, monitor=False)
+    fit(found, strategy=strategy)
+    assert_equal(plain, found)
+    assert strategy.plan is not None
+    assert strategy.plan.num_offloaded_chunks > 0
+
+
+def test_a_compiled_block_is_refused_with_what_to_do() -> None:
+    one = module("llama")
+    one.network.model.layers[0].compile()  # type: ignore[operator, union-attr, index]
+    with pytest.raises(ValueError, match=r"is compiled.*module\.forward = torch\.compile\(module\.forward\)"):
+        fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
+
+
+@pytest.mark.slow
+@pytest.mark.leaves("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+def test_the_default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    plain, _ = compiled("llama", "inductor")
+    fit(plain)
+    found, _ = compiled("llama", "inductor")
+    fit(found, strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert_equal(plain, found)

@@ -1,0 +1,64 @@
+"""What the arguments of a strategy say about a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.wishes import make_wishes, read_choice
+from tests.models import zoo
+from tests.plans import half
+
+
+def wishes(**changed: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "choice": "auto",
+        "knobs": Knobs(),
+        "blocks": None,
+        "min_num_params": 1,
+        "device_memory": "auto",
+        "host_memory": "auto",
+        "hardware": None,
+    }
+    return make_wishes(**{**defaults, **changed})
+
+
+@pytest.mark.parametrize("preset", ["auto", "resident", "offload"])
+def test_presets_are_taken_by_name(preset: str) -> None:
+    assert read_choice(preset) == preset
+
+
+def test_a_plan_is_taken_as_it_is_or_from_its_path(tmp_path: Path) -> None:
+    plan = half(next(iter(zoo().values()))())
+    plan.save(tmp_path / "plan.json")
+    assert read_choice(plan) is plan
+    assert read_choice(tmp_path / "plan.json") == plan
+    assert read_choice(str(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize("plan", [None, 7, ["auto"], "Auto", "nowhere.json"])
+def test_anything_else_is_refused(plan: Any) -> None:
+    with pytest.raises(ValueError, match=r'[Gg]ive plan="auto"|give "auto", "resident", "offload", a Plan'):
+        read_choice(plan)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("auto", None), ("2GiB", 2 << 30), (512, 512)])
+def test_memory_is_read_in_units(text: str | int, nbytes: int | None) -> None:
+    assert wishes(device_memory=text).device_memory == nbytes
+    assert wishes(host_memory=text).host_memory == nbytes
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, True, None])
+def test_min_num_params_is_a_positive_number(number: Any) -> None:
+    with pytest.raises(ValueError, match="give a positive number of parameters"):
+        wishes(min_num_params=number)
+
+
+def test_a_whole_plan_leaves_knobs_nothing_to_decide() -> None:
+    plan = half(next(iter(zoo().values()))())
+    with pytest.raises(ValueError, match="num_chunk_buffers"):
+        wishes(choice=plan, knobs=Knobs(num_chunk_buffers=2))
+    assert wishes(choice=plan).choice is plan
