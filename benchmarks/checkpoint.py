@@ -7,7 +7,8 @@ Four things, each in rounds in which all subjects take turns in a random order:
 - Saving: the same tensors (weights and two moments) as one plain file, written in order and synced, as our folder, with
   `torch.save` without and with a sync, and with `torch.distributed.checkpoint`. A rate is in those of the plain write:
   0.9 says that it takes 1 / 0.9 as long.
-- Training: whole fits without saving, with saves behind the training, and with saves that it waits for.
+- Training: fits without saving, with saves behind the training, and with saves that it waits for. A window of steps, of
+  which the first one saves, is held against the window without a save that follows on it.
 - The pause: what one step is longer by that saves.
 - Loading: what is read from the disk, after the page cache has forgotten it.
 """
@@ -15,6 +16,7 @@ Four things, each in rounds in which all subjects take turns in a random order:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -161,14 +163,15 @@ class Clock(L.Callback):
 HOW: dict[str, dict[str, Any] | None] = {"none": None, "behind": {"asynchronous": True}, "at once": {}}
 
 
-def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, steps: int, every: int) -> list[Spent]:
-    """Of each step but the first `every`, in which states, and memory for the copies, are made."""
+def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, every: int, windows: int) -> list[Spent]:
+    """Of each step of a fit that saves at every other window's first step, one that does not count included."""
     options = HOW[how]
+    steps = 2 * every * (windows + 2)
     torch.manual_seed(0)
     clock = Clock()
     callbacks: list[L.Callback] = [clock]
     if options is not None:
-        callbacks.append(ProTrainCheckpoint(folder / "fit", every_n_train_steps=every, **options))
+        callbacks.append(ProTrainCheckpoint(folder / "fit", every_n_train_steps=2 * every, **options))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -179,11 +182,10 @@ def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, step
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(torch.randn(steps * batch, width), batch_size=batch)
-    trainer.fit(Net(width, depth), loader)
+    batches = [torch.randn(batch, width)] * steps
+    trainer.fit(Net(width, depth), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     _remove(folder / "fit")
-    ends = zip(clock.ends[every:], clock.ends[every + 1 :], strict=False)
-    return [(after[0] - before[0], after[1] - before[1]) for before, after in ends]
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(clock.ends)]
 
 
 def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[Spent]]]:
@@ -253,16 +255,23 @@ def rate(times: Sequence[Spent], plain: Sequence[Spent]) -> Ratio:
     return median_ratio([peer[0] / own[0] for own, peer in zip(times, plain, strict=True)])
 
 
-def step_ratio(fits: Sequence[Sequence[Spent]], without: Sequence[Sequence[Spent]], which: int = 0) -> Ratio:
-    """Mean step of fits over that of the fits beside them, by elapsed (0) or processor time (1)."""
-    means = [[statistics.mean(step[which] for step in fit) for fit in each] for each in (fits, without)]
-    return median_ratio([own / peer for own, peer in zip(*means, strict=True)])
+def windows_of(steps: Sequence[Spent], every: int) -> list[tuple[list[Spent], list[Spent]]]:
+    """Pairs of windows of a fit, the one that saves first; without the first pair, in which memory is made."""
+    begins = range(4 * every - 1, len(steps) - 2 * every + 1, 2 * every)
+    return [(list(steps[at : at + every]), list(steps[at + every : at + 2 * every])) for at in begins]
+
+
+def step_ratio(fits: Sequence[Sequence[Spent]], every: int, which: int = 0) -> Ratio:
+    """Steps of windows that save over those of windows that do not, by elapsed (0) or processor time (1)."""
+    pairs = [pair for fit in fits for pair in windows_of(fit, every)]
+    return median_ratio([sum(step[which] for step in own) / sum(step[which] for step in peer) for own, peer in pairs])
 
 
 def pause(fits: Sequence[Sequence[Spent]], every: int) -> float:
     """Milliseconds that a step which saves takes longer than the others, in the median."""
-    saving = [step[0] for fit in fits for number, step in enumerate(fit, 1) if number % every == 0]
-    others = [step[0] for fit in fits for number, step in enumerate(fit, 1) if number % every]
+    pairs = [pair for fit in fits for pair in windows_of(fit, every)]
+    saving = [own[0][0] for own, _ in pairs]
+    others = [step[0] for own, peer in pairs for step in (*own[1:], *peer)]
     return 1e3 * (statistics.median(saving) - statistics.median(others))
 
 
@@ -280,10 +289,10 @@ def _save_rows(times: dict[str, list[Spent]]) -> list[list[str]]:
 def _fit_rows(times: dict[str, list[list[Spent]]], every: int) -> list[list[str]]:
     rows = []
     for how, fits in times.items():
-        ratio = step_ratio(fits, times["none"])
+        ratio = step_ratio(fits, every)
         wanted = how == "behind"
         met = ("yes" if ratio.upper <= STEP else "no") if wanted else ""
-        busy = str(step_ratio(fits, times["none"], 1))
+        busy = str(step_ratio(fits, every, 1))
         rows.append([how, str(ratio), f"<= {STEP}" if wanted else "", met, busy, f"{pause(fits, every):.0f}"])
     return rows
 
@@ -301,7 +310,7 @@ def main(arguments: Sequence[str]) -> None:
     args = _parse(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    sizes = {name: getattr(args, name) for name in ("width", "depth", "batch", "steps", "every")}
+    sizes = {name: getattr(args, name) for name in ("width", "depth", "batch", "every", "windows")}
     texts: list[str] = []
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as place, quiet():
@@ -322,7 +331,7 @@ def main(arguments: Sequence[str]) -> None:
                 fits = measure_fits(folder, args.fits, **sizes)
                 texts += [_about_fits(fits["none"], args), table(TRAINED, _fit_rows(fits, args.every))]
                 results["fits"] = {
-                    how: {"ratio": asdict(step_ratio(own, fits["none"])), "steps": own} for how, own in fits.items()
+                    how: {"ratio": asdict(step_ratio(own, args.every)), "steps": own} for how, own in fits.items()
                 }
         finally:
             torch.set_num_threads(threads)
@@ -338,8 +347,8 @@ def _about_fits(fits: list[list[Spent]], args: argparse.Namespace) -> str:
     states = 12 * args.depth * args.width**2 / MEBIBYTE
     step = 1e3 * statistics.median(step[0] for fit in fits for step in fit)
     return (
-        f"{states:.0f} MiB of states, one thread, steps of {step:.0f} ms, a save every {args.every} steps, {args.fits} "
-        f"fits of {args.steps} steps each, of which the last {args.steps - args.every - 1} count."
+        f"{states:.0f} MiB of states, one thread, steps of {step:.0f} ms, windows of {args.every} steps, {args.fits} x "
+        f"{args.windows} pairs of windows."
     )
 
 
@@ -348,22 +357,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")
     parser.add_argument("--mebibytes", type=int, default=192, help="of the checkpoint")
     parser.add_argument("--tensors", type=int, default=16, help="of weights; as many again of each moment")
-    parser.add_argument("--rounds", type=int, default=30, help="saves of each kind")
-    parser.add_argument("--width", type=int, default=1024, help="of the model that is trained")
+    parser.add_argument("--rounds", type=int, default=24, help="saves of each kind")
+    parser.add_argument("--width", type=int, default=768, help="of the model that is trained")
     parser.add_argument("--depth", type=int, default=4, help="its layers")
-    parser.add_argument("--batch", type=int, default=512, help="samples of a step")
-    parser.add_argument("--steps", type=int, default=22, help="of a fit")
-    parser.add_argument("--every", type=int, default=10, help="steps from save to save")
-    parser.add_argument("--fits", type=int, default=8, help="of each kind")
+    parser.add_argument("--batch", type=int, default=192, help="samples of a step")
+    parser.add_argument("--every", type=int, default=10, help="steps of a window; every other one begins with a save")
+    parser.add_argument("--windows", type=int, default=10, help="pairs of windows in a fit")
+    parser.add_argument("--fits", type=int, default=2, help="of each kind")
     parser.add_argument("--folder", type=Path, help="where to save; the place for temporary files by default")
     parser.add_argument("--json", type=Path, help="file for every single time")
     parser.add_argument("--results", help="name of a folder for benchmarks/results")
     args = parser.parse_args(arguments)
-    numbers = ("mebibytes", "tensors", "rounds", "width", "depth", "batch", "steps", "every", "fits")
+    numbers = ("mebibytes", "tensors", "rounds", "width", "depth", "batch", "every", "windows", "fits")
     if min(getattr(args, name) for name in numbers) < 1:
         parser.error("give positive numbers")
-    if args.steps < 2 * args.every + 2 or args.every < 2:
-        parser.error("--steps has to be twice --every and two more, which is at least 2")
     return args
 
 

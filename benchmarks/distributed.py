@@ -217,7 +217,7 @@ def _row(
 ) -> list[str]:
     differences = [abs(a - b) for a, b in zip(losses[case.ours], losses[case.peer], strict=True)]
     if max(differences) > _CLOSE:
-        raise RuntimeError(f"{name}: losses differ by {max(differences)}; no time means anything.")
+        raise RuntimeError(f"{name}: losses differ by {max(differences):.2g}; no time means anything.")
     wanted = "" if case.wanted is None else f">= {case.wanted}"
     met = "" if case.wanted is None else ("yes" if ratio.median >= case.wanted else "no")
     equal = "equal" if not max(differences) else f"within {max(differences):.0e}"

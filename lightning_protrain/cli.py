@@ -85,6 +85,9 @@ class ProTrainCLI(LightningCLI):
             settings["accelerator"] = "cpu"
         for name, value in settings.items():
             config["trainer"][name] = value
+        callbacks = config["trainer"].get("callbacks")
+        if isinstance(callbacks, list):  # Those that save would make their folders.
+            config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -121,9 +124,7 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("checkpoint", type=Path, help="a folder of ProTrainCheckpoint, or a .ckpt file")
         command.add_argument("folder", type=Path, help="to be made; it must not exist")
         command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
-        command.add_argument(
-            "--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given"
-        )
+        command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
     try:

@@ -16,14 +16,16 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
 
 
-def describe_rank(layout: ModelLayout, device_type: str, precision: str) -> dict[str, str]:
+def describe_rank(layout: ModelLayout, device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
     """What this rank trains, and with what: equal on all ranks that may train together."""
+    plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
     packages = ("torch", "lightning", "transformers", "lightning_protrain")
     parts = [f"{info.fqn} {info.dtype}{list(info.shape)} {info.trainable}" for info in layout.parameters]
     return {
         "versions": ", ".join(f"{package} {version(package)}" for package in packages),
         "device types": device_type,
         "precisions": precision,
+        "choices of a plan": plan,
         "numbers of parameters": str(len(parts)),
         "models": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12],
     }

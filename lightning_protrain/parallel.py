@@ -173,12 +173,13 @@ class DataParallelStrategy(ProcessStrategy):
         """How many ranks of this machine hold what is offloaded, each all of it."""
         return 1 if sharding is Sharding.SHARD else max(self.num_processes, 1)
 
-    def agree(self, layout: ModelLayout, model: nn.Module, make: Callable[[], Plan]) -> Plan:
+    def agree(self, layout: ModelLayout, model: nn.Module, choice: Plan | str, make: Callable[[], Plan]) -> Plan:
         """The plan of rank 0, when all ranks have found that they train the same.
 
         Args:
             layout: Of the model.
             model: With the weights of this rank.
+            choice: What this rank was given as a plan.
             make: Makes a plan.
 
         Raises:
@@ -186,7 +187,7 @@ class DataParallelStrategy(ProcessStrategy):
         """
         if self._ranks is None:
             return make()
-        refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision))
+        refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
         say_if_weights_differ(model)
         return decide(make)
 

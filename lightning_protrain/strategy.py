@@ -245,7 +245,8 @@ class ProTrainStrategy(DataParallelStrategy):
         if self._machines is not None:
             self._answers.update(answers(case, self._machines))
             raise _TunerExitException
-        plan, layout = self.agree(case.layout, model, lambda: replace(case.plan(), sharding=sharding)), case.layout
+        layout, choice = case.layout, self._wishes.choice
+        plan = self.agree(layout, model, choice, lambda: replace(case.plan(), sharding=sharding))
         self._budget = case.budget()
         say_if_one_block(plan, layout)
         refuse_meta(model)

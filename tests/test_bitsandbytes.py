@@ -192,8 +192,9 @@ def test_a_run_is_resumed_by_plain_lightning_and_from_it(kind: str, tmp_path: Pa
         assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []
 
 
-@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+@pytest.mark.parametrize("kind", ["nf4 nested", "fp4 nested"])
 def test_parity_of_dora_which_reads_the_weight_beside_its_layer(kind: str) -> None:
+    """With weights of 8 bits, PEFT and bitsandbytes cannot train it on the CPU by themselves."""
     expected = run(qlora(kind, use_dora=True), **SHORT)
     found = qlora(kind, use_dora=True)
     assert differences(expected, run(found, plans()["kept"](found), **SHORT)) == []

@@ -258,6 +258,14 @@ def test_the_chat_config_can_be_previewed_where_its_files_are(capsys: pytest.Cap
     assert trained == [["First", "Last"], ["Last"]]
 
 
+def test_a_plan_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = f"--trainer.callbacks=[{{class_path: ProTrainCheckpoint, init_args: {{dirpath: {tmp_path / 'saved'}}}}}]"
+    given = [f"--model.config={SMALL}", "--model.vocab_size=64", "--data=null", "--length=16", callback]
+    ProTrainCLI(["plan", "--gpu=RTX 4090", *given])
+    assert "RTX 4090" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- commands on files
 
 

@@ -228,7 +228,7 @@ def test_a_model_that_somebody_else_has_placed_is_refused(tmp_path: Path) -> Non
     places["model.rotary_emb"] = "cpu"
     placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
     module = NetworkModule(placed, networks()["llama"].batches())
-    with pytest.raises(ValueError, match=r"placed by accelerate \(`device_map`\).*Leave device_map out"):
+    with pytest.raises(ValueError, match=r"(?s)accelerate.*device_map"):
         fit(module, strategy=ProTrainStrategy(plan="offload", monitor=False))
 
 

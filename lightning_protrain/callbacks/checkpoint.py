@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_protrain.callbacks import occasions
 from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
 from lightning_protrain.callbacks.exchange import BOUND, Exchange
-from lightning_protrain.callbacks.fallback import newest_listed, newest_of_all
+from lightning_protrain.callbacks.fallback import choose, newest_listed
 from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
 from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
@@ -131,7 +131,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         super().setup(trainer, pl_module, stage)
         self._exchange = self._scores.exchange = Exchange.open(self.state_key)
         checkpoints = install_io(trainer, self.run, self._exchange)
-        checkpoints.choose = lambda path: self._choose(trainer, path)
+        rank, exchange = trainer.global_rank, self._exchange
+        checkpoints.choose = lambda path: choose(exchange, rank, path, self._listed, self.run)
         checkpoints.accept = lambda content, name: self._resumption.accept(trainer, content, name)
         if stage == "fit":
             self._resumption.begin(trainer, self._exchange)
@@ -164,7 +165,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if trainer.world_size > 1:  # They do not know of each other yet; `_choose` verifies it.
+        if trainer.world_size > 1:  # They do not know of each other yet; `choose` verifies it.
             listed = newest_listed(root, self.run)
             self._listed = None if listed is None else str(listed)
             return super()._find_last_checkpoints(trainer) if listed is None else {str(listed)}
@@ -174,15 +175,6 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         if newest.skipped:
             rank_zero_warn(newest.message())
         return {str(newest.chosen.path)}
-
-    def _choose(self, trainer: Trainer, path: Path) -> tuple[Path, bool]:
-        """All ranks together take the newest good one, if it was asked for the last one."""
-        if self._listed != str(path):
-            return path, False
-        newest = newest_of_all(self._exchange, trainer.global_rank, path.parent, self.run)
-        if newest.skipped:
-            rank_zero_warn(newest.message())
-        return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
     # --- what goes on in a resumed run --------------------------------------------------------------------------------
 

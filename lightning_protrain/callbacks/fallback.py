@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.keeping import ACCUMULATING, usable
 from lightning_protrain.checkpoint.consolidation import verify_rank
@@ -18,6 +20,27 @@ def newest_listed(root: Path, run: str) -> Path | None:
     if line:
         return line[0].path
     return listing.broken[0][0] if listing.broken else None
+
+
+def choose(exchange: Exchange, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
+    """What all ranks load: the newest good one, if what is to be loaded was found by `newest_listed`.
+
+    Args:
+        exchange: With the other ranks.
+        rank: Of this rank.
+        path: What is to be loaded.
+        listed: What `newest_listed` has found on this rank, if it was asked.
+        run: Name of the run.
+
+    Returns:
+        The checkpoint, and whether all that this rank reads of it is verified.
+    """
+    if listed != str(path):
+        return path, False
+    newest = newest_of_all(exchange, rank, path.parent, run)
+    if newest.skipped:
+        rank_zero_warn(newest.message())
+    return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
 
 def newest_of_all(exchange: Exchange, rank: int, root: Path, run: str) -> Newest:

@@ -44,6 +44,9 @@ class QuantisedSite(Site):
         self._of_host = {name: kept[name] for name in self._of_device}
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        held = self.module._parameters.get(self.name)
+        if held is not None and held.untyped_storage()._cdata == old.untyped_storage()._cdata:
+            old = held  # PEFT reads such a weight and registers another parameter of the same memory.
         super().exchange(old, new)
         if self.module._parameters.get(self.name) is new:
             vars(self.module).update(self._of_host if new is self.host else self._of_device)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import HOW, SAVERS, content, main, pause, rate, step_ratio, write_plain
+from benchmarks.checkpoint import HOW, SAVERS, content, main, pause, rate, step_ratio, windows_of, write_plain
 
 SMALL = ["--mebibytes=1", "--tensors=2", "--rounds=1", "--width=8", "--depth=1", "--batch=2", "--fits=1"]
 
 
 def test_everything_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    main([*SMALL, "--steps=6", "--every=2", f"--folder={tmp_path}", f"--json={tmp_path / 'times.json'}"])
+    main([*SMALL, "--every=2", "--windows=2", f"--folder={tmp_path}", f"--json={tmp_path / 'times.json'}"])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
     assert list(results["saves"]) == list(SAVERS)
@@ -25,7 +25,7 @@ def test_everything_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert re.search(r"\| lightning_protrain \| \d\.\d+ \| \d\.\d+ \| .* \| >= 0\.9 \| (yes|no) \|", printed)
     assert re.search(r"\| behind \| .* \| <= 1\.05 \| (yes|no) \| .* \| -?\d+ \|", printed)
     assert re.search(r"\| weights alone \| 0\.3 \| ", printed)
-    assert len(results["fits"]["behind"]["steps"][0]) == 3
+    assert len(results["fits"]["behind"]["steps"][0]) == 15
     assert [path.name for path in tmp_path.iterdir()] == ["times.json"]
     assert torch.get_num_threads() == before
 
@@ -42,13 +42,19 @@ def test_the_plain_file_has_the_bytes_of_the_tensors_in_order(tmp_path: Path) ->
 
 def test_a_rate_is_that_of_the_same_round() -> None:
     assert rate([(2.0, 0.0), (8.0, 0.0)], [(1.0, 0.0), (2.0, 0.0)]).median == pytest.approx(0.375)
-    assert step_ratio([[(1.0, 1.0), (3.0, 1.0)]], [[(1.0, 1.0), (1.0, 3.0)]]).median == pytest.approx(2.0)
-    assert step_ratio([[(1.0, 1.0), (3.0, 1.0)]], [[(1.0, 1.0), (1.0, 3.0)]], 1).median == pytest.approx(0.5)
 
 
-def test_the_pause_is_that_of_the_steps_that_save() -> None:
-    steps = [(1.0, 0.0), (1.5, 0.0)] * 2
-    assert pause([steps, steps], every=2) == pytest.approx(500.0)
+def _fit(saving: float) -> list[tuple[float, float]]:
+    """Four pairs of windows of two steps; the save of the first pair takes much longer. The last step is not there."""
+    steps = [(9.0 if number == 4 else saving if number % 4 == 0 else 1.0, 1.0) for number in range(1, 20)]
+    assert len(windows_of(steps, 2)) == 3
+    return steps
+
+
+def test_steps_that_save_are_held_against_those_that_do_not() -> None:
+    assert step_ratio([_fit(3.0)], 2).median == pytest.approx(2.0)
+    assert step_ratio([_fit(3.0)], 2, 1).median == pytest.approx(1.0)
+    assert pause([_fit(1.5), _fit(1.5)], 2) == pytest.approx(500.0)
 
 
 def test_what_is_loaded_is_what_is_read(tmp_path: Path) -> None:
@@ -58,7 +64,7 @@ def test_what_is_loaded_is_what_is_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("wrong", ["--rounds=0", "--every=1", "--steps=3", "--mebibytes=0", "--part=none"])
+@pytest.mark.parametrize("wrong", ["--rounds=0", "--every=0", "--windows=0", "--mebibytes=0", "--part=none"])
 def test_wrong_arguments_are_refused(wrong: str) -> None:
     with pytest.raises(SystemExit):
         main([wrong])

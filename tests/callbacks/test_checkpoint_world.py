@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_protrain.callbacks import exchange
@@ -20,6 +22,7 @@ from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint import Counter
 from tests.callbacks.test_checkpoint_data import Recorded, Samples
 from tests.callbacks.test_checkpoint_ranks import Steps
@@ -45,13 +48,15 @@ class Mine(L.Callback):
         self.seen = state
 
 
-def _fit(rank: int, ranks: int, root: Path, path: Any = None, module: Any = None, **options: Any) -> Any:
+def _fit(
+    rank: int, ranks: int, root: Path, path: Any = None, module: Any = None, kind: Any = DDPStrategy, **options: Any
+) -> Any:
     of_saver = {name: options.pop(name) for name in ("save_on_exception", "asynchronous") if name in options}
     every = options.pop("every", 1)
     saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)
     callbacks = [*options.pop("callbacks", []), saver]
     trainer = trainer_on_rank(
-        rank, ranks, **{"max_epochs": 1, **options, "enable_checkpointing": True, "callbacks": callbacks}
+        rank, ranks, kind, **{"max_epochs": 1, **options, "enable_checkpointing": True, "callbacks": callbacks}
     )
     samples = Samples(COUNT, noisy=False)
     loader = DataLoader(samples, 2, sampler=DistributedSampler(samples, ranks, rank))
@@ -340,3 +345,21 @@ def test_at_the_end_of_an_epoch_the_next_one_begins(tmp_path: Path) -> None:
 
     [given] = values(_run(tmp_path, one, 1))
     assert len(given) == COUNT // 2
+
+
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_ranks_under_a_plan_end_with_the_same_bits(tmp_path: Path, plan: str) -> None:
+    def act(rank: int, root: Path, path: Any) -> tuple:
+        class Streamed(Recorded):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+        module = Streamed()
+        _fit(rank, 2, root, path, module, partial(ProTrainStrategy, plan=plan, blocks=[nn.Linear]))
+        return module.given, module.losses, [value.tolist() for value in module.state_dict().values()]
+
+    whole = values(_run(tmp_path, act, 2, tmp_path / "whole", None))
+    path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == 5)
+    for one, other in zip(values(_run(tmp_path, act, 2, tmp_path / "resumed", path)), whole, strict=True):
+        assert one == (other[0][5:], other[1][5:], other[2])

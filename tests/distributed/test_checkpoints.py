@@ -121,7 +121,7 @@ def test_every_placement_resumes_what_any_other_has_saved(saver: str, tmp_path: 
 
 
 def test_states_of_one_owner_only_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned_states, "_describe", lambda states: {})
+    monkeypatch.setattr(owned_states, "_owned", lambda optimizer, owners: {})
     wrong = resume_everywhere(tmp_path, "trainer")
     assert any("shard.ckpt has" in text for text in wrong)
     assert any(text.startswith("saved under shard, resumed under") for text in wrong)

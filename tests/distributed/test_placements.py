@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -263,3 +266,67 @@ def test_ranks_may_validate_different_numbers_of_batches(tmp_path: Path) -> None
     assert {loss for loss, _ in others} == {others[0][0]}
     assert isinstance(others[0][0], float)
     assert all(weights == plain for _, weights in others)
+
+
+class Wide(Plain):
+    """About 130 MB of weights, and hardly any activations."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.model.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(8))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        hidden = batch[0].float().mean() * torch.ones(1, 2048)
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _held_bytes() -> int:
+    """Of this process: what it has alone, and of what it shares its part (`proc_pid_smaps`, man page of Linux)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # What is freed and kept by the allocator is nobody's.
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _grow(rank: int, world_size: int, placement: str, kind: type[Plain]) -> int:
+    """Bytes that this rank has more behind two steps than before the module was made."""
+    dist.barrier()
+    before = _held_bytes()
+    dist.barrier()
+    found: list[int] = []
+
+    class Measured(kind):  # type: ignore[misc, valid-type]
+        def on_train_batch_end(self, *_: Any) -> None:
+            dist.barrier()
+            found.append(_held_bytes() - before)
+            dist.barrier()
+
+    module = Measured(rank)
+    trainer = trainer_on_rank(rank, world_size, kind=kind_of(placement, module, Case(Plain)), max_steps=2)
+    trainer.fit(module)
+    return found[-1]
+
+
+def _measure(rank: int, world_size: int, placement: str) -> int:
+    """The same for the wide module, without what any fit takes, nor what libraries take when they are used first."""
+    torch.set_num_threads(1)
+    _, beside, whole = (_grow(rank, world_size, placement, kind) for kind in (Plain, Plain, Wide))
+    return whole - beside
+
+
+@pytest.mark.slow
+def test_a_node_of_four_ranks_holds_one_copy(tmp_path: Path) -> None:
+    weights = sum(parameter.nbytes for parameter in Wide(0).parameters())
+    totals = {}
+    for placement in ("shard", "replicate"):
+        folder = tmp_path / placement
+        folder.mkdir()
+        totals[placement] = sum(values(run_ranks(_measure, 4, folder, 4, placement))) / weights
+    # One copy: weights, and with their owners gradients and momentum, three times the weights in all.
+    assert 2.9 < totals["shard"] <= 1.05 * 3
+    assert totals["replicate"] > 3.9 * 3

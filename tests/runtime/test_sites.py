@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_protrain.companions import packed_nbytes
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
-from tests.quantised import LAYERS, build
+from tests.quantised import LAYERS, AdaptedBlock, build
 from tests.runtime.applied import PLANS, applied, batches, differences, mean_square, poison_released_memory, train
 
 
@@ -124,3 +124,26 @@ def test_evaluation_does_not_repack_a_streamed_weight() -> None:
         first = state.step(model, batches(1)[0], training=False)
         assert torch.equal(first, state.step(model, batches(1)[0], training=False))
     assert first.isfinite().all()
+
+
+class Registers(AdaptedBlock):
+    """Puts another parameter of the same memory in the place of its weight, as PEFT does where it reads one."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.base.weight = self.base.weight.to("cpu")
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["nf4", "nf4 nested"])
+def test_another_parameter_of_the_same_memory_does_not_stay(kind: str, plan: str) -> None:
+    expected = train(build(kind), mean_square, optimizer=adam)
+    model = build(kind)
+    for block in model.blocks:
+        block.__class__ = Registers
+    hosts = [block.base.weight for block in model.blocks]
+    with applied(model, PLANS[plan]) as state:
+        assert differences(expected, train(model, mean_square, state, optimizer=adam)) == []
+        streamed = {slot.host for chunk in state.chunks for slot in chunk.slots}
+        for block, host in zip(model.blocks, hosts, strict=True):
+            assert block.base.weight is host or host not in streamed
