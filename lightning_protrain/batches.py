@@ -161,6 +161,7 @@ class _MadeSource(_DataLoaderSource):
 
     def __init__(self, source: _DataLoaderSource) -> None:
         super().__init__(source.instance, source.name)
+        self._source = source
         before = _collect_rng_states()
         self._made = [(_request_dataloader(source), before, _collect_rng_states())]
 
@@ -168,6 +169,8 @@ class _MadeSource(_DataLoaderSource):
         super().__setattr__(name, value)
         if name == "instance":  # another fit begins
             super().__setattr__("_made", [])
+            if "_source" in vars(self):
+                self._source.instance = value
 
     def peek(self) -> Any:
         """What the next call gives."""
@@ -175,7 +178,7 @@ class _MadeSource(_DataLoaderSource):
 
     def dataloader(self) -> Any:
         if not self._made:
-            return super().dataloader()
+            return self._source.dataloader()
         made, before, after = self._made.pop()
         pairs = zip(tree_leaves(_collect_rng_states()), tree_leaves(before), strict=True)
         if all(np.array_equal(one, other) for one, other in pairs):

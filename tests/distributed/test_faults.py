@@ -96,9 +96,17 @@ FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("placement", ["shard", "replicate", "resident"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_ranks_leave_and_name_who_is_missing(fault: str, placement: str, tmp_path: Path) -> None:
+# What is the same code under every placement need not be seen under each of them every time.
+QUICK = {"raise", "raise after backward", "kill"}
+CASES = [
+    pytest.param(placement, fault, marks=() if placement == "shard" or fault in QUICK else (pytest.mark.slow,))
+    for placement in ("shard", "replicate", "resident")
+    for fault in FAULTS
+]
+
+
+@pytest.mark.parametrize(("placement", "fault"), CASES)
+def test_all_ranks_leave_and_name_who_is_missing(placement: str, fault: str, tmp_path: Path) -> None:
     epochs, *expected = FAULTS[fault]
     outcomes = run_ranks(_train, 2, tmp_path, placement, fault, epochs)
     for outcome, texts in zip(outcomes, expected, strict=True):
