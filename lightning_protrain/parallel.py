@@ -46,6 +46,8 @@ from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
 
+# Of one message.
+_BUFFER_BYTES = 250 << 20
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 
 
@@ -93,6 +95,8 @@ class DataParallelStrategy(ProcessStrategy):
         self._flat: FlatAverage | None = None
         # Who has stepped parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
         self._owners: dict[int, int] = {}
+        # Whether the next training step begins with the buffers of rank 0: after one that has averaged gradients.
+        self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
 
@@ -202,6 +206,16 @@ class DataParallelStrategy(ProcessStrategy):
         skipped = {fqn for chunk in plan.chunks if alone and not chunk.resident for fqn in chunk.parameters}
         weights = [each for fqn, each in model.named_parameters() if fqn not in skipped and not has_companions(each)]
         broadcast_weights([*weights, *model.buffers()])
+
+    def equalise_buffers(self) -> None:
+        """Before a training step: buffers are those of rank 0, as DDP has it where something is wrapped in it."""
+        module, ranks = self.lightning_module, self._ranks
+        stale, self._stale_buffers = self._stale_buffers, self._averages
+        if ranks is None or module is None or not stale or isinstance(self.model, DistributedDataParallel):
+            return
+        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        if buffers:
+            dist._broadcast_coalesced(ranks.everyone, buffers, _BUFFER_BYTES, 0)
 
     def replicate(self, model: LightningModule, plan: Plan) -> None:
         """After the plan has been applied: sees to the gradients of resident parameters, see [Note: One owner]."""

@@ -297,6 +297,7 @@ class ProTrainStrategy(DataParallelStrategy):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.equalise_buffers()
         return self._run_step(super().training_step, args, kwargs, training=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

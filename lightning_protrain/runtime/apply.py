@@ -204,6 +204,8 @@ class Runtime:
         for chunk in self._chunks:
             chunk.detach()
         self._device.close()
+        for chunk in self._chunks:
+            chunk.part()
         if self._swap is not None:
             self._swap.close()
         self._chunks.clear()

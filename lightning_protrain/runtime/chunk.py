@@ -131,6 +131,8 @@ class Chunk:
                 changed.append(slot)
             if repointed or version != slot.read_version:
                 outdated = True
+        if self._share is not None and changed:
+            _refuse_changed_by_others(changed)
         if changed and in_backward:
             slot = changed[0]
             raise RuntimeError(
@@ -179,6 +181,11 @@ class Chunk:
     def is_shared(self) -> bool:
         """Whether the ranks of a node have one copy of it between them."""
         return self._share is not None
+
+    def part(self) -> None:
+        """After `detach`, when nothing of it is page-locked any more: what was shared is this rank's own."""
+        if self._share is not None:
+            self._share.memory.part()
 
     def owner(self, slot: Slot) -> int | None:
         """Which rank of a node steps a parameter, as `local_rank`; None: every rank does."""
@@ -290,3 +297,14 @@ class Chunk:
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.
+
+
+def _refuse_changed_by_others(changed: Sequence[Slot]) -> None:
+    """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
+    for slot in changed:
+        if not slot.owned:
+            raise RuntimeError(
+                f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
+                "it, so each of them would change it once more, and while others read it. Set "
+                'sharding="replicate" where callbacks or hooks write to weights.'
+            )

@@ -8,11 +8,13 @@ nothing is left behind. All ranks take blocks of it in the same order, so that t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,13 +23,15 @@ from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.views import dense_like, in_block
 
 FOLDER = Path("/dev/shm")
+# Of Linux; Python does not name it.
+_MAP_FIXED = 0x10
 
 
 class NodeMemory:
     """Blocks of one shared mapping, see [Note: Node memory].
 
     Args:
-        descriptor: Of the open file; closed here.
+        descriptor: Of the open file; closed by `part`.
         nbytes: Its size.
         host: Page-locks it, where it does so with its own blocks.
         fills: Whether this rank writes what the memory holds first.
@@ -36,10 +40,8 @@ class NodeMemory:
     def __init__(self, descriptor: int, nbytes: int, host: HostMemory, fills: bool) -> None:
         self.fills = fills
         self.nbytes = nbytes
-        try:
-            self._block = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
-        finally:
-            os.close(descriptor)
+        self._descriptor = descriptor
+        self._block = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
         self._end = 0
         host.lock_block(self._block)
 
@@ -48,6 +50,24 @@ class NodeMemory:
         begin, self._end = self._end, self._end + pages(nbytes)
         assert self._end <= self.nbytes, f"{self._end} bytes of node memory are wanted, {self.nbytes} are there"
         return memoryview(self._block)[begin : begin + nbytes]
+
+    def part(self) -> None:
+        """After a run: what this rank writes from now on is its own; tensors stay where they are.
+
+        The pages stay shared until they are written to, so nothing is copied.
+        """
+        if self._descriptor < 0:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        address = torch.frombuffer(self._block, dtype=torch.uint8).data_ptr()
+        kind, access = mmap.MAP_PRIVATE | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+        found = libc.mmap(address, self.nbytes, access, kind, self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if found != address:
+            raise OSError(ctypes.get_errno(), "The memory that ranks have shared cannot be made private")
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Gives the data of a parameter a block."""

@@ -1,0 +1,93 @@
+"""What users write themselves on several ranks: weights between steps, buffers in a forward, weights after the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain import ProTrainStrategy
+from tests.distributed.test_parity import Module
+from tests.ranks import run_ranks, trainer_on_rank, values
+
+
+class Decaying(Module):
+    """Writes to its weights after every step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
+class Counting(Module):
+    """Scales its loss by a buffer in which every rank counts what it has seen itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.register_buffer("seen", torch.ones(()))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.seen += batch[0].float().mean() / 100
+        return super().training_step(batch) * self.seen
+
+
+def train(rank: int, sharding: Any, kind: type[Module], accumulate: int = 1) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module = kind("full")
+    options: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": accumulate}
+    if sharding is not None:
+        options["kind"] = lambda **process: ProTrainStrategy(sharding=sharding, plan="offload", **process)
+    trainer = trainer_on_rank(rank, 2, **options)
+    trainer.fit(module)
+    return module, trainer
+
+
+def _write_between_steps(rank: int) -> list[str]:
+    expected, found = (train(rank, sharding, Decaying)[0].state_dict() for sharding in (None, "replicate"))
+    wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
+    with pytest.raises(RuntimeError, match=r"does not own it: ranks of this machine share") as raised:
+        train(rank, "shard", Decaying)
+    assert 'sharding="replicate"' in str(raised.value)
+    return wrong
+
+
+def test_weights_written_between_steps_are_those_of_ddp_or_refused(tmp_path: Path) -> None:
+    outcomes = run_ranks(_write_between_steps, 2, tmp_path)
+    assert any(each.value == [] for each in outcomes)
+    # The rank that owns what the other one has complained of ends because that one has gone.
+    assert all(each.error is None or "ends on rank" in each.error for each in outcomes)
+
+
+def _count(rank: int, accumulate: int) -> list[str]:
+    wrong = []
+    expected = train(rank, None, Counting, accumulate)[0].state_dict()
+    for sharding in ("replicate", "shard"):
+        found = train(rank, sharding, Counting, accumulate)[0].state_dict()
+        wrong += [f"{sharding} {name}" for name in expected if not torch.equal(expected[name], found[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_buffers_are_those_of_ddp(accumulate: int, tmp_path: Path) -> None:
+    assert values(run_ranks(_count, 2, tmp_path, accumulate)) == [[], []]
+
+
+def _write_afterwards(rank: int) -> list[bool]:
+    module, trainer = train(rank, "shard", Module)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    trainer.strategy.barrier()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(rank + 1)
+    trainer.strategy.barrier()
+    return [torch.equal(old + (rank + 1), new) for old, new in zip(before, module.parameters(), strict=True)]
+
+
+def test_after_the_run_every_rank_has_weights_of_its_own(tmp_path: Path) -> None:
+    for own in values(run_ranks(_write_afterwards, 2, tmp_path)):
+        assert own and all(own)
