@@ -48,12 +48,12 @@ class Arm:
     """One system.
 
     Attributes:
-        strategy: Makes it.
+        strategy: Makes it, for so many ranks.
         checkpointed: Whether every block is checkpointed by PyTorch.
         shard: Shards the model before its optimizer is made.
     """
 
-    strategy: Callable[[], Strategy | str]
+    strategy: Callable[[int], Strategy | str]
     checkpointed: bool = False
     shard: Callable[[nn.Module], None] | None = None
 
@@ -83,15 +83,19 @@ def _shard(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _resident() -> Strategy:
+def _fsdp2(ranks: int) -> Strategy:
+    return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+
+
+def _resident(ranks: int) -> Strategy:
     return _ours("resident", "auto")
 
 
-def _replicate() -> Strategy:
+def _replicate(ranks: int) -> Strategy:
     return _ours("replicate", "offload")
 
 
-def _sharded() -> Strategy:
+def _sharded(ranks: int) -> Strategy:
     return _ours("shard", "offload")
 
 
@@ -99,9 +103,9 @@ ARMS = {
     "resident": Arm(_resident),
     "replicate": Arm(_replicate),
     "shard": Arm(_sharded),
-    "DDP": Arm(lambda: "ddp"),
-    "DDP, checkpointed": Arm(lambda: "ddp", checkpointed=True),
-    "FSDP2": Arm(ModelParallelStrategy, checkpointed=True, shard=_shard),
+    "DDP": Arm(lambda ranks: "ddp"),
+    "DDP, checkpointed": Arm(lambda ranks: "ddp", checkpointed=True),
+    "FSDP2": Arm(_fsdp2, checkpointed=True, shard=_shard),
 }
 CASES = {
     "resident": Case("resident", "DDP", 0.98),
@@ -137,13 +141,13 @@ def train_rank(connection: Connection, arm: str, rank: int, port: int, args: arg
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     chosen = ARMS[arm]
-    system = System(chosen.strategy, shard=chosen.shard)
+    system = System(lambda: "auto", shard=chosen.shard)
     module = Llama(llama_config(args.params, args.sequence), chosen.checkpointed, system)
     steps = args.warmup + args.pairs
     tokens = torch.randint(VOCABULARY, (steps * args.batch * args.ranks, args.sequence))
     subject = Subject(arm, None, steps=steps)
     trainer = L.Trainer(
-        strategy=chosen.strategy(),
+        strategy=chosen.strategy(args.ranks),
         accelerator="cpu",
         devices=args.ranks,
         max_steps=steps,

@@ -34,6 +34,11 @@ def install_io(trainer: Trainer, run: str, exchange: Exchange) -> ProTrainCheckp
             f"ProTrainCheckpoint saves through ProTrainCheckpointIO, and the Trainer has "
             f"{type(checkpoints).__name__}. Take that plugin away, or use Lightning's ModelCheckpoint."
         )
+    if checkpoints.layout != "folder":
+        raise ValueError(
+            f"ProTrainCheckpoint keeps folders, and ProTrainCheckpointIO(layout={checkpoints.layout!r}) writes files. "
+            "Leave `layout` out, or use Lightning's ModelCheckpoint."
+        )
     if checkpoints.run not in (DEFAULT_RUN, run):
         raise ValueError(
             f"ProTrainCheckpoint(run={run!r}) and ProTrainCheckpointIO(run={checkpoints.run!r}): one Trainer "

@@ -98,6 +98,7 @@ def save_payload(
             files=dict(draft.entries),
             branch=place.branch,
             lineage=place.lineage,
+            world_size=max(len(payload.ranks), 1),
             record=dict(record or {}),
         )
         draft.publish(manifest)

@@ -139,14 +139,9 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
     """The plan decides which blocks are checkpointed, and where weights are; twice would be done twice.
 
     Raises:
-        ValueError: The user has switched gradient checkpointing on, or has spread the model over devices.
+        ValueError: The user has switched gradient checkpointing on.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise ValueError(
-                f"{name or type(module).__name__!r} has been placed by accelerate (`device_map`), but the plan decides "
-                "where weights are. Leave device_map out: the model is loaded into host memory."
-            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"Gradient checkpointing is switched on in {name!r}, but the plan decides which blocks are "

@@ -31,6 +31,7 @@ def test_folders_of_the_run_are_saved(given: str | None) -> None:
     ("plugin", "message"),
     [
         (AsyncCheckpointIO(), "the Trainer has AsyncCheckpointIO"),
+        (ProTrainCheckpointIO(layout="file"), r"ProTrainCheckpointIO\(layout='file'\) writes files"),
         (ProTrainCheckpointIO("b"), r"ProTrainCheckpoint\(run='a'\) and ProTrainCheckpointIO\(run='b'\)"),
     ],
 )
