@@ -224,6 +224,8 @@ class Landing:
             reduction.add(index, slot, grad)
             reduction.advance(self._has_direct_use)
         else:
+            if reduction is not None:
+                reduction.refuse_mixing(slot)
             self._receive(slot, grad)
 
     def _receive(self, slot: Slot, grad: Tensor) -> None:

@@ -152,6 +152,21 @@ class Reduction:
             self._add_older(bucket, slot)
         bucket.add(slot, gradient)
 
+    def refuse_mixing(self, slot: Slot) -> None:
+        """Before a gradient of this rank is added on the host to what may be an average already.
+
+        Raises:
+            RuntimeError: It is one, of a parameter that this rank owns: the sum would be no part of any average.
+        """
+        average = self._averages.pop(slot, None)
+        grad = slot.host.grad
+        if average is not None and grad is not None and average() is grad and bool(grad.any()):
+            raise RuntimeError(
+                f"{slot.fqn!r} has a gradient that has been averaged over the ranks, and a backward follows that "
+                'averages nothing: under sharding="shard" both cannot be added up. Call `zero_grad` between them, or set '
+                'sharding="replicate".'
+            )
+
     def advance(self, waits: Callable[[int], bool]) -> None:
         """Sends what is complete.
 

@@ -90,4 +90,44 @@ def _write_afterwards(rank: int) -> list[bool]:
 
 def test_after_the_run_every_rank_has_weights_of_its_own(tmp_path: Path) -> None:
     for own in values(run_ranks(_write_afterwards, 2, tmp_path)):
-        assert own and all(own)
+        assert own
+        assert all(own)
+
+
+class Zeroing(Module):
+    """Keeps its gradients and fills them with zeros."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Mixing(Module):
+    """A backward that averages, then one that does not, and no `zero_grad` between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch))
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(super().training_step(batch))
+
+
+def _zero(rank: int) -> list[str]:
+    expected, found = (train(rank, sharding, Zeroing, accumulate=3)[0].state_dict() for sharding in (None, "shard"))
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def test_gradients_filled_with_zeros_are_begun_anew(tmp_path: Path) -> None:
+    assert values(run_ranks(_zero, 2, tmp_path)) == [[], []]
+
+
+def _mix(rank: int) -> None:
+    train(rank, "shard", Mixing)
+
+
+def test_averages_and_gradients_of_one_rank_are_not_added_up(tmp_path: Path) -> None:
+    outcomes = run_ranks(_mix, 2, tmp_path)
+    assert any("has been averaged over the ranks" in str(each.error) for each in outcomes)
+    assert all(each.error is not None for each in outcomes)
