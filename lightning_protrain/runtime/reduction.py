@@ -163,8 +163,8 @@ class Reduction:
         if average is not None and grad is not None and average() is grad and bool(grad.any()):
             raise RuntimeError(
                 f"{slot.fqn!r} has a gradient that has been averaged over the ranks, and a backward follows that "
-                'averages nothing: under sharding="shard" both cannot be added up. Call `zero_grad` between them, or set '
-                'sharding="replicate".'
+                'averages nothing: under sharding="shard" both cannot be added up. Call `zero_grad` between them, or '
+                'set sharding="replicate".'
             )
 
     def advance(self, waits: Callable[[int], bool]) -> None:
