@@ -56,10 +56,10 @@ LOOPS = [
     for overlap, clips in (("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True))
 ]
 TOLERANCE = 0.03
-# A block of which some chunks are streamed and some are not: the clock has the host's steps and the uploads of a block
-# as a whole, where the runtime has each chunk by itself. Of six blocks it is a larger part than of sixty.
-DIVIDED = ("tied, small chunks", 0.5)
-TOLERANCE_DIVIDED = 0.035
+# Half of many small chunks resident: the clock has the host's steps and the uploads of a block as a whole, where the
+# runtime has each chunk by itself. Of the three blocks that are streamed it is a larger part than of sixty.
+HALF = ("tied, small chunks", 0.5)
+TOLERANCE_HALF = 0.035
 REGRET = 0.03
 STATE_BYTES = 8.0
 
@@ -110,7 +110,7 @@ def _both(case: Case) -> tuple[float, float]:
 
 def tolerance(row: tuple[Any, ...]) -> float:
     """How far a prediction may be off."""
-    return TOLERANCE_DIVIDED if (row[0], row[2]) == DIVIDED and row[1] != "compute" else TOLERANCE
+    return TOLERANCE_HALF if (row[0], row[2]) == HALF and row[1] != "compute" else TOLERANCE
 
 
 def hold(rows: list[tuple[Any, ...]]) -> None:
