@@ -88,8 +88,8 @@ def prepare_weights(model: nn.Module, device: torch.device | None = None) -> Non
         device: What quantises, one weight after the other; None: where the weight is.
     """
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and not weight.is_meta:
+        weight = module._parameters.get("weight")  # A parametrization would compute what is asked for by attribute.
+        if weight is not None and not weight.is_meta:
             _quantise(weight, device)
             _gather(module, weight)
             if "quant_state" in vars(weight):
@@ -104,8 +104,8 @@ def accepting_companions(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in model.modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter) and not vars(weight).keys().isdisjoint(_KINDS):
+            weight = module._parameters.get("weight")
+            if weight is not None and not vars(weight).keys().isdisjoint(_KINDS):
                 stack.callback(accept_companions(module).remove)
         yield
 

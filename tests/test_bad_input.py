@@ -303,12 +303,18 @@ def test_mps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
         make()
 
 
-@pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2), (3, 2)])
-def test_several_devices(devices: int, nodes: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"runs on one device in this version, {devices * nodes} were asked.*devices=1"
-    ):
-        L.Trainer(accelerator="cpu", devices=devices, num_nodes=nodes, strategy="protrain", logger=False)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sharding": "zero3"}, "sharding='zero3': give one of 'auto', 'resident', 'replicate', 'shard'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8': give one of None, 'float32', 'bfloat16'"),
+        ({"adapter_grad_sync": "nccl"}, "adapter_grad_sync='nccl': give one of 'auto', 'ddp', 'flat'"),
+        ({"sharding": "resident", "plan": "offload"}, "keeps everything on the device, and the plan offloads"),
+    ],
+)
+def test_choices_for_several_ranks(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProTrainStrategy(**arguments)
 
 
 @pytest.mark.parametrize("again", ["auto", "cpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -14,16 +15,16 @@ def refuse_additions(model: nn.Module) -> RemovableHandle:
 
     What is raised where somebody tries is a ValueError.
     """
-    modules = {id(module) for module in model.modules()}
+    # Weakly: an identity may become that of another module when this one is gone.
+    paths = WeakKeyDictionary({module: path for path, module in model.named_modules()})
     parameters = {id(parameter) for parameter in model.parameters()}
-    paths = {id(module): path for path, module in model.named_modules()}
 
     def check(parent: nn.Module, name: str, added: Any) -> None:
-        if id(parent) not in modules or not isinstance(added, nn.Module) or id(added) in modules:
+        if parent not in paths or not isinstance(added, nn.Module) or added in paths:
             return
         new = next((each for each, value in added.named_parameters() if id(value) not in parameters), None)
         if new is not None:
-            path = ".".join(part for part in (paths[id(parent)], name) if part)
+            path = ".".join(part for part in (paths[parent], name) if part)
             raise ValueError(
                 f"{path!r} ({type(added).__name__}, with {new!r}) is added while a plan is applied: it would be in no "
                 "chunk and in no optimizer. Add adapters and layers before fit, in `configure_model` or before the "

@@ -37,7 +37,7 @@ class ToTheGroup(Signals):
     def send(self, place: str) -> None:
         if (place, self.begun) == (self.place, self.batch):
             subprocess.run(["kill", "-s", str(self.number), "--", f"-{os.getpgrp()}"], check=False)
-            time.sleep(0.3)
+            time.sleep(1.5)  # A worker that dies is noticed within it.
 
 
 @pytest.mark.parametrize("shielded", [True, False])
