@@ -27,6 +27,7 @@ from lightning_protrain.checkpoint.locks import RunLock
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
 from lightning_protrain.checkpoint.names import check_name, check_run
 from lightning_protrain.checkpoint.payload import Payload, join, split
+from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.retention import erase, retire, sweep
 from lightning_protrain.checkpoint.saving import save_payload
 from lightning_protrain.checkpoint.snapshot import Snapshot
@@ -72,7 +73,8 @@ class ProTrainCheckpointIO(CheckpointIO):
         # Only what this rank needs is read; None: all.
         self.rank: int | None = None
         # Who has more to say about what is loaded: gets the content, which it may change, and the place for messages.
-        self.accept: Callable[[dict[str, Any], str], None] = _as_it_is
+        # By default frozen weights are read from where they came from.
+        self.accept: Callable[[dict[str, Any], str], None] = fill
         # What is written behind the training, see [Note: Behind].
         self.writer = Writer()
         self._snapshot: Snapshot | None = None
@@ -206,7 +208,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         if error is not None:
             rank_zero_warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}")
         self.together = nullcontext
-        self.choose, self.accept = _this_one, _as_it_is
+        self.choose, self.accept = _this_one, fill
         while self._locks:
             self._locks.popitem()[1].release()
 
@@ -236,10 +238,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
 
 def _this_one(place: Path) -> tuple[Path, bool]:
     return place, False
-
-
-def _as_it_is(content: dict[str, Any], name: str) -> None:
-    pass
 
 
 def _versions() -> Mapping[str, str]:

@@ -115,6 +115,7 @@ def file_command(arguments: Sequence[str]) -> int:
     consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
     consolidate.add_argument("folder", type=Path, help="the checkpoint; it is verified first")
     consolidate.add_argument("file", type=Path, help="its new name, as one file")
+    consolidate.add_argument("--source", type=Path, help="the model whose frozen weights it only refers to")
     reshard = commands.add_parser("reshard", help=FILE_COMMANDS["reshard"])
     reshard.add_argument("checkpoint", type=Path, help="it is verified first")
     reshard.add_argument("folder", type=Path, help="the new one, not beside it")
@@ -129,7 +130,7 @@ def file_command(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.command == "consolidate":
-            consolidation.consolidate(given.folder, given.file)
+            consolidation.consolidate(given.folder, given.file, source=given.source)
             return 0
         if given.command == "reshard":
             ranks.reshard_folder(given.checkpoint, given.folder, given.ranks)

@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from lightning_protrain.adapters import with_lora
 from lightning_protrain.architectures import build_model
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
+from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.data.tokenizer import load_tokenizer
 from lightning_protrain.loading import load_model
 
@@ -91,6 +92,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
             f"{checkpoint} does not say which model is in it: it was not trained with CausalLMModule. Load it into the "
             "module that it was trained with, and call `save_pretrained`."
         )
+    if settings.get("quantization") is None:  # Quantised ones are replaced by what they were made from.
+        fill(content, str(checkpoint))
     weights = {
         name.removeprefix(_PREFIX): tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
         for name, tensor in content.get("state_dict", {}).items()

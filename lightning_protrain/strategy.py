@@ -269,7 +269,7 @@ class ProTrainStrategy(DataParallelStrategy):
         while self._handles:
             self._handles.pop().remove()
         module = self.lightning_module
-        if module is not None and self._monitor is not None:
+        if module is not None and module._trainer is not None and self._monitor is not None:
             self._monitor.leave(module.trainer)
         self.precision_plugin.attach(None)
         if self._runtime is not None:

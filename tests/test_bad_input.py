@@ -303,20 +303,6 @@ def test_mps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sharding": "zero3"}, "sharding='zero3': give one of 'auto', 'resident', 'replicate', 'shard'"),
-        ({"reduce_dtype": "int8"}, "reduce_dtype='int8': give one of None, 'float32', 'bfloat16'"),
-        ({"adapter_grad_sync": "nccl"}, "adapter_grad_sync='nccl': give one of 'auto', 'ddp', 'flat'"),
-        ({"sharding": "resident", "plan": "offload"}, "keeps everything on the device, and the plan offloads"),
-    ],
-)
-def test_choices_for_several_ranks(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProTrainStrategy(**arguments)
-
-
 @pytest.mark.parametrize("again", ["auto", "cpu"])
 @pytest.mark.parametrize("fitted", [False, True])
 def test_one_strategy_for_two_trainers(again: str, fitted: bool) -> None:

@@ -26,6 +26,7 @@ from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
 from lightning_protrain.callbacks.exchange import BOUND, Exchange
 from lightning_protrain.callbacks.fallback import choose, newest_listed
 from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
+from lightning_protrain.callbacks.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
 from lightning_protrain.callbacks.ranks import refuse_unequal
@@ -63,6 +64,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         save_on_preemption: Whether SIGTERM, or SLURM's signal, on any rank ends the run with a checkpoint at the end of
             the step, and exit code 143.
         asynchronous: Whether a save only copies the states to host memory, and writes them behind the training.
+        frozen: `"reference"` names frozen weights and does not save them; `"auto"`: those that their source has.
 
     Raises:
         ValueError: A name or number that cannot be; more in `setup`, before anything is trained.
@@ -78,6 +80,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         replay: bool | None = None,
         save_on_preemption: bool = True,
         asynchronous: bool = False,
+        frozen: Frozen = "auto",
         **kwargs: Any,
     ) -> None:
         self._known_best: str | None = None
@@ -92,7 +95,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._due = False
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
-        self._resumption = Resumption(allow_drift, weights_and_counters_only, replay)
+        self._frozen = FrozenWeights(frozen)
+        self._resumption = Resumption(allow_drift, weights_and_counters_only, replay, self._frozen)
         self._resumed_from: str | None = None
 
     @property
@@ -137,7 +141,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         if stage == "fit":
             self._resumption.begin(trainer, self._exchange)
         if stage == "fit" and not tries_only(trainer):
-            prepare_folder(trainer, pl_module, self._root, self._exchange)
+            prepare_folder(trainer, self._frozen.stored_bytes(pl_module), self._root, self._exchange)
             if self.save_on_preemption:
                 self._preemption.shield_workers(trainer)
 
@@ -196,6 +200,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         """
         self._last_time_checked = time.monotonic()
         self._resumption.restore(trainer)
+        if self._saves(trainer):
+            self._frozen.prepare(trainer)
         self._listen(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -318,6 +324,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         doing = f"Saving {path}"
         with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            self._frozen.take_out(trainer, checkpoint, record)
         self._resumption.gather(checkpoint, doing)
         with self._exchange.together(doing), io_of(trainer).copying(self._snapshot if behind else None):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.checkpoint.retention import sweep
@@ -57,8 +57,14 @@ def io_of(trainer: Trainer) -> ProTrainCheckpointIO:
     return checkpoints
 
 
-def prepare_folder(trainer: Trainer, pl_module: LightningModule, root: Path, exchange: Exchange) -> None:
+def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Exchange) -> None:
     """Takes the lock of the run, and sees to it that checkpoints can be written; all ranks call it.
+
+    Args:
+        trainer: Whose strategy saves.
+        nbytes: The least that a checkpoint takes.
+        root: The folder.
+        exchange: With the other ranks.
 
     Raises:
         ValueError: They cannot, or another process is writing this run.
@@ -70,4 +76,4 @@ def prepare_folder(trainer: Trainer, pl_module: LightningModule, root: Path, exc
             check_writable(root, checkpoints.run, checkpoints.files)
             checkpoints.hold(root)
             sweep(root, checkpoints.run, checkpoints.files)
-            check_space(root, sum(parameter.nbytes for parameter in pl_module.parameters()))
+            check_space(root, nbytes)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.exchange import Exchange
+from lightning_protrain.callbacks.frozen import FrozenWeights, drop_missing
 from lightning_protrain.callbacks.loaders import ResumableLoader, ResumableSource
 from lightning_protrain.callbacks.rank_states import small_states, take_own
 from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms, trainer_terms
@@ -19,6 +20,7 @@ from lightning_protrain.checkpoint.contract import check_terms, compare, describ
 from lightning_protrain.checkpoint.payload import RANK_STATES
 from lightning_protrain.checkpoint.randomness import capture, restore
 from lightning_protrain.checkpoint.ranks import DATA, OTHERS, RANDOM, without_copies
+from lightning_protrain.checkpoint.references import References
 from lightning_protrain.companions import accept_companions
 
 CONTRACT = "contract"
@@ -31,6 +33,7 @@ class Resumption:
         allow_drift: Terms of the contract that may have changed.
         weights_and_counters_only: Whether nothing else is taken from a checkpoint.
         replay: As for `ResumableLoader`.
+        frozen: Knows the frozen weights of the module; None: it is asked for none.
 
     Raises:
         ValueError: A term that there is not.
@@ -41,16 +44,19 @@ class Resumption:
         allow_drift: Collection[str] = (),
         weights_and_counters_only: bool = False,
         replay: bool | None = None,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._allowed = check_terms(allow_drift, "allow_drift")
         self._only = weights_and_counters_only
         self._replay = replay
+        self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
 
     def _clear(self) -> None:
         self._exchange = Exchange(None)
         self._contract: dict[str, Any] = {}
         self._content: dict[str, Any] | None = None
+        self._references = References(None, {}, ())
         self._name = ""
         self._randomness: Any = None
         self._source: ResumableSource | None = None
@@ -83,7 +89,8 @@ class Resumption:
         """
         module = trainer.lightning_module
         assert module is not None
-        saved, now = content["state_dict"], module.state_dict()
+        self._references = References.from_content(content, name) or References(None, {}, ())
+        saved, now = self._references.view(content["state_dict"]), module.state_dict()
         whole = module.strict_loading and not is_overridden("on_load_checkpoint", module)
         before = {"model": model_terms(saved, None if whole else now)}
         after = {"model": model_terms(now, None if whole else saved)}
@@ -94,7 +101,9 @@ class Resumption:
         refused, _ = compare(before, after, self._allowed)
         if any(drift.term == "model" for drift in refused):
             raise ValueError(refusal(refused, name))
-        self._handles = [accept_companions(each) for each in module.modules() if _is_quantised(each)]
+        if self._references.weights:
+            self._refer(module, name, fits)
+        self._handles += [accept_companions(each) for each in module.modules() if _is_quantised(each)]
         if not fits:
             return
         if self._only:
@@ -110,6 +119,12 @@ class Resumption:
                 progress = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
                 ready, ends = progress["current"]["ready"], progress["is_last_batch"]
                 self._source.saved = {**own[DATA], "now": own[RANDOM], "ready": ready, "ends": ends}
+
+    def _refer(self, module: LightningModule, name: str, fits: bool) -> None:
+        same_roles = fits and not self._only and "optimizer" not in self._allowed
+        self._frozen.accept(module, self._references, name, same_roles)
+        hook = drop_missing(self._references.weights.keys())
+        self._handles.append(module.register_load_state_dict_post_hook(hook))
 
     def loaded(self) -> None:
         """The weights of the model are in place."""
@@ -135,7 +150,8 @@ class Resumption:
                 self._start_anew(trainer, content)
                 return
             self._refuse_lost_place(trainer)
-            current = {**self.contract(), "dtype": dtype_terms(pl_module.state_dict(), content["state_dict"])}
+            saved = self._references.view(content["state_dict"])
+            current = {**self.contract(), "dtype": dtype_terms(pl_module.state_dict(), saved)}
             refused, passed = compare(content[CONTRACT], current, self._allowed)
             if refused:
                 raise ValueError(refusal(refused, self._name))

@@ -15,6 +15,7 @@ from lightning_protrain.checkpoint.draft import DraftFile
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.names import check_name, check_run, reserved_name
 from lightning_protrain.checkpoint.payload import files_for, join
+from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.verifying import Fault, read_manifest, verify
 
 
@@ -39,19 +40,22 @@ def verify_rank(folder: Path, rank: int) -> list[Fault]:
     return verify(folder, files_for(names, rank))
 
 
-def consolidate(folder: Path, target: Path, files: Files | None = None) -> None:
+def consolidate(folder: Path, target: Path, files: Files | None = None, source: Path | None = None) -> None:
     """Writes a checkpoint as a stock file that any Trainer resumes from.
 
     Args:
         folder: The checkpoint; it is verified before anything is written.
         target: The file, `.ckpt` by custom; replaced as a whole if it is there.
         files: What writes.
+        source: Where frozen weights are that it only refers to; None: where they were loaded from.
 
     Raises:
-        ValueError: The checkpoint is not good, or the target is a folder.
+        ValueError: The checkpoint is not good, the target is a folder, or the source is gone or another one.
         OSError: The disk.
     """
-    write_stock(load_folder(folder), target, files or Files())
+    content = load_folder(folder)
+    fill(content, str(folder), source)
+    write_stock(content, target, files or Files())
 
 
 def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = "stock") -> None:

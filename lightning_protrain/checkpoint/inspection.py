@@ -67,6 +67,12 @@ def _one(folder: Path, check: bool) -> tuple[list[str], bool]:
     lines = [f"{folder.name}: {_summary(manifest)}"]
     lines += [f"  {name}: {entry.size} bytes, {entry.digest}" for name, entry in sorted(manifest.files.items())]
     lines += [f"  {name}: {json.dumps(value)}" for name, value in sorted(manifest.record.items())]
+    frozen = manifest.record.get("frozen")
+    if isinstance(frozen, dict):
+        lines.append(
+            f"  {frozen['weights']} frozen weights are references to {frozen['source'] or 'an unknown source'}, which "
+            f"saves {frozen['nbytes']} bytes ({frozen['nbytes'] / 1e9:.3f} GB)"
+        )
     faults = verify(folder) if check else []
     lines += [str(fault) for fault in faults]
     if check and not faults:

@@ -45,7 +45,7 @@ def test_the_folder_is_made_locked_and_swept(tmp_path: Path) -> None:
     module.layer = nn.Linear(1, 1)
     checkpoints = install_io(trainer, "a", exchange := Exchange(None))
     root = tmp_path / "made"
-    prepare_folder(trainer, module, root, exchange)
+    prepare_folder(trainer, 1, root, exchange)
     assert os.listdir(root) == [".a.lock"]
     other = ProTrainCheckpointIO("a")
     with pytest.raises(ValueError, match="is being written by process"):

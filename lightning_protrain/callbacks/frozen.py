@@ -1,0 +1,233 @@
+"""Which weights of a module its checkpoints refer to, see [Note: References] in checkpoint/references.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_protrain.checkpoint.references import FROZEN, Reference, References, digest_of, proven, take_out
+from lightning_protrain.checkpoint.tensors import can_hold, shared_names
+
+Frozen = Literal["reference", "store", "auto"]
+# In the record of a checkpoint.
+RECORD = "frozen"
+# What an 8-bit layer of bitsandbytes saves beside its `weight`; what a 4-bit one does begins with the weight's name.
+_OF_8BIT = ("SCB", "weight_format")
+
+
+class _Known(NamedTuple):
+    """A fingerprint, and what it was made of: as long as that is the same, so is the fingerprint."""
+
+    owner: weakref.ref[Tensor]
+    place: int
+    version: int
+    dtype: str
+    digest: str
+
+
+class FrozenWeights:
+    """Takes the frozen weights of a module out of its checkpoints, and holds a module that resumes to them.
+
+    Args:
+        mode: As `frozen` of ProTrainCheckpoint.
+
+    Raises:
+        ValueError: No such mode.
+    """
+
+    def __init__(self, mode: Frozen) -> None:
+        if mode not in get_args(Frozen):
+            raise ValueError(f"frozen={mode!r}: give one of {', '.join(map(repr, get_args(Frozen)))}.")
+        self.mode = mode
+        self._known: dict[str, _Known] = {}
+        # By "auto": for which fingerprints the source was read, and those that it has.
+        self._asked: set[str] = set()
+        self._proven: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": {}}  # Another process has other memory.
+
+    def stored_bytes(self, module: nn.Module) -> int:
+        """The least that the weights take in a checkpoint."""
+        refers = self._refers(module)
+        return sum(each.nbytes for each in module.parameters() if each.requires_grad or not refers)
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Makes the fingerprints before the first save needs them: a run that is preempted has no time for that.
+
+        Raises:
+            ValueError: As `take_out`.
+        """
+        if self._refers(trainer.lightning_module) and trainer.is_global_zero:
+            self._references(trainer.lightning_module, trainer.strategy.lightning_module_state_dict())
+
+    def take_out(self, trainer: Trainer, checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
+        """Puts references in the place of frozen weights, on the rank that writes.
+
+        Args:
+            trainer: Whose checkpoint it is.
+            checkpoint: As Lightning made it; `state_dict` is replaced.
+            record: For the manifest; gets what there is to say.
+
+        Raises:
+            ValueError: The frozen weights are split among ranks, and they were to be referred to.
+        """
+        module = trainer.lightning_module
+        if not self._refers(module) or not trainer.is_global_zero:
+            return
+        state_dict = checkpoint["state_dict"]
+        weights = self._references(module, state_dict)
+        if not weights:
+            return
+        references = References(source_of(module), weights, _trainable(module))
+        checkpoint["state_dict"] = take_out(state_dict, weights.keys())
+        checkpoint[FROZEN] = references.to_content()
+        twice = shared_names({key: state_dict[key] for key in weights})
+        nbytes = sum(each.nbytes for key, each in weights.items() if key not in twice)
+        record[RECORD] = {"source": references.source, "weights": len(weights), "nbytes": nbytes}
+
+    def accept(self, module: LightningModule, references: References, name: str, same_roles: bool) -> None:
+        """Compares the frozen weights of a checkpoint with those in memory.
+
+        Args:
+            module: That resumes.
+            references: Of the checkpoint.
+            name: The checkpoint, for messages.
+            same_roles: Whether what was trained has to be trained, and nothing else.
+
+        Raises:
+            ValueError: They differ.
+        """
+        _refuse_split(module, name)
+        if same_roles:
+            _refuse_other_roles(module, references, name)
+        state_dict = module.state_dict()
+        owners = frozen_keys(module, state_dict)
+        of = {id(value): key for key, value in state_dict.items()}
+
+        def digest(tensor: Tensor) -> str:
+            key = of[id(tensor)]
+            return self._digest(key, tensor, owners[key]) if key in owners else digest_of(tensor)
+
+        references.refuse_others(state_dict, digest, name)
+
+    def _references(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Reference]:
+        weights = {
+            key: Reference(str(value.dtype), tuple(value.shape), self._digest(key, value, owner))
+            for key, owner in frozen_keys(module, state_dict).items()
+            if can_hold(value := state_dict[key])
+        }
+        return self._in_source(weights, source_of(module)) if self.mode == "auto" else weights
+
+    def _refers(self, module: nn.Module) -> bool:
+        if self.mode != "auto":
+            if self.mode == "reference":
+                _refuse_split(module, 'ProTrainCheckpoint(frozen="reference")')
+            return self.mode == "reference"
+        sizes = {flag: sum(p.nbytes for p in module.parameters() if p.requires_grad is flag) for flag in (True, False)}
+        return sizes[False] > sizes[True] > 0 and source_of(module) is not None and not _is_split(module)
+
+    def _digest(self, key: str, tensor: Tensor, owner: Tensor) -> str:
+        """The fingerprint, made once as long as the weight is where it was and nobody has written to it."""
+        if owner.is_inference() or tensor.data_ptr() != owner.data_ptr():  # A copy, or a companion, which is small.
+            return digest_of(tensor)
+        known = self._known.get(key)
+        place, version, dtype = owner.data_ptr(), owner._version, str(tensor.dtype)
+        if known is None or known.owner() is not owner or known[1:4] != (place, version, dtype):
+            known = self._known[key] = _Known(weakref.ref(owner), place, version, dtype, digest_of(tensor))
+        return known.digest
+
+    def _in_source(self, weights: Mapping[str, Reference], source: str | None) -> dict[str, Reference]:
+        """Those that can be found again: the source has been read, and has them to the last bit."""
+        assert source is not None
+        asked = {each.digest for each in weights.values()}
+        if asked != self._asked:
+            try:
+                self._proven = proven(weights, source)
+            except (FileNotFoundError, ValueError):  # It may be a name that only its loader understands.
+                self._proven = set()
+            self._asked = asked
+        return {key: each for key, each in weights.items() if each.digest in self._proven}
+
+
+def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Keys of a state dict that belong to frozen parameters, those of their companions too, each with the parameter.
+
+    Args:
+        module: Whose state dict it is.
+        state_dict: Its keys are names of parameters and buffers, and what quantised layers save beside these.
+    """
+    frozen = {name: each for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    others = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+    others.update(name for name, _ in module.named_buffers(remove_duplicate=False))
+    found: dict[str, Tensor] = {}
+    for key, value in state_dict.items():
+        if not isinstance(value, Tensor) or key in others:
+            continue
+        owner = next((frozen[name] for name in _owners(key) if name in frozen), None)
+        if owner is not None:
+            found[key] = owner
+    return found
+
+
+def source_of(module: nn.Module) -> str | None:
+    """Folder or name that the weights of a module came from: its hyperparameter `model`."""
+    hparams = getattr(module, "hparams", None)
+    source = hparams.get("model") if isinstance(hparams, Mapping) else None
+    return source if isinstance(source, str) and source else None
+
+
+def drop_missing(keys: Collection[str]) -> Any:
+    """A hook after the next `load_state_dict`, for which these keys are not missing: they are in memory."""
+    left = set(keys)
+
+    def hook(module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in left]
+        left.clear()
+
+    return hook
+
+
+def _owners(key: str) -> Iterator[str]:
+    yield key
+    parts = key.split(".")
+    if parts[-1] in _OF_8BIT:
+        yield ".".join([*parts[:-1], "weight"])
+    for last in range(len(parts) - 1, 0, -1):
+        yield ".".join(parts[:last])
+
+
+def _trainable(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad)
+
+
+def _refuse_other_roles(module: nn.Module, references: References, name: str) -> None:
+    saved, now = set(references.trainable), set(_trainable(module))
+    thawed = [key for key in _trainable(module) if key not in saved and key in references.weights]
+    names = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+    frozen = [key for key in references.trainable if key not in now and key in names]
+    changes = [f"{key} was frozen, and is trained now" for key in thawed]
+    changes += [f"{key} was trained, and is frozen now" for key in frozen]
+    if changes:
+        more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
+        raise ValueError(
+            f"{name} was saved by a run that trained other weights: {'; '.join(changes[:4])}{more}. Freeze what was "
+            'frozen, or say so with ProTrainCheckpoint(allow_drift=["optimizer"]).'
+        )
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(isinstance(each, DTensor) for each in module.parameters())
+
+
+def _refuse_split(module: nn.Module, what: str) -> None:
+    if _is_split(module):
+        raise ValueError(
+            f"{what}: frozen weights that are split among ranks cannot be compared. Save with "
+            'ProTrainCheckpoint(frozen="store"); `lightning-protrain consolidate` fills a checkpoint without them.'
+        )
