@@ -52,9 +52,10 @@ class Exchange:
         self._world_size = world_size
         self._bound = BOUND if bound is None else bound
         self._count = 0
-        self._closing = threading.Event()
+        self._closing: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        if store is not None:
+        if store is not None:  # Without others there is nothing that could not be pickled: processes may be spawned.
+            self._closing = threading.Event()
             self._thread = threading.Thread(target=self._beat, name="is there", daemon=True)
             self._thread.start()
 
@@ -107,7 +108,7 @@ class Exchange:
 
     def close(self, reason: str = "has ended") -> None:
         """This rank takes part in nothing any more; goes on after "rank 1" in the messages of others."""
-        if self._thread is None or self._closing.is_set():
+        if self._thread is None or self._closing is None or self._closing.is_set():
             return
         self._closing.set()
         self._thread.join()
@@ -208,6 +209,7 @@ class Exchange:
 
     def _beat(self) -> None:
         assert self._store is not None
+        assert self._closing is not None
         with suppress(RuntimeError):  # The store has gone: who asks for it next says so.
             while not self._closing.is_set():
                 self._store.add(f"alive/{self._rank}", 1)

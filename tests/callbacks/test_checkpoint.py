@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Sequence
 from datetime import timedelta
@@ -297,3 +298,8 @@ def test_it_is_not_resumed_from_between_two_steps(tmp_path: Path) -> None:
     _fit(tmp_path, module=module, monitor="val_loss", accumulate_grad_batches=2, val_check_interval=1, epochs=1)
     marked = {each.manifest.step: each.manifest.record.get("accumulating", False) for each in find(tmp_path).found}
     assert marked == {0: True, 2: False}
+
+
+def test_it_can_be_sent_to_a_process_that_is_spawned(tmp_path: Path) -> None:
+    sent = pickle.loads(pickle.dumps(ProTrainCheckpoint(tmp_path, monitor="loss", save_top_k=2)))
+    assert (sent.dirpath, sent.monitor, sent.save_top_k) == (str(tmp_path), "loss", 2)
