@@ -36,6 +36,8 @@ from lightning_protrain.checkpoint.verifying import read_manifest
 from lightning_protrain.checkpoint.writer import Writer
 
 Layout = Literal["folder", "file"]
+# What a spawned process leaves for its parent, whose CheckpointIO may be another one: Lightning's name for it.
+_MESSAGE = ".temp.ckpt"
 # Of free host memory, how much more than a copy has to be there: the training goes on beside it.
 _SPARE = 1.1
 
@@ -106,7 +108,7 @@ class ProTrainCheckpointIO(CheckpointIO):
             cleared = sweep(target.parent, self.run, self.files)
             if cleared:
                 rank_zero_info(f"Cleared away what an interrupted save left in {target.parent}: {', '.join(cleared)}")
-            if self.layout == "file":
+            if self.layout == "file" or target.name == _MESSAGE:
                 write_stock(checkpoint, target, self.files, self.run)
                 return
             step = checkpoint.get("global_step", 0)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -206,3 +207,12 @@ def test_what_there_cannot_be_is_refused(options: dict[str, Any], message: str) 
         ProTrainCheckpointIO(**options)
     with pytest.raises(ValueError, match="storage_options"):
         ProTrainCheckpointIO().save_checkpoint({}, "x", storage_options=5)
+
+
+def test_what_a_spawned_process_leaves_for_its_parent_is_read_by_any(tmp_path: Path) -> None:
+    message, weights = tmp_path / ".temp.ckpt", {"weight": torch.arange(3.0)}
+    ProTrainCheckpointIO().save_checkpoint(weights, message)
+    parent = TorchCheckpointIO()
+    assert torch.equal(parent.load_checkpoint(message)["weight"], weights["weight"])
+    parent.remove_checkpoint(message)
+    assert not message.exists()

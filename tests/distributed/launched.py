@@ -1,4 +1,4 @@
-"""A script as a user would start it: trains on two ranks, and rank 0 writes what came of it."""
+"""A script as a user would start it: trains on two ranks with checkpoints, and rank 0 writes what came of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy
 from tests.distributed.test_parity import Module
 
 
@@ -24,7 +24,7 @@ def main(how: str, plan: str, path: Path) -> None:
         strategy=plain if plan == "ddp" else ProTrainStrategy(plan=plan, start_method=start),
         max_steps=5,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=ProTrainCheckpoint(path.with_suffix("")),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_protrain import ProTrainCheckpointIO
 from tests.distributed import launched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,10 @@ def train(how: str, plan: str, folder: Path) -> dict[str, Tensor]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Tensor] = torch.load(path, weights_only=True)
+    (newest,) = path.with_suffix("").iterdir()
+    saved = ProTrainCheckpointIO().load_checkpoint(newest)["state_dict"]
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in saved.items())
     return found
 
 
