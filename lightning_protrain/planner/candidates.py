@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.clock import Columns, Seconds, Training
-from lightning_protrain.planner.columns import ADD, NORM, SCALE, _has_tables_only, traffic
+from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Uses, runs_of
+from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -35,11 +36,15 @@ NUMEL, STEPPED, COPIED = range(3)
 
 @dataclass(frozen=True)
 class _Uploads:
-    """Bytes, (P, K): all that come, the late part of them, and the position that these wait for."""
+    """Bytes, (P, K): all that come, the late part of them, and the position that these wait for.
+
+    In forward also what `Steps.tails` says, at both rates, without what is there all the time, (2, P, K).
+    """
 
     nbytes: Integers
     late: Integers
     waits: Integers
+    tails: Seconds | None = None
 
 
 class Candidates:
@@ -93,9 +98,19 @@ class Candidates:
         self._ahead = Uses(len(segments), runs, sizes.nbytes, backward=False)
         self._back = Uses(len(segments), runs_back, sizes.nbytes, backward=True)
         self.in_order_from = max(needed_from, read_from)
-        self._walked: dict[tuple[int, int], Integers] = {}
+        self._walked: dict[tuple[int, int], tuple[Integers, Seconds | None]] = {}
         self._gradients, self._steps, self._resident, self._room = _landing(profile, sizes)
-        self._landings = _landings(profile, sizes, self._backward[:, 0], hardware)
+        gradients, parts = _gradients(profile, sizes)
+        works = gradients.works(hardware, training)
+        each = gradients.positions, gradients.chunks, gradients.streamed, parts, works
+        rates = hardware.download, hardware.download_beside
+        self._landings = Landings(*each, self._backward[:, 0], rates)
+        # Only then the forward follows steps chunk by chunk.
+        self._host_steps = gradients.steps(len(sizes.nbytes)) if training.overlap == "forward" else None
+        self._tails: Seconds | None = None
+        if self._host_steps is not None:
+            first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
+            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], hardware, training)
         self._casts = bool(sizes.low.any())
 
     def columns(
@@ -158,6 +173,7 @@ class Candidates:
             norm=NORM * stepped / machine.host_memory,
             scale=SCALE * stepped / machine.host_memory,
             host_step=host_step,
+            tail=self._tail(ups, persistent, rate_forward),
             swap_out=swapped / rate_out,
             swap_in=swapped / rate_backward,
             device_step=self._device_step(fewest),
@@ -185,12 +201,26 @@ class Candidates:
         ups, backs = self._ups(ordered, widths, loose), self._backs(ordered, widths, loose)
         for column in np.flatnonzero(~loose & (persistent < self.in_order_from)).tolist():
             walked = self._walk(int(persistent[column]), int(buffers[column]))
-            for found, (nbytes, late, waits) in zip((ups, backs), walked, strict=True):
+            for found, (nbytes, late, waits) in zip((ups, backs), walked[0], strict=True):
                 found.nbytes[:, column], found.late[:, column], found.waits[:, column] = nbytes, late, waits
+            if ups.tails is not None:
+                ups.tails[..., column] = walked[1]
         return ups, backs
 
-    def _walk(self, persistent: int, buffers: int) -> Integers:
-        """The same chunk by chunk, for one plan: bytes, late bytes and waits of forward and backward, (2, 3, P)."""
+    def _tail(self, ups: _Uploads, persistent: Integers, rates: Seconds) -> Seconds:
+        """From when the steps of a position have ended until its uploads have, (P, K)."""
+        if ups.tails is None:
+            return ups.nbytes / rates
+        alone, beside = ups.tails
+        found: Seconds = np.where(rates == self._hardware.upload_beside, beside, alone)
+        found[0] += self._pinned_bytes[persistent] / np.broadcast_to(rates, found.shape)[0]
+        return found
+
+    def _walk(self, persistent: int, buffers: int) -> tuple[Integers, Seconds | None]:
+        """The same chunk by chunk, for one plan: bytes, late bytes and waits of forward and backward, (2, 3, P).
+
+        And tails at both rates, (2, P).
+        """
         if (persistent, buffers) not in self._walked:
             needs, reads = (
                 [[chunk for chunk in chunks if chunk >= persistent] for chunks in lists]
@@ -202,7 +232,10 @@ class Candidates:
             backs = traffic(backward, reversed(range(len(reads))), self._sizes, width, ups.live)
             found = np.array([(way.nbytes, way.late, way.waits) for way in (ups, backs)], dtype=np.int64)
             found[0, 0, 0] += self._pinned_bytes[persistent]
-            self._walked[persistent, buffers] = found
+            tails, steps = None, self._host_steps
+            if steps is not None:
+                tails = tails_of(ups, np.array(self._sizes), steps, self._hardware, self._training)
+            self._walked[persistent, buffers] = found, tails
         return self._walked[persistent, buffers]
 
     def _ups(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
@@ -216,7 +249,8 @@ class Candidates:
         late_bytes = sums[end] - sums[np.where(waiting, late, end)]
         nbytes = sums[end] - sums[begin]
         nbytes[0] += self._pinned_bytes[persistent]
-        return _Uploads(nbytes, np.where(loose & waiting, uses.least, late_bytes), waits)
+        tails = None if self._tails is None else self._tails[:, np.where(begin < end, begin, uses.size)]
+        return _Uploads(nbytes, np.where(loose & waiting, uses.least, late_bytes), waits, tails)
 
     def _backs(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
         """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any."""
@@ -255,8 +289,8 @@ def _uses(
     return needs, reads, np.array([index in pinned for index in range(count)], dtype=np.bool_)
 
 
-def _landings(profile: ModelProfile, sizes: Sizes, computes: Seconds, hardware: HardwareProfile) -> Landings:
-    """What gradients hold up where the link is busy in one direction, and in both."""
+def _gradients(profile: ModelProfile, sizes: Sizes) -> tuple[Gradients, Seconds]:
+    """All in the order in which they land, and which part of its position each comes after."""
     backwards = [segment.gradients for segment in profile.segments[::-1]]
     counts = np.array([len(gradients) for gradients in backwards], dtype=np.int64)
     positions = np.repeat(np.arange(len(counts))[::-1], counts)
@@ -267,8 +301,10 @@ def _landings(profile: ModelProfile, sizes: Sizes, computes: Seconds, hardware: 
         for gradients, numel in zip(backwards, numels, strict=True)
         for part in come_together(gradients, numel.tolist())
     ])  # fmt: skip
-    rates = hardware.download, hardware.download_beside
-    return Landings(positions, sizes.chunk[each], sizes.streamed[each], parts, computes, rates)
+    chunks = sizes.chunk[each]
+    return Gradients(
+        positions, chunks, sizes.numel[each], sizes.own[each], sizes.streamed[each], sizes.low[chunks]
+    ), parts
 
 
 def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:

@@ -60,6 +60,11 @@ class Training:
         if self.clips and self.overlap == "backward":
             raise ValueError("overlap='backward' steps chunks before the norm is known: with clipping give 'forward'.")
 
+    @property
+    def works_in_backward(self) -> bool:
+        """Whether the host's worker steps chunks, or takes norms of their gradients, while backward goes on."""
+        return self.overlap == "backward" or (self.overlap == "forward" and self.clips)
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -86,14 +91,15 @@ class Columns:
             computation has, if that waits for them; negative where it may end before them.
         landed: From when its computation begins until its downloads have ended.
         carry: From when those of the positions before have ended until then.
-        ready: From when its computation begins until the worker has something to do: when the first of its chunks has
-            landed.
+        ready: From when its computation begins until the worker could begin and never wait, see [Note: Chunk by chunk]
+            in hostwork.py.
         ready_behind: From when those of the positions before have ended until then.
         land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
         add: Of the worker for adding those gradients to those of the micro-batch before.
         norm: Of the host for their norm.
         scale: Of the host for scaling them.
         host_step: Of the host's optimizer step of their chunks.
+        tail: In forward, from when the host has stepped the chunks of the position until they have been uploaded.
         swap_out: Of activations that leave in forward.
         swap_in: Of activations that come back for backward.
         device_step: Of the device for what it does with resident chunks once in a step: their optimizer step, sums over
@@ -121,6 +127,7 @@ class Columns:
     norm: Seconds
     scale: Seconds
     host_step: Seconds
+    tail: Seconds
     swap_out: Seconds
     swap_in: Seconds
     device_step: Seconds
@@ -233,10 +240,9 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
     out = np.maximum(begun, down) if swaps else begun
     gone = deque([np.full_like(begun, -np.inf)] * 2, maxlen=2)  # What the last two positions have swapped.
     for index in range(len(rows)):
-        upload = columns.upload_forward[index]
-        up = np.maximum(up + upload, flat.take(rows[index]) + columns.late_forward[index])
+        up = np.maximum(up + columns.upload_forward[index], flat.take(rows[index]) + columns.late_forward[index])
         if stepped is not None:
-            up = np.maximum(up, stepped[index] + upload)
+            up = np.maximum(up, stepped[index] + columns.tail[index])
         start = np.maximum(time, up)
         if swaps:
             # Its memory is given back when the next position has ended.
@@ -263,7 +269,7 @@ def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, 
     rows = _rows(columns.wait_backward)
     swaps = bool(columns.swap_in.any())
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
-    behind = steps and (training.overlap == "backward" or (training.overlap == "forward" and training.clips))
+    behind = steps and training.works_in_backward
     work = columns.add if adds else columns.land
     if behind:
         work = work + (columns.norm if training.overlap == "forward" else columns.host_step)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training
+from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
-
-# Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
-ADD, NORM, SCALE = 3, 1, 1
 
 
 @dataclass(frozen=True)
@@ -28,12 +26,14 @@ class Traffic:
         late: Of those among them whose buffers are in use until `waits`.
         waits: Position whose computation must have ended before them, -1: none.
         live: Chunks that are there at the end, the one whose last use is longest ago first.
+        comes: All that come, in order: the position that each comes for, and the chunk.
     """
 
     nbytes: tuple[int, ...]
     late: tuple[int, ...]
     waits: tuple[int, ...]
     live: tuple[int, ...]
+    comes: tuple[tuple[int, int], ...]
 
 
 def traffic(
@@ -53,6 +53,7 @@ def traffic(
         live: What is there at the beginning, the one whose last use is longest ago first.
     """
     nbytes, late, waits = [0] * len(needs), [0] * len(needs), [-1] * len(needs)
+    comes: list[tuple[int, int]] = []
     present: dict[int, int] = dict.fromkeys(live, -1)  # and the position of the last use, the longest ago first
     for position in order:
         for chunk in needs[position]:
@@ -62,10 +63,22 @@ def traffic(
                 freed = present.pop(next(iter(present))) if len(present) >= num_buffers else -1
                 if freed != waits[position]:
                     late[position], waits[position] = 0, freed
+                comes.append((position, chunk))
                 nbytes[position] += sizes[chunk]
                 late[position] += sizes[chunk]
             present[chunk] = position
-    return Traffic(tuple(nbytes), tuple(late), tuple(waits), tuple(present))
+    return Traffic(tuple(nbytes), tuple(late), tuple(waits), tuple(present), tuple(comes))
+
+
+def tails_of(
+    ups: Traffic, sizes: NDArray[np.int64], steps: Steps, hardware: HardwareProfile, training: Training
+) -> Seconds:
+    """What `Steps.tails` says of the first upload for each position; 0 where there is none, (2, P)."""
+    positions, chunks = np.array(ups.comes, dtype=np.int64).reshape(-1, 2).T
+    found = steps.tails(positions, chunks, sizes[chunks], hardware, training)
+    places = np.arange(len(ups.nbytes))
+    first = np.searchsorted(positions, places)
+    return np.where(np.isin(places, positions), found[:, first], 0.0)
 
 
 def columns_of(
@@ -99,7 +112,12 @@ def columns_of(
     rate_out = np.where(_near(upload), hardware.download_beside, hardware.download)
     rate_backward = np.where(_near(download), hardware.upload_beside, hardware.upload)
     rate_download = np.where(_near(upload_again + swapped), hardware.download_beside, hardware.download)
-    stall, drain, landed, carry, ready, ready_behind = _holding(profile, layout, plan, backward[:, 0], rate_download)
+    gradients, parts = _gradients(profile, layout, plan)
+    works = gradients.works(hardware, training)
+    stall, drain, landed, carry, ready, ready_behind = _holding(gradients, parts, works, backward[:, 0], rate_download)
+    tail = upload / rate_forward
+    if training.overlap == "forward":
+        tail = _tails(layout, plan, ups, gradients, hardware, training, rate_forward)
     return Columns(
         compute_forward=forward,
         recompute=again * forward,
@@ -124,6 +142,7 @@ def columns_of(
         # Who steps chunk by chunk writes their copies, too; else they are made afterwards.
         host_step=_column(landing.stepped) / hardware.host_step
         + (training.overlap == "off") * _column(landing.copy_bytes) / hardware.host_memory,
+        tail=tail,
         swap_out=swapped / rate_out,
         swap_in=swapped / rate_backward,
         device_step=np.array([_on_device(landing.resident, hardware, training)]),
@@ -142,17 +161,13 @@ def _near(amounts: Seconds) -> NDArray[np.bool_]:
 
 
 def _streams(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> tuple[Traffic, Traffic]:
-    """What comes in forward and in backward.
-
-    What units around others have of their own comes first, and takes its buffers for the whole pass.
-    """
+    """What comes in forward and in backward."""
     sizes = [chunk.nbytes for chunk in plan.chunks]
     needed = {
         name: [index for index in indices if not plan.chunks[index].resident]
         for name, indices in chunks_of(layout, plan.chunks).items()
     }
-    around = {unit.name for unit in layout.units if unit.encloses}
-    pinned = {index for name in around for index in needed[name]}
+    pinned = _pinned(layout, plan)
     tables = {unit.name for unit in layout.units if not unit.is_block and _has_tables_only(layout, unit.parameters)}
     needs, reads = [], []
     for segment in profile.segments:
@@ -164,9 +179,14 @@ def _streams(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> tuple[Tr
     forward = traffic(needs, range(len(needs)), sizes, num_buffers)
     backward = traffic(reads, reversed(range(len(reads))), sizes, num_buffers, forward.live)
     first = sum(sizes[index] for index in pinned)
-    return Traffic(
-        (forward.nbytes[0] + first, *forward.nbytes[1:]), forward.late, forward.waits, forward.live
-    ), backward
+    return replace(forward, nbytes=(forward.nbytes[0] + first, *forward.nbytes[1:])), backward
+
+
+def _pinned(layout: ModelLayout, plan: Plan) -> set[int]:
+    """Offloaded chunks of units around others: these come first, and take their buffers for the whole pass."""
+    around = {unit.name for unit in layout.units if unit.encloses}
+    needed = chunks_of(layout, plan.chunks)
+    return {index for name in around for index in needed[name] if not plan.chunks[index].resident}
 
 
 def _has_tables_only(layout: ModelLayout, names: Iterable[str]) -> bool:
@@ -228,25 +248,49 @@ def _landing(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> _Landing
     return found
 
 
-def _holding(
-    profile: ModelProfile, layout: ModelLayout, plan: Plan, computes: Seconds, rates: Seconds
-) -> tuple[Seconds, ...]:
-    """What `Landings.of` says, each position at its rate of downloads, six times (P, 1)."""
+def _gradients(profile: ModelProfile, layout: ModelLayout, plan: Plan) -> tuple[Gradients, Seconds]:
+    """Those of offloaded chunks in the order in which they land, and which part of its position each comes after."""
     placed = {fqn: (index, chunk) for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
     found = [
-        (position, placed[fqn][0], _streamed_bytes(layout.parameter(fqn), placed[fqn][1]), part)
+        (position, index, info.numel, info.nbytes, _streamed_bytes(info, chunk), bool(chunk.streamed_dtype), part)
         for position, segment in reversed(list(enumerate(profile.segments)))
         for fqn, part in zip(segment.gradients, _parts(layout, segment), strict=True)
-        if not placed[fqn][1].resident
+        for info, (index, chunk) in [(layout.parameter(fqn), placed[fqn])]
+        if not chunk.resident
     ]
-    positions, chunks, nbytes = (np.array([entry[index] for entry in found], dtype=np.int64) for index in range(3))
-    parts = np.array([entry[3] for entry in found])
-    room = np.sort(nbytes)[-2:].sum(keepdims=True)
+    positions, chunks, numel, own, streamed, low = np.array(found, dtype=np.int64).reshape(-1, 7).T[:6]
+    gradients = Gradients(positions, chunks, numel, own, streamed, low.astype(np.bool_))
+    return gradients, np.array([entry[-1] for entry in found])
+
+
+def _holding(
+    gradients: Gradients, parts: Seconds, works: Seconds, computes: Seconds, rates: Seconds
+) -> tuple[Seconds, ...]:
+    """What `Landings.of` says, each position at its rate of downloads, six times (P, 1)."""
+    room = np.sort(gradients.streamed)[-2:].sum(keepdims=True)
     known = np.unique(rates)
-    landings = Landings(positions, chunks, nbytes, parts, computes, tuple(known.tolist()))
+    each = gradients.positions, gradients.chunks, gradients.streamed, parts, works
+    landings = Landings(*each, computes, tuple(known.tolist()))
     at_rates = landings.of(np.zeros_like(room), room, np.zeros(1, dtype=np.bool_))
     durations = at_rates[np.searchsorted(known, rates[:, 0]), :, np.arange(len(rates))]
     return tuple(durations.swapaxes(0, 1))
+
+
+def _tails(
+    layout: ModelLayout,
+    plan: Plan,
+    ups: Traffic,
+    gradients: Gradients,
+    hardware: HardwareProfile,
+    training: Training,
+    rates: Seconds,
+) -> Seconds:
+    """What `tails_of` says, each position at its rate of uploads, (P, 1)."""
+    sizes = np.array([chunk.nbytes for chunk in plan.chunks], dtype=np.int64)
+    alone, beside = tails_of(ups, sizes, gradients.steps(len(sizes)), hardware, training)
+    found = np.where(rates == hardware.upload_beside, beside[:, None], alone[:, None])
+    found[0] += sum(int(sizes[index]) for index in _pinned(layout, plan)) / rates[0]
+    return found
 
 
 def _parts(layout: ModelLayout, segment: Segment) -> list[float]:

@@ -24,7 +24,7 @@ are of the same kinds, too, so are the durations: one position of each such neig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -49,7 +49,8 @@ class Near:
         ends: Seconds from the beginning of its backward until each is there.
         before: Bytes of those that land before its own, the latest first: as many as may be waited for.
         following: Bytes of the one that lands after each of its own; 0: there is none.
-        rest: Bytes that land when all those of a chunk have.
+        worked: Seconds that the worker has worked for the position before each of its own; infinite: it does nothing
+            for that one.
         compute: Seconds of its backward.
     """
 
@@ -57,7 +58,7 @@ class Near:
     ends: tuple[float, ...]
     before: tuple[int, ...]
     following: tuple[int, ...]
-    rest: int
+    worked: tuple[float, ...]
     compute: float
 
 
@@ -85,18 +86,19 @@ def walk(near: Near, room: int, rate: float) -> Durations:
     # How much later than without waiting: behind the beginning, and behind the link. When each has landed: the same.
     late, late_link = 0.0, NEVER
     landed, carried = NEVER, 0.0
+    ready, ready_behind = NEVER, NEVER
     ends = [(NEVER, -nbytes / rate) for nbytes in accumulate((0, *near.before[:-1]))][::-1] if near.before else []
     under_way = list(near.before[::-1])
-    for nbytes, end, following in zip(near.nbytes, near.ends, near.following, strict=True):
+    for nbytes, end, following, worked in zip(near.nbytes, near.ends, near.following, near.worked, strict=True):
         waited = _waited(under_way, max(room - following - nbytes, 0))
         if waited >= 0:
             late, late_link = max(late, ends[waited][0] - end), max(late_link, ends[waited][1] - end)
         landed = max(end + late, landed) + nbytes / rate
         carried = max(end + late_link, carried) + nbytes / rate
+        ready, ready_behind = max(ready, landed - worked), max(ready_behind, carried - worked)
         under_way.append(nbytes)
         ends.append((landed, carried))
-    rest = near.rest / rate
-    return late, near.compute + late_link, landed, carried, landed - rest, carried - rest
+    return late, near.compute + late_link, landed, carried, ready, ready_behind
 
 
 def _waited(under_way: Sequence[int], most: int) -> int:
@@ -117,6 +119,7 @@ class Landings:
         chunks: The chunk of each, (M,).
         nbytes: Bytes of each, as they are streamed, (M,).
         parts: Which part of the position's backward has been computed then, (M,).
+        works: Seconds of the worker when each has landed, see `Gradients.works`, (M,).
         computes: Seconds of each position's backward, (P,).
         rates: Bytes per second that the link may have, (R,).
     """
@@ -127,6 +130,7 @@ class Landings:
         chunks: Integers,
         nbytes: Integers,
         parts: Seconds,
+        works: Seconds,
         computes: Seconds,
         rates: tuple[float, ...],
     ) -> None:
@@ -134,6 +138,7 @@ class Landings:
         self._rates, self._computes = rates, computes.tolist()
         self._chunks, self._nbytes = chunks.tolist(), nbytes.tolist()
         self._ends = (parts * computes[positions]).tolist() if len(positions) else []
+        self._works = works.tolist()
         falling = -positions
         self._first = np.searchsorted(falling, -np.arange(count)).tolist()
         self._stop = np.searchsorted(falling, -np.arange(count), side="right").tolist()
@@ -155,7 +160,7 @@ class Landings:
         - drain: From when the link has carried what came before until the computation has ended; it may be negative.
         - landed: From the beginning of the computation until the last gradient has landed.
         - carry: From when the link has carried what came before until then.
-        - ready: From the beginning of the computation until all those of a chunk have landed.
+        - ready: From the beginning of the computation until the worker could begin and never wait for one of them.
         - ready_behind: From when the link has carried what came before until then.
 
         Args:
@@ -202,7 +207,8 @@ class Landings:
             own = slice(self._first[position], self._stop[position])
             chunks = self._chunks[own]
             counted = tuple(chunk - chunks[0] for chunk in chunks)
-            kind = tuple(self._nbytes[own]), tuple(self._ends[own]), counted, (self._computes[position],)
+            works = tuple(self._works[own])
+            kind = tuple(self._nbytes[own]), tuple(self._ends[own]), counted, works, (self._computes[position],)
             found.append(numbers.setdefault(kind, len(numbers)))
         return found
 
@@ -232,7 +238,7 @@ class Landings:
             tuple(self._ends[index] for index in own),
             tuple(before),
             tuple(following) if some else (*following, 0),
-            sum(nbytes[self._first[position] : stop] if loose else [nbytes[index] for index in self._rest(own)]),
+            tuple(self._worked(own, range(self._first[position], stop) if loose else own)),
             self._computes[position],
         )
 
@@ -242,7 +248,8 @@ class Landings:
             self._walked[near, room] = np.array([walk(near, room, rate) for rate in self._rates])
         return self._walked[near, room]
 
-    def _rest(self, own: list[int]) -> list[int]:
-        """Those of a position's gradients that land when all those of a chunk have."""
-        last = {self._chunks[index]: place for place, index in enumerate(own)}
-        return own[min(last.values()) + 1 :]
+    def _worked(self, own: Sequence[int], counted: Sequence[int]) -> Iterator[float]:
+        """Seconds of the worker for those of `counted` before each of `own`, which are among them."""
+        before = dict(zip(counted, accumulate((self._works[index] for index in counted), initial=0.0), strict=False))
+        for index in own:
+            yield before[index] if self._works[index] > 0 else np.inf

@@ -96,7 +96,7 @@ STREAMED = {
         # 16. Behind the host's steps, which overlap forward: downloads of 1 end at 3 and 5, and gradients are known;
         #     steps of 1 end at 6 and 7. Uploads, of 1 each, then end at 7 and 8; computation, of 2 each, at 9 and 11.
         ({"compute_forward": 2, "compute_backward": 2, **LANDS_ONE,
-          "host_step": 1, "upload_forward": 1, "late_forward": 1}, Training("forward"), 11),
+          "host_step": 1, "upload_forward": 1, "late_forward": 1, "tail": 1}, Training("forward"), 11),
         # 17. The second computation ends 1 after the first downloads have, at the earliest: computation 2, downloads 5,
         #     computation 6, downloads 8; forward 2 + 2.
         ({"compute_forward": 2, "compute_backward": 2, **LANDS, "drain": 1}, Training(), 12),
@@ -106,6 +106,10 @@ STREAMED = {
         #     backward; uploads are there at 9 and 6, and computation, of 1 each, at 10 and 11.
         ({"compute_forward": 1, "compute_backward": 2, **LANDS, "host_step": 2, "ready": 4, "ready_behind": 2},
          Training("backward"), 11),
+        # 20. As 16, with two chunks at each position: the first half of each upload runs beside the second one's step.
+        #     Forward begins at 5; uploads end at 6.5 and 7.5; computation, of 2 each, at 8.5 and 10.5.
+        ({"compute_forward": 2, "compute_backward": 2, **LANDS_ONE,
+          "host_step": 1, "upload_forward": 1, "late_forward": 1, "tail": 0.5}, Training("forward"), 10.5),
     ],
 )  # fmt: skip
 def test_cases_by_hand(given_fields: dict[str, Any], training: Training, seconds: float) -> None:

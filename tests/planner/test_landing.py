@@ -13,23 +13,29 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.landing import NEVER, Landings, Near, come_together, walk
 
 COUNT = 4
+NOTHING = (np.inf,) * 3
+Model = tuple[list[int], list[int], list[int], list[float], list[float], list[float]]
 
 
 @pytest.mark.parametrize(
     ("near", "room", "found"),
     [
         # 1. All fits: the last one lands behind the one before, or when it is there.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
-        (Near((1, 3), (1.0, 2.0), (), (3, 0), 0, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
+        (Near((3, 1), (1.0, 2.0), (), (1, 0), NOTHING[:2], 2.0), 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
+        (Near((1, 3), (1.0, 2.0), (), (3, 0), NOTHING[:2], 2.0), 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
         # 2. Two of three, and then one of 3 at a time: the second waits for the first until 4, which is 2 late; the
         #    third until 7, which is 4 late. A link that is free at 0 is waited for just as long, till 6.
-        (Near((3, 3, 3), (1.0, 2.0, 3.0), (), (3, 3, 3), 0, 3.0), 6, (4.0, 6.0, 10.0, 9.0, 10.0, 9.0)),
+        (Near((3, 3, 3), (1.0, 2.0, 3.0), (), (3, 3, 3), NOTHING, 3.0), 6, (4.0, 6.0, 10.0, 9.0, NEVER, NEVER)),
         # 3. The same behind another one of 3: the first waits for that, too.
-        (Near((3,), (1.0,), (3,), (3,), 0, 2.0), 6, (0.0, 1.0, 4.0, 3.0, 4.0, 3.0)),
+        (Near((3,), (1.0,), (3,), (3,), NOTHING[:1], 2.0), 6, (0.0, 1.0, 4.0, 3.0, NEVER, NEVER)),
         # 4. Of those before, the latest may be under way: the link has carried the one before it 1 ago.
-        (Near((3,), (1.0,), (1, 3), (2,), 0, 2.0), 6, (0.0, 0.0, 4.0, 3.0, 4.0, 3.0)),
-        # 5. The worker may begin when a chunk is there, 4 before the last gradient.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), 4, 2.0), 9, (0.0, NEVER, 5.0, 4.0, 1.0, 0.0)),
+        (Near((3,), (1.0,), (1, 3), (2,), NOTHING[:1], 2.0), 6, (0.0, 0.0, 4.0, 3.0, NEVER, NEVER)),
+        # 5. The worker begins when the first of two is there, and works longer than the other one takes to come.
+        (Near((3, 1), (1.0, 2.0), (), (1, 0), (0.0, 9.0), 2.0), 9, (0.0, NEVER, 5.0, 4.0, 4.0, 3.0)),
+        # 6. It has done a first one of 1 when the second is there, and waits: as if it had begun 1 before that.
+        (Near((3, 5), (1.0, 2.0), (), (5, 0), (0.0, 1.0), 2.0), 9, (0.0, NEVER, 9.0, 8.0, 8.0, 7.0)),
+        # 7. Only the last one completes a chunk.
+        (Near((3, 1), (1.0, 2.0), (), (1, 0), (np.inf, 0.0), 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
     ],
 )
 def test_cases_by_hand(near: Near, room: int, found: tuple[float, ...]) -> None:
@@ -43,8 +49,8 @@ def test_gradients_of_a_module_come_together() -> None:
 
 
 @st.composite
-def models(draw: st.DrawFn, in_order: bool = False) -> tuple[list[int], list[int], list[int], list[float], list[float]]:
-    """Positions, chunks, bytes and parts of gradients, and the computation of positions."""
+def models(draw: st.DrawFn, in_order: bool = False) -> Model:
+    """Positions, chunks, bytes, parts and works of gradients, and the computation of positions."""
     count = draw(st.integers(1, 12))
     positions = sorted(draw(st.lists(st.integers(0, COUNT - 1), min_size=count, max_size=count)), reverse=True)
     chunks = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
@@ -54,12 +60,14 @@ def models(draw: st.DrawFn, in_order: bool = False) -> tuple[list[int], list[int
         if positions[at] == positions[at - 1]:
             parts[at] = max(parts[at], parts[at - 1])
     computes = [draw(st.sampled_from((0.0, 4.0, 8.0))) for _ in range(COUNT)]
-    return positions, sorted(chunks, reverse=True) if in_order else chunks, nbytes, parts, computes
+    works = [draw(st.sampled_from((0.0, 1.0, 6.0))) for _ in range(count)]
+    return positions, sorted(chunks, reverse=True) if in_order else chunks, nbytes, parts, works, computes
 
 
-def landings(model: tuple[list[int], list[int], list[int], list[float], list[float]]) -> Landings:
+def landings(model: Model) -> Landings:
     positions, chunks, nbytes = (np.array(values, dtype=np.int64) for values in model[:3])
-    return Landings(positions, chunks, nbytes, np.array(model[3]), np.array(model[4]), (1.0, 0.5))
+    parts, works, computes = (np.array(values) for values in model[3:])
+    return Landings(positions, chunks, nbytes, parts, works, computes, (1.0, 0.5))
 
 
 def durations(found: Landings, persistent: int, room: int, loose: bool = False) -> NDArray[np.float64]:
@@ -72,21 +80,17 @@ def room_of(nbytes: list[int]) -> int:
 
 
 @given(models(), st.integers(0, 6))
-def test_resident_chunks_are_as_if_they_had_no_gradients(
-    model: tuple[list[int], list[int], list[int], list[float], list[float]], persistent: int
-) -> None:
-    positions, chunks, nbytes, parts, computes = model
+def test_resident_chunks_are_as_if_they_had_no_gradients(model: Model, persistent: int) -> None:
+    chunks, nbytes, computes = model[1], model[2], model[5]
     left = [index for index, chunk in enumerate(chunks) if chunk >= persistent]
-    kept = tuple([values[index] for index in left] for values in (positions, chunks, nbytes, parts))
+    kept = tuple([values[index] for index in left] for values in model[:5])
     room = room_of(nbytes)
     alone = durations(landings((*kept, computes)), 0, room)
     assert durations(landings(model), persistent, room).tolist() == alone.tolist()
 
 
 @given(models(in_order=True), st.integers(0, 6), st.integers(0, 6), st.integers(0, 9))
-def test_sets_have_a_bound(
-    model: tuple[list[int], list[int], list[int], list[float], list[float]], one: int, other: int, more: int
-) -> None:
+def test_sets_have_a_bound(model: Model, one: int, other: int, more: int) -> None:
     """Of plans with fewer resident chunks, and less room: but for positions where the bound has nothing land."""
     found, room = landings(model), room_of(model[2])
     fewer, most = sorted((one, other))
@@ -95,45 +99,56 @@ def test_sets_have_a_bound(
     assert (bound[:, lands] <= plan[:, lands] + 1e-9).all()
 
 
-def test_a_chunk_is_there_before_the_others() -> None:
-    """Of chunks 1, 2 and 1, with 2, 3 and 5 bytes, chunk 2 is the first to be there."""
-    model = ([0, 0, 0], [1, 2, 1], [2, 3, 5], [1.0, 1.0, 1.0], [4.0] * COUNT)
-    assert [early(model, 0), early(model, 2), early(model, 2, loose=True)] == [5, 0, 10]
+def test_a_set_counts_the_work_of_all_before() -> None:
+    """Of chunks 2, 1 and 3 with 2, 3 and 5 bytes: the plan without the second one begins with the third sooner."""
+    model = ([0, 0, 0], [2, 1, 3], [2, 3, 5], [1.0, 1.0, 1.0], [3.0, 4.0, 5.0], [4.0] * COUNT)
+    assert [ready(model, persistent) for persistent in (0, 2, 3, 4)] == [7.0, 8.0, 9.0, 0.0]
+    assert [ready(model, persistent, loose=True) for persistent in (0, 2, 3)] == [7.0, 6.0, 2.0]
 
 
-def early(
-    model: tuple[list[int], list[int], list[int], list[float], list[float]], *plan: int, loose: bool = False
-) -> float:
-    """By how much the worker may begin before all downloads of the first position have ended."""
-    _, _, landed, carry, ready, ready_behind = durations(landings(model), *plan, 8, loose=loose)
-    assert not (landed - ready)[1:].any()
-    assert (carry - ready_behind)[0] == pytest.approx((landed - ready)[0])
-    return float((landed - ready)[0])
+def ready(model: Model, persistent: int, loose: bool = False) -> float:
+    """When the worker could begin, from the beginning of the computation and behind the link."""
+    _, _, landed, carry, begin, behind = durations(landings(model), persistent, 30, loose=loose)
+    assert (carry - behind)[0] == pytest.approx((landed - begin)[0])
+    return float(begin[0])
+
+
+@given(models(), st.integers(0, 6))
+def test_the_worker_waits_for_each(model: Model, persistent: int) -> None:
+    """What it has done when all have landed, one by one and as if it began late and never waited."""
+    positions, chunks, nbytes, parts, works, computes = model
+    room, first = sum(nbytes) * 2, positions[0]
+    now = link = 0.0
+    for index, position in enumerate(positions):
+        if position == first and chunks[index] >= persistent:
+            link = max(link, parts[index] * computes[position]) + nbytes[index]
+            now = max(now, link) + works[index] if works[index] else now
+    total = sum(w for w, p, c in zip(works, positions, chunks, strict=True) if p == first and c >= persistent)
+    begin = durations(landings(model), persistent, room)[4, first]
+    assert now == (pytest.approx(begin + total) if total else 0.0)
 
 
 @st.composite
-def models_of_few_kinds(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[float], list[float]]:
+def models_of_few_kinds(draw: st.DrawFn) -> Model:
     """The same with positions that are calls of one of two blocks, each parameter in a chunk of its own or not."""
     sizes = st.lists(st.integers(1, 3), min_size=1, max_size=4)
     block = draw(sizes)
     blocks = [block, draw(st.one_of(st.just(block), sizes))]
     calls = draw(st.lists(st.integers(0, 1), min_size=2, max_size=9))
     alone = draw(st.tuples(st.booleans(), st.booleans()))
-    model: tuple[list[int], list[int], list[int], list[float], list[float]] = ([], [], [], [], [4.0] * len(calls))
+    model: Model = ([], [], [], [], [], [4.0] * len(calls))
     for position in reversed(range(len(calls))):
         block = blocks[calls[position]]
         for place, nbytes in enumerate(block):
             chunk = position * 4 + (3 - place) * alone[calls[position]]
-            entry = position, chunk, nbytes, (place + 1) / len(block)
+            entry = position, chunk, nbytes, (place + 1) / len(block), float(nbytes)
             for values, value in zip(model, entry, strict=False):
                 values.append(value)  # type: ignore[arg-type]
     return model
 
 
 @given(st.one_of(models(), models_of_few_kinds()), st.integers(0, 12))
-def test_positions_of_a_kind_need_one_walk(
-    model: tuple[list[int], list[int], list[int], list[float], list[float]], room: int
-) -> None:
+def test_positions_of_a_kind_need_one_walk(model: Model, room: int) -> None:
     found = landings(model)
     table = durations(found, 0, room)
     for position in set(model[0]):
@@ -145,17 +160,17 @@ def test_equal_blocks_are_walked_through_once() -> None:
     """Ten of them: the first, which nothing follows, the last, which is behind nothing, and one between."""
     positions = [position for position in reversed(range(10)) for _ in range(3)]
     chunks, count = list(range(30))[::-1], len(positions)
-    found = landings((positions, chunks, [2] * count, [1.0] * count, [4.0] * 10))
+    found = landings((positions, chunks, [2] * count, [1.0] * count, [1.0] * count, [4.0] * 10))
     durations(found, 0, 4)
     assert len(found._walked) == 3
 
 
 @given(models())
 def test_the_walk_is_what_a_device_does_that_waits(
-    model: tuple[list[int], list[int], list[int], list[float], list[float]],
+    model: Model,
 ) -> None:
     """The first position, behind nothing, gradient by gradient."""
-    positions, _, nbytes, parts, computes = model
+    positions, _, nbytes, parts, _, computes = model
     room, first = room_of(nbytes), positions[0]
     ended: list[tuple[float, int]] = []
     late = link = 0.0
