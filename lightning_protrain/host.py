@@ -57,7 +57,8 @@ class HostMemory:
         free = self._free.get(size)
         block = free.popleft() if free else self._new_block(size)
         view = memoryview(block)
-        weakref.finalize(view, self._give_back, block).atexit = False
+        # Until the block comes back, nothing but what uses it may be kept alive: locking belongs to a device.
+        weakref.finalize(view, _give_back, weakref.ref(self), block).atexit = False
         return view
 
     def empty_like(self, tensor: Tensor) -> Tensor:
@@ -91,9 +92,16 @@ class HostMemory:
         self.lock_block(block)
         return block
 
-    def _give_back(self, block: mmap.mmap) -> None:
+    def take_back(self, block: mmap.mmap) -> None:
+        """A block that no tensor uses any more."""
         if self._open:
             self._free.setdefault(len(block), deque()).append(block)
+
+
+def _give_back(memory: weakref.ref[HostMemory], block: mmap.mmap) -> None:
+    owner = memory()
+    if owner is not None:
+        owner.take_back(block)
 
 
 class Job(Protocol):

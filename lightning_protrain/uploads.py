@@ -27,8 +27,8 @@ class PendingUpload(Generic[T]):
     """
 
     def __init__(self, job: Job, issue: Callable[[], T], before: PendingUpload[Any] | None = None) -> None:
-        self._job = job
-        self._issue = issue
+        self._job: Job | None = job
+        self._issue: Callable[[], T] | None = issue
         self._before = before
         self._event: Future[T | None] = Future()
         job.add_done_callback(self._job_ended)
@@ -44,14 +44,16 @@ class PendingUpload(Generic[T]):
         Raises:
             RuntimeError: What issuing it raised.
         """
-        self._job.exception()
-        before = self._before
+        job, before = self._job, self._before
+        if job is not None:
+            job.exception()
         if before is not None:
             before.event()
         return self._event.result()
 
     def _job_ended(self, job: Job) -> None:
         if job.exception() is not None:
+            self._job = self._issue = None
             self._event.set_result(None)
         elif self._before is None:
             self._run()
@@ -59,9 +61,12 @@ class PendingUpload(Generic[T]):
             self._before._event.add_done_callback(lambda _: self._run())
 
     def _run(self) -> None:
-        self._before = None
+        issue = self._issue
+        assert issue is not None
+        # Whoever keeps this one for its event keeps nothing that belonged to the job.
+        self._before = self._job = self._issue = None
         try:
-            event = self._issue()
+            event = issue()
         except RuntimeError as error:
             self._event.set_exception(error)  # Raised in `event`, on the thread that needs it.
         else:

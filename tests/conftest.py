@@ -14,9 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
 from tests import police
+
+# How long an example takes says something of the machine, and of nothing that is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parent.parent
 

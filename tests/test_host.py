@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,24 @@ def test_whatever_holds_a_block_keeps_it(hold: Callable[[Tensor], Any]) -> None:
     del held
     gc.collect()
     assert address_of(memory, 16) == address
+
+
+def test_a_block_that_is_used_keeps_no_memory_and_no_device_alive() -> None:
+    class Device:
+        """Locks memory, and has memory that it locks."""
+
+        def lock(self, address: int, size: int) -> bool:
+            return True
+
+    device = Device()
+    memory = HostMemory(device.lock)
+    tensor = memory.empty_like(torch.zeros(3))
+    alive = weakref.ref(device), weakref.ref(memory)
+    del device, memory
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+    assert tensor.fill_(1.0).sum() == 3.0
+    del tensor
 
 
 def test_only_blocks_of_the_same_size_are_used_again() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -91,3 +93,19 @@ def test_whoever_waits_for_the_last_gets_all() -> None:
     assert found["c"].event() == "c"
     assert issued == list(NAMES)
     worker.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_keeps_an_event_keeps_nothing_of_the_job(fails: bool) -> None:
+    class Work(list[str]):
+        """What a job and an upload hold."""
+
+    work, job = Work(), Future[Any]()
+    job.add_done_callback(lambda _, held=work: None)  # type: ignore[misc]
+    pending = PendingUpload(job, lambda held=work: "issued")  # type: ignore[misc]
+    alive = weakref.ref(work)
+    job.set_exception(KeyError("broken")) if fails else job.set_result(None)
+    del work, job
+    gc.collect()
+    assert alive() is None
+    assert pending.event() == (None if fails else "issued")
