@@ -10,7 +10,8 @@ Four things, each in rounds in which all subjects take turns in a random order:
 - Training: fits without saving, with saves behind the training, and with saves that it waits for. A window of steps, of
   which the first one saves, is held against the window without a save that follows on it.
 - The pause: what one step is longer by that saves.
-- Loading: what is read from the disk, after the page cache has forgotten it.
+- Loading: what is read from the disk, after the page cache has forgotten it: of all, and by one rank of several, of
+  which each has as much of its own as one tensor takes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -41,7 +42,7 @@ from benchmarks.report import quiet, table, write_result
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.payload import RANK_STATES, WEIGHTS, files_for
 from lightning_protrain.checkpoint.saving import save_folder
 from lightning_protrain.checkpoint.tensors import read_tensors
 from lightning_protrain.checkpoint.verifying import verify
@@ -61,7 +62,18 @@ TRAINED = (
     "its CPU time / without",
     "pause of a step that saves, ms",
 )
-READ = ("loaded", "MiB of its files", "MiB read from the disk", "share of all files")
+READ = ("loaded", "MiB of its files", "share of all files", "MiB read from the disk", "share of all files, read")
+# Numbers of ranks that save a checkpoint of which one loads its part.
+RANKS = (2, 4)
+
+
+class Read(NamedTuple):
+    """What is loaded, the bytes of its files and of all files, and those that came from the disk, if anybody counts."""
+
+    name: str
+    files: int
+    whole: int
+    disk: int | None
 
 
 def content(mebibytes: int, tensors: int) -> dict[str, Any]:
@@ -199,30 +211,39 @@ def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[S
     return times
 
 
-def measure_reads(made: dict[str, Any], folder: Path) -> list[tuple[str, int, int | None]]:
-    """What is loaded, the bytes of its files, and the bytes that came from the disk; None where nobody counts them."""
-    target = folder / "saved"
-    save_folder(made, target, "run", 1, Files())
-    sizes = {path.name: path.stat().st_size for path in target.iterdir()}
+def measure_reads(made: dict[str, Any], folder: Path) -> list[Read]:
+    """What is loaded of a checkpoint of one rank, and what one rank loads of one that several have saved."""
+    target, found = folder / "saved", []
+    own = next(iter(made["state_dict"].values()))
+    for ranks in (1, *RANKS):
+        states = {RANK_STATES: [{"own": own + rank} for rank in range(ranks)]} if ranks > 1 else {}
+        save_folder({**made, **states}, target, "run", 1, Files())
+        sizes = {path.name: path.stat().st_size for path in target.iterdir()}
+        for name, names, load in _loads(target, ranks, sizes):
+            for path in target.iterdir():
+                _forget(path)
+            before = _read_bytes()
+            load()
+            after = _read_bytes()
+            disk = None if before is None or after is None else after - before
+            found.append(Read(name, sum(sizes[each] for each in names), sum(sizes.values()), disk))
+        _remove(target)
+    return found
+
+
+def _loads(target: Path, ranks: int, names: Collection[str]) -> list[tuple[str, Collection[str], Callable[[], object]]]:
+    """Ways to load a checkpoint, each with the files that it needs."""
 
     def weights() -> object:
         assert verify(target, {WEIGHTS}) == []
         return [tensor.sum() for tensor in read_tensors(target / WEIGHTS).values()]
 
-    cases: list[tuple[str, int, Callable[[], object]]] = [
-        ("everything", sum(sizes.values()), lambda: load_folder(target, keep=True)),
-        ("weights alone", sizes[WEIGHTS], weights),
+    if ranks == 1:
+        everything = "everything", names, lambda: load_folder(target, keep=True)
+        return [everything, ("weights alone", [WEIGHTS], weights)]
+    return [
+        (f"one rank of {ranks}", files_for(names, ranks - 1), lambda: load_folder(target, keep=True, rank=ranks - 1))
     ]
-    found = []
-    for name, size, load in cases:
-        for path in target.iterdir():
-            _forget(path)
-        before = _read_bytes()
-        load()
-        after = _read_bytes()
-        found.append((name, size, None if before is None or after is None else after - before))
-    _remove(target)
-    return found
 
 
 def _forget(path: Path) -> None:
@@ -297,12 +318,11 @@ def _fit_rows(times: dict[str, list[list[Spent]]], every: int) -> list[list[str]
     return rows
 
 
-def _read_rows(found: list[tuple[str, int, int | None]]) -> list[list[str]]:
-    whole = found[0][1]
+def _read_rows(found: list[Read]) -> list[list[str]]:
     rows = []
-    for name, size, read in found:
-        shares = ("-", "-") if read is None else (f"{read / MEBIBYTE:.1f}", f"{read / whole:.2f}")
-        rows.append([name, f"{size / MEBIBYTE:.1f}", *shares])
+    for name, files, whole, disk in found:
+        read = ("-", "-") if disk is None else (f"{disk / MEBIBYTE:.1f}", f"{disk / whole:.2f}")
+        rows.append([name, f"{files / MEBIBYTE:.1f}", f"{files / whole:.2f}", *read])
     return rows
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from benchmarks.families import LLAMA, Family, Size
 from benchmarks.largest import FAMILIES, GIB, SEQUENCE, learn, problem_of
 from benchmarks.report import table
+from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find, packings
@@ -39,6 +40,13 @@ MODELS = {
 # Bytes to divide weights into: the same models with weights in about 25 and 50 pieces to a block, which stand for many
 # experts, give about 2,000 and 10,000 chunks. Each piece is a parameter of its own, so that each chunk has one of them.
 DIVIDED = {"80 blocks": 76 << 20, "200 blocks": 32 << 20}
+# The training loops that these are searched for: what the host's work runs behind, micro-batches, clipping.
+LOOPS = {
+    "overlap off": Training("off"),
+    "overlap backward": Training("backward"),
+    "overlap forward": Training("forward"),
+    "overlap forward, clipping, 3 micro-batches": Training("forward", 3, clips=True),
+}
 # Those for which all plans can be tried.
 TRIED = {
     f"{layers} blocks{', head used 8 times' if batch > 1 else ''}": (
@@ -259,8 +267,10 @@ def run(
                 searches.append(measure(name, replace(problem, device_bytes=device_bytes, chunk_bytes=sizes)))
         if name in DIVIDED:
             parts = divided(problem, DIVIDED[name])
-            for device_bytes in (problem.device_bytes, SMALLER_BYTES):
-                searches.append(measure(f"{name}, divided", replace(parts, device_bytes=device_bytes)))
+            for loop, training in LOOPS.items():
+                for device_bytes in (problem.device_bytes, SMALLER_BYTES):
+                    each = replace(parts, training=training, device_bytes=device_bytes)
+                    searches.append(measure(f"{name}, divided, {loop}", each))
     trials = []
     for name in tried:
         problem = tight(replace(problem_for(*TRIED[name], sequence), chunk_bytes=(None,)))

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_protrain.callbacks.copies import copied_bytes
 from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
@@ -21,6 +22,7 @@ from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, check_plan
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.shortage import COPY
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.attention import Capability
@@ -55,6 +57,7 @@ class Case:
         training: How the training loop uses the plan; None: nothing is trained.
         foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
         optimizers: Those of the model; empty: nothing is trained.
+        copied_bytes: Bytes of the host for copies of states that callbacks keep, on one rank of the machine.
         profile_on: Profiles the step, and says what is streamed in two bytes, for a GPU of some compute capability that
             is not here, or for `device`; None: it need not be profiled.
     """
@@ -69,6 +72,7 @@ class Case:
     training: Training | None = None
     foreach: bool = False
     optimizers: tuple[Optimizer, ...] = ()
+    copied_bytes: int = 0
     profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
     def on(self, machine: HardwareProfile | None) -> Case:
@@ -98,10 +102,20 @@ class Case:
         return plan
 
     def _plan(self, machine: HardwareProfile | None) -> Plan:
-        return replace(found := self._find_plan(machine), memory=self._with_buckets(found))
+        host_bytes, copied = self._host_bytes(machine), self._checkpoint_copy
+        try:
+            found = self._find_plan(machine, max(host_bytes - copied, 0))
+        except NoFeasiblePlan:
+            raise
+        except ValueError as error:
+            if not copied:
+                raise
+            self._find_plan(machine, host_bytes)  # It raises as well, if the copy is not the reason.
+            raise ValueError(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
+        return replace(found, memory=self._with_buckets(found))
 
-    def _find_plan(self, machine: HardwareProfile | None) -> Plan:
-        choice, host_bytes, device_bytes = self.wishes.choice, self._host_bytes(machine), self.budget(machine)
+    def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
+        choice, device_bytes = self.wishes.choice, self.budget(machine)
         if device_bytes is not None:
             device_bytes = max(device_bytes - self._room_for_buckets(self.layout.units), 0)
         if isinstance(choice, Plan):
@@ -140,7 +154,12 @@ class Case:
         """What the host may hold beyond what `plan` takes of it on this machine; never negative."""
         accumulate = self.training.accumulate if self.training is not None else 1
         taken = sum(host_terms(self.layout, plan, self.state_bytes, accumulate).values())
-        return max(self._host_bytes(None) - taken, 0)
+        return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0)
+
+    @property
+    def _checkpoint_copy(self) -> int:
+        """The share that each rank has of the copies, of which there is one on a machine."""
+        return -(-self.copied_bytes // self.wishes.copies)
 
     def _host_bytes(self, machine: HardwareProfile | None) -> int:
         copies = self.wishes.copies
@@ -172,6 +191,7 @@ class Case:
             state_bytes=self.state_bytes,
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
+            checkpoint_copy=self._checkpoint_copy,
         )
         plan = self._if_all_fits(problem)
         if plan is None:
@@ -271,15 +291,17 @@ def describe_case(
         return Case(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
     takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
+    state_bytes = mean_state_bytes(optimizers)
     case = Case(
         wishes=wishes,
         device=device,
         layout=layout,
         low_dtype=precision.low_dtype_name,
-        state_bytes=mean_state_bytes(optimizers),
+        state_bytes=state_bytes,
         training=training,
         foreach=device.torch_device.type != "cpu" and any(map(_may_take_foreach, optimizers)),
         optimizers=tuple(optimizers),
+        copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
     )
     if not (elsewhere or _needs_profile(case)):
         return case

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.agreement import Agreement
+from lightning_protrain.callbacks.copies import copy_of
+from lightning_protrain.callbacks.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.occasions import tries_only
 from lightning_protrain.callbacks.preemption import Preemption
 from lightning_protrain.checkpoint.discovery import Found
@@ -31,14 +35,23 @@ class BoundaryCheckpoint(ModelCheckpoint):
         args, kwargs: As in `ModelCheckpoint`.
         save_on_preemption: Whether a signal on any rank ends the run.
         asynchronous: Whether saves are written behind the training.
+        frozen: What is saved of frozen weights.
     """
 
-    def __init__(self, *args: Any, save_on_preemption: bool = True, asynchronous: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        save_on_preemption: bool = True,
+        asynchronous: bool = False,
+        frozen: Frozen = "auto",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.save_on_preemption = save_on_preemption
         self.asynchronous = asynchronous
         self._preemption = Preemption()
         self._agreement = Agreement(self._facts)
+        self._frozen = FrozenWeights(frozen)
         self._pending: Pending | None = None
         # What was under way when the question was asked that is answered next.
         self._asked: Pending | None = None
@@ -50,6 +63,20 @@ class BoundaryCheckpoint(ModelCheckpoint):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Asks beside the step whether it is the last one, and whether a save has ended."""
         self._agreement.ask()
+
+    def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
+        """Host memory for the copy from which a save is written behind the training, on the rank that writes.
+
+        Args:
+            trainer: About to fit.
+            optimizers: Of its module.
+            state_bytes: As in `copy_of`.
+        """
+        module = trainer.lightning_module
+        if not self.asynchronous or not self._saves(trainer):
+            return 0
+        kept = () if self.save_weights_only else optimizers
+        return copy_of(module, self._frozen.expected(module), kept, state_bytes)
 
     def _settle(self, trainer: Trainer) -> None:
         """Ends the save that is under way, if there is one: every rank calls it at the same point."""

@@ -26,7 +26,7 @@ from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
 from lightning_protrain.callbacks.exchange import BOUND, Exchange
 from lightning_protrain.callbacks.fallback import choose, newest_listed
 from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
-from lightning_protrain.callbacks.frozen import Frozen, FrozenWeights
+from lightning_protrain.callbacks.frozen import Frozen
 from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
 from lightning_protrain.callbacks.ranks import refuse_unequal
@@ -84,7 +84,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         **kwargs: Any,
     ) -> None:
         self._known_best: str | None = None
-        super().__init__(*args, save_on_preemption=save_on_preemption, asynchronous=asynchronous, **kwargs)
+        more: dict[str, Any] = {"asynchronous": asynchronous, "frozen": frozen, **kwargs}
+        super().__init__(*args, save_on_preemption=save_on_preemption, **more)
         self.run = check_run(DEFAULT_RUN if run is None else run)
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
@@ -95,7 +96,6 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._due = False
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
-        self._frozen = FrozenWeights(frozen)
         self._resumption = Resumption(allow_drift, weights_and_counters_only, replay, self._frozen)
         self._resumed_from: str | None = None
 

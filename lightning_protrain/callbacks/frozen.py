@@ -10,7 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_protrain.checkpoint.references import FROZEN, Reference, References, digest_of, proven, take_out
+from lightning_protrain.callbacks.copies import stored
+from lightning_protrain.checkpoint.fingerprints import digest_of, side_by_side
+from lightning_protrain.checkpoint.references import FROZEN, Reference, References, held, listed, take_out
 from lightning_protrain.checkpoint.tensors import can_hold, shared_names
 
 Frozen = Literal["reference", "store", "auto"]
@@ -56,6 +58,23 @@ class FrozenWeights:
         """The least that the weights take in a checkpoint."""
         refers = self._refers(module)
         return sum(each.nbytes for each in module.parameters() if each.requires_grad or not refers)
+
+    def expected(self, module: nn.Module) -> set[str]:
+        """Keys that will most likely be references; nothing is compared, so that values may be missing still."""
+        if not self._refers(module):
+            return set()
+        weights = stored(module)
+        frozen = {key: weights[key] for key in frozen_keys(module, weights) if key in weights}
+        if self.mode != "auto":
+            return set(frozen)
+        source = source_of(module)
+        assert source is not None
+        try:
+            found = listed(frozen, source)
+        except (FileNotFoundError, ValueError):
+            return set()
+        same = {id(frozen[key]) for key in found}  # Of tied ones the source has one.
+        return {key for key, value in frozen.items() if id(value) in same}
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the fingerprints before the first save needs them: a run that is preempted has no time for that.
@@ -117,12 +136,17 @@ class FrozenWeights:
         references.refuse_others(state_dict, digest, name)
 
     def _references(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Reference]:
+        owners = frozen_keys(module, state_dict)
+        tensors = {key: state_dict[key] for key in owners if can_hold(state_dict[key])}
+        twice = shared_names(tensors)
+        once = [key for key in tensors if key not in twice]
+        made = side_by_side(lambda key: self._digest(key, tensors[key], owners[key]), once)
+        digests = dict(zip(once, made, strict=True))
         weights = {
-            key: Reference(str(value.dtype), tuple(value.shape), self._digest(key, value, owner))
-            for key, owner in frozen_keys(module, state_dict).items()
-            if can_hold(value := state_dict[key])
+            key: Reference(str(each.dtype), tuple(each.shape), digests[twice.get(key, key)])
+            for key, each in tensors.items()
         }
-        return self._in_source(weights, source_of(module)) if self.mode == "auto" else weights
+        return self._in_source(weights, tensors, source_of(module)) if self.mode == "auto" else weights
 
     def _refers(self, module: nn.Module) -> bool:
         if self.mode != "auto":
@@ -142,13 +166,15 @@ class FrozenWeights:
             known = self._known[key] = _Known(weakref.ref(owner), place, version, dtype, digest_of(tensor))
         return known.digest
 
-    def _in_source(self, weights: Mapping[str, Reference], source: str | None) -> dict[str, Reference]:
+    def _in_source(
+        self, weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str | None
+    ) -> dict[str, Reference]:
         """Those that can be found again: the source has been read, and has them to the last bit."""
         assert source is not None
         asked = {each.digest for each in weights.values()}
         if asked != self._asked:
             try:
-                self._proven = proven(weights, source)
+                self._proven = held(weights, tensors, source)
             except (FileNotFoundError, ValueError):  # It may be a name that only its loader understands.
                 self._proven = set()
             self._asked = asked

@@ -2,21 +2,13 @@
 
 A handler only writes down that a signal has come: what it means is agreed on by all ranks at the end of a step, see
 [Note: Agreement] in agreement.py.
-
-[Note: Workers]
-Schedulers send a signal to whole groups of processes, and a worker of a DataLoader that dies takes the run with it in
-the middle of a step. So processes that are forked meanwhile block these signals; a thread of theirs hears them, and
-ends the process if its parent is who has sent it.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import threading
-from collections.abc import Collection
-from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,6 +16,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_protrain.callbacks.shields import Shield
 
 # What a shell says of a process that SIGTERM has ended, 128 + 15; schedulers take it for a preemption.
 EXIT_CODE = 143
@@ -46,8 +40,9 @@ class Preemption:
         self._shield: Shield | None = None
 
     def shield_workers(self, trainer: Trainer) -> None:
-        """Workers that are forked from here on outlive the signals, see [Note: Workers]."""
+        """Workers that are started from here on outlive the signals, see [Note: Workers] in shields.py."""
         self._shield = Shield(self._signals(trainer))
+        self._shield.cover_fit(trainer)
 
     def listen(self, trainer: Trainer) -> None:
         """From here on SIGTERM, and what SLURM sends in its place, end no process.
@@ -84,8 +79,10 @@ class Preemption:
         raise SIGTERMException(EXIT_CODE)
 
     def close(self) -> None:
-        """Workers that are forked from here on are as any others."""
-        self._shield = None
+        """Workers that are started from here on are as any others."""
+        shield, self._shield = self._shield, None
+        if shield is not None:
+            shield.close()
 
     def restore(self) -> None:
         """Puts back the handlers that nobody else has put back."""
@@ -103,28 +100,6 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = (True, self.received[1] or number == self._requeue_signal)
-
-
-class Shield:
-    """While it is there, processes that are forked are as [Note: Workers] says.
-
-    Args:
-        signals: What they block.
-    """
-
-    def __init__(self, signals: Collection[int]) -> None:
-        self._signals = signals
-        register_after_fork(self, Shield._raise)  # It knows this object by a weak reference.
-
-    def _raise(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        threading.Thread(target=self._hear, args=(os.getppid(),), name="hears signals", daemon=True).start()
-
-    def _hear(self, parent: int) -> None:
-        while True:
-            heard = signal.sigwaitinfo(self._signals)
-            if (heard.si_pid, heard.si_signo) == (parent, signal.SIGTERM):
-                os._exit(0)  # What a worker does itself.
 
 
 def _requeue() -> None:

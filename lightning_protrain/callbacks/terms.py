@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import SequentialSampler, TensorDataset
 
+from lightning_protrain.checkpoint.tensors import flat_bytes
+
 # Steps at which a schedule that is nothing but a function is asked for its factor.
 _ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
 # What a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in companions.py.
@@ -138,12 +140,12 @@ def _fingerprint(dataset: Any) -> str | None:
             return str(told)
     if not isinstance(dataset, TensorDataset):
         return None
-    tensors = [tensor.detach() for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.numel()]
+    tensors = [each for each in dataset.tensors if each.device.type == "cpu" and each.layout is torch.strided]
     if sum(tensor.nbytes for tensor in tensors) > _MOST_HASHED_BYTES:
         return None
     crc = 0
     for tensor in tensors:
-        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+        crc = zlib.crc32(flat_bytes(tensor).numpy().data, crc)
     return f"crc32:{crc:08x}"
 
 

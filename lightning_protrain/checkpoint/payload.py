@@ -96,7 +96,9 @@ def split(content: Mapping[str, Any]) -> Payload:
             name += "_"
         home[name] = value
         mark = {_MARK: name, "file": WEIGHTS if of_model else TENSORS}
-        return mark if value.is_contiguous() else {**mark, "stride": list(value.stride())}
+        # Of the same order in memory, but without gaps, and with no element twice: what can be filled again.
+        dense = torch.empty_like(value, device="meta")
+        return mark if dense.is_contiguous() else {**mark, "stride": list(dense.stride())}
 
     shared = dict(content)
     ranks: tuple[bytes, ...] = ()

@@ -9,7 +9,6 @@ accident: in contrast to the digest of a file, it is all that is left of the wei
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,12 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from lightning_protrain.checkpoint.tensors import DTYPES
+from lightning_protrain.checkpoint.fingerprints import digest_of, same_bits, side_by_side
+from lightning_protrain.checkpoint.tensors import DTYPES, can_hold, shared_names
 
 # Key of a checkpoint.
 FROZEN = "frozen_weights"
-# Bytes of a weight that are fetched to the host at once.
-_PIECE = 64 << 20
 # What adapters put between the parts of a name.
 _ADAPTED = frozenset(("base_layer", "original_module"))
 _MOST_NAMED = 4
@@ -134,29 +132,23 @@ class References:
         Raises:
             ValueError: Some differ, or are missing; the message has the first ones.
         """
-        wrong = [
-            key
-            for key, each in self.weights.items()
-            if not isinstance(tensors.get(key), Tensor) or not each.is_of(tensors[key], digest)
-        ]
+        there = {key: tensors[key] for key in self.weights if isinstance(tensors.get(key), Tensor)}
+        twice = shared_names({key: each for key, each in there.items() if can_hold(each)})
+
+        def differs(key: str) -> bool:
+            each = self.weights[key]
+            if key in twice and each == self.weights[twice[key]]:
+                return False  # Said of its other name.
+            return key not in there or not each.is_of(there[key], digest)
+
+        unlike = side_by_side(differs, self.weights)
+        wrong = [key for key, is_unlike in zip(self.weights, unlike, strict=True) if is_unlike]
         if wrong:
             raise ValueError(
                 f"{name} does not hold frozen weights, but was saved with those of {self.origin}, and those of this "
                 f"model are other ones: {_named(wrong)} (of {len(self.weights)}). Load the model that the run began "
                 "with; what is trained is right above no other."
             )
-
-
-def digest_of(tensor: Tensor) -> str:
-    """SHA-256 of the elements of a tensor in row-major order, some at a time, on any device."""
-    digest = hashlib.sha256()
-    if tensor.numel():
-        flat = tensor.detach().as_subclass(Tensor).reshape(-1)
-        if flat.stride(0) != 1:  # One element may have any stride.
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        for piece in flat.split(max(_PIECE // flat.element_size(), 1)):
-            digest.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def take_out(state_dict: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -219,7 +211,7 @@ def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
         FileNotFoundError: There is no such source.
         ValueError: It has a file that is none of safetensors.
     """
-    digests = dict(_search(weights, source))
+    digests = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
     found: dict[str, Tensor] = {}
     for key, each in weights.items():  # One with several names has one of them in the source.
         tensor = digests.get(each.digest)
@@ -228,31 +220,70 @@ def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
     return found
 
 
-def proven(weights: Mapping[str, Reference], source: str) -> set[str]:
-    """Digests of those that the source has; the arguments and errors are those of `resolve`."""
-    return {digest for digest, _ in _search(weights, source)}
+def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str) -> set[str]:
+    """Digests of those that the source has; nothing is hashed.
+
+    Args:
+        weights: By key of the state dict.
+        tensors: What they refer to, by key.
+        source: As of `resolve`, with its errors.
+    """
+    return set(_search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key])))
 
 
-def _search(weights: Mapping[str, Reference], source: str) -> Iterator[tuple[str, Tensor]]:
-    """What the source has of them, by digest, one after the other."""
-    folder = _folder(source)
-    seen: set[str] = set()
+def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
+    """Keys of those of which the source has one of their name and shape, of a dtype that can be cast to theirs.
+
+    Args:
+        weights: By key of the state dict; values may be missing.
+        source: As of `resolve`, with its errors.
+    """
     with ExitStack() as stack:
-        places: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is no file of tensors: {error}") from error
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                places.setdefault(name, file)
-        for key, each in weights.items():
+        places = _places(_folder(source), stack)
+        found = set()
+        for key, tensor in weights.items():
             for name in _candidates(key):
-                if name in places and each.digest not in seen:
-                    tensor = _like(places[name].get_tensor(name), each)
-                    if each.is_of(tensor, digest_of):
-                        seen.add(each.digest)
-                        yield each.digest, tensor
+                if name in places and list(tensor.shape) == places[name].get_slice(name).get_shape():
+                    found.add(key)
+        return found
+
+
+def _search(weights: Mapping[str, Reference], source: str, is_it: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
+    """What the source has of them, by digest.
+
+    Args:
+        weights: By key of the state dict.
+        source: As of `resolve`.
+        is_it: Whether a tensor of the source is the weight of a key.
+    """
+    keys: dict[str, list[str]] = {}
+    for key, each in weights.items():
+        keys.setdefault(each.digest, []).append(key)
+    with ExitStack() as stack:
+        places = _places(_folder(source), stack)
+
+        def look(digest: str) -> Tensor | None:
+            for key in keys[digest]:
+                for name in _candidates(key):
+                    if name in places and is_it(key, tensor := _like(places[name].get_tensor(name), weights[key])):
+                        return tensor
+            return None
+
+        found = zip(keys, side_by_side(look, keys), strict=True)
+        return {digest: tensor for digest, tensor in found if tensor is not None}
+
+
+def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each name."""
+    places: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no file of tensors: {error}") from error
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            places.setdefault(name, file)
+    return places
 
 
 def _folder(source: str) -> Path:

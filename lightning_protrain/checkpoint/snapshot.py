@@ -63,7 +63,7 @@ class Snapshot:
                     assert self._memory is not None
                     part = self._memory[place : place + tensor.nbytes]
                     copies[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-                    place += _aligned(tensor.nbytes)
+                    place += aligned(tensor.nbytes)
             return copies
 
         return Payload(copy(payload.weights), copy(payload.tensors), payload.state, payload.ranks)
@@ -77,9 +77,10 @@ def _size(payload: Payload) -> int:
     size = 0
     for tensors in (payload.weights, payload.tensors):
         shared = shared_names(tensors)
-        size += sum(_aligned(tensor.nbytes) for name, tensor in tensors.items() if name not in shared)
+        size += sum(aligned(tensor.nbytes) for name, tensor in tensors.items() if name not in shared)
     return size
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Bytes that a tensor of this size takes of it."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

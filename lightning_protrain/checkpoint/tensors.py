@@ -74,10 +74,14 @@ def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for name in names:
-        # A tensor without elements has no bytes that could be viewed.
-        if tensors[name].numel():
-            data = tensors[name].detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-            file.write(data.reshape(-1).view(torch.uint8).numpy())
+        file.write(flat_bytes(tensors[name]).numpy())
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Its elements in row-major order, as bytes (nbytes,) in host memory; a view where they lie like that."""
+    plain = tensor.detach().as_subclass(Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous, whatever strides it has; only with a stride of 1 can it be viewed as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_protrain.planner.clock import Columns, Seconds, Training
 from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
-from lightning_protrain.planner.entries import Entries, Uses, runs_of
+from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
@@ -63,7 +63,8 @@ class Candidates:
         block: Index among the blocks of the layout at each position; the number of blocks where there is none, (P,).
         in_order_from: For fewer resident chunks than these every plan is walked through chunk by chunk.
         computation: Seconds of a forward and a backward without recomputation.
-        each: Seconds of the recomputation of one block, and of what streams one chunk if nothing hides it, on average.
+        each: Seconds in a step of the recomputation of one block, and of what streams one chunk if nothing hides it, on
+            average.
     """
 
     def __init__(
@@ -82,11 +83,10 @@ class Candidates:
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
         self._forward, self._backward = (np.array(seconds)[:, None] for seconds in computes)
         of_block = self.block < len(index_of)
-        streamed = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * (
-            sizes.nbytes / hardware.download + sizes.elements / hardware.host_step
-        )
+        copied = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * sizes.nbytes / hardware.download
+        streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
         self.each = (
-            float(self._forward[of_block].sum()) / max(len(index_of), 1),
+            training.accumulate * float(self._forward[of_block].sum()) / max(len(index_of), 1),
             float(streamed.sum()) / max(len(streamed), 1),
         )
         self.computation = float(self._forward.sum() + self._backward.sum()) or 1.0
@@ -105,6 +105,7 @@ class Candidates:
         each = gradients.positions, gradients.chunks, gradients.streamed, parts, works
         rates = hardware.download, hardware.download_beside
         self._landings = Landings(*each, self._backward[:, 0], rates)
+        self._held = Remembered(self._holding_of)
         # Only then the forward follows steps chunk by chunk.
         self._host_steps = gradients.steps(len(sizes.nbytes)) if training.overlap == "forward" else None
         self._tails: Seconds | None = None
@@ -186,13 +187,17 @@ class Candidates:
         """
         # Many differ in nothing that counts here.
         keys = (room * (len(self._sizes) + 1) + persistent) * 2 + loose
-        _, one, which = np.unique(keys, return_index=True, return_inverse=True)
-        loosely = loose[one]
-        alone, beside = self._landings.of(persistent[one], room[one], loosely)
-        both = np.concatenate((np.where(loosely, np.minimum(alone, beside), alone), beside), axis=-1)
-        chosen = which.reshape(-1) + np.where(rates == self._hardware.download_beside, len(one), 0)
-        flat = np.arange(len(rates))[:, None] * both.shape[-1] + chosen
-        return both.reshape(len(both), -1).take(flat, axis=1)
+        table, which = self._held.of(keys)
+        chosen = which + np.where(rates == self._hardware.download_beside, table.shape[-1], 0)
+        flat = np.arange(len(rates))[:, None] * (2 * table.shape[-1]) + chosen
+        return table.reshape(len(table), -1).take(flat, axis=1)
+
+    def _holding_of(self, keys: Integers) -> Seconds:
+        """What `_holding` chooses from, at the rate of downloads alone and beside uploads, (6, P, 2, K)."""
+        rest, loose = np.divmod(keys, 2)
+        room, persistent = np.divmod(rest, len(self._sizes) + 1)
+        alone, beside = self._landings.of(persistent, room, loose > 0)
+        return np.stack((np.where(loose > 0, np.minimum(alone, beside), alone), beside), axis=2)
 
     def _streams(self, persistent: Integers, buffers: Integers, loose: Flags) -> tuple[_Uploads, _Uploads]:
         """What comes in forward and in backward."""

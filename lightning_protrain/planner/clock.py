@@ -153,17 +153,28 @@ def passes(columns: Columns, training: Training, asynchronous: bool = True) -> t
     if not asynchronous:
         return _in_turn(columns, training)
     start = np.zeros(columns.device_step.shape)
-    last = _backward(columns, training, start, adds=training.accumulate > 1, steps=True)
-    begun, stepped = _update(columns, training, last)
-    seconds = _forward(columns, begun, last.down, stepped)
-    forward = seconds - begun
-    if training.accumulate > 1:
-        others = (training.accumulate - 1) * _forward(columns, start, start, None)
-        first = _backward(columns, training, start, adds=False, steps=False).landed
-        middle = _backward(columns, training, start, adds=True, steps=False).landed
-        seconds = seconds + others + first + (training.accumulate - 2) * middle
-        forward = forward + others
+    again = training.accumulate
+    # The host's work in the last backward of a step, in its first one, and in one between them.
+    works = (columns.add if again > 1 else columns.land) + _worked_behind(columns, training)
+    ended = _backward(columns, np.stack((works, columns.land, columns.add)[: min(again, 3)], axis=1), training, start)
+    begun, stepped = _update(columns, training, ended)
+    if again == 1:
+        seconds = _forward(columns, begun[None], ended.down[None], stepped)[0]
+        return seconds, seconds - begun
+    # The last forward, and the others.
+    forwards = np.stack((begun, start)), np.stack((ended.down, start))
+    seconds, other = _forward(columns, *forwards, stepped)
+    forward = seconds - begun + (again - 1) * other
+    landed = np.maximum(ended.computed, ended.known)
+    seconds = seconds + (again - 1) * other + landed[1] + (again - 2) * landed[-1]
     return seconds, forward
+
+
+def _worked_behind(columns: Columns, training: Training) -> Seconds | float:
+    """What the host's worker does in the last backward of a step beside landing gradients."""
+    if not training.works_in_backward:
+        return 0.0
+    return columns.norm if training.overlap == "forward" else columns.host_step
 
 
 def _in_turn(columns: Columns, training: Training) -> tuple[Seconds, Seconds]:
@@ -180,19 +191,17 @@ def _in_turn(columns: Columns, training: Training) -> tuple[Seconds, Seconds]:
 
 @dataclass(frozen=True)
 class _Ended:
-    """When a backward has ended, (K,) each.
+    """When a backward has ended, with each of W works of the host.
 
     Attributes:
-        computed: Its computation.
-        known: All gradients are known to the host.
-        landed: Both.
-        down: The link towards the host is free.
-        stepped: The host has stepped the chunks of each position, (P, K); None: it has not begun.
+        computed: Its computation, (K,).
+        known: All gradients are known to the host, (W, K).
+        down: The link towards the host is free, (K,).
+        stepped: The host has done the first work of each position, (P, K); None: that are no steps.
     """
 
     computed: Seconds
     known: Seconds
-    landed: Seconds
     down: Seconds
     stepped: Seconds | None
 
@@ -214,40 +223,43 @@ def _only_where(work: Seconds, seconds: Seconds | float = 0.0) -> Seconds:
     return np.where(work > 0, seconds, -np.inf)
 
 
-def _ends(columns: Columns) -> tuple[Seconds, Seconds]:
-    """When the computation of each position has ended, to be filled in; a last row for no wait. And the same, flat."""
-    shape = columns.compute_forward.shape
-    ends = np.full((shape[0] + 1, shape[1]), -np.inf)
-    return ends, ends.reshape(-1)
+def _waits(waits: Positions, passes: int) -> tuple[Seconds, Seconds, Positions, list[bool]]:
+    """When the computation of each position has ended, to be filled in; what is waited for; where anybody waits.
 
-
-def _rows(waits: Positions) -> Positions:
-    """Where what is waited for stands in `_ends`, flat."""
+    What ends is (P + 1, W, K), the last row for no wait, and the same, flat; what is waited for are places there.
+    """
     num_positions, num_columns = waits.shape
-    return np.where(waits < 0, num_positions, waits) * num_columns + np.arange(num_columns)
+    ends = np.full((num_positions + 1, passes, num_columns), -np.inf)
+    rows = np.where(waits < 0, num_positions, waits)[:, None] * (passes * num_columns)
+    somewhere: list[bool] = (waits.max(axis=1) >= 0).tolist()
+    return ends, ends.reshape(-1), rows + np.arange(passes * num_columns).reshape(passes, -1), somewhere
 
 
 def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds | None) -> Seconds:
-    """When a forward that begins at `begun` has ended; the link towards the host is busy until `down`.
+    """When forwards that begin at `begun` have ended; the link towards the host is busy until `down`; (W, K).
 
-    `stepped` says when the host has stepped the chunks of each position, which are uploaded then, (P, K).
+    `stepped` says when the host has stepped the chunks of each position, which the first one uploads then, (P, K).
     """
-    ends, flat = _ends(columns)
-    rows = _rows(columns.wait_forward)
+    ends, flat, rows, waits = _waits(columns.wait_forward, len(begun))
     swaps = bool(columns.swap_out.any())
     leaves = _only_where(columns.swap_out)
+    released = None if stepped is None else stepped + columns.tail
     up = time = begun
     out = np.maximum(begun, down) if swaps else begun
     gone = deque([np.full_like(begun, -np.inf)] * 2, maxlen=2)  # What the last two positions have swapped.
-    for index in range(len(rows)):
-        up = np.maximum(up + columns.upload_forward[index], flat.take(rows[index]) + columns.late_forward[index])
-        if stepped is not None:
-            up = np.maximum(up, stepped[index] + columns.tail[index])
+    for index, (upload, late, compute) in enumerate(
+        zip(columns.upload_forward, columns.late_forward, columns.compute_forward, strict=True)
+    ):
+        up = up + upload
+        if waits[index]:
+            up = np.maximum(up, flat.take(rows[index]) + late)
+        if released is not None:
+            np.maximum(up[0], released[index], out=up[0])
         start = np.maximum(time, up)
         if swaps:
             # Its memory is given back when the next position has ended.
             start = np.maximum(start, gone[0])
-        time = ends[index] = start + columns.compute_forward[index]
+        time = ends[index] = start + compute
         if swaps:
             out = np.maximum(out, start + leaves[index]) + columns.swap_out[index]
             out = np.maximum(out, time + leaves[index])
@@ -255,49 +267,46 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
     return np.maximum(time, gone[0])
 
 
-def _backward(columns: Columns, training: Training, start: Seconds, adds: bool, steps: bool) -> _Ended:
-    """A backward.
+def _backward(columns: Columns, works: Seconds, training: Training, start: Seconds) -> _Ended:
+    """A backward, with one work of the host after the other: the device and the link wait for none of them.
 
     Args:
         columns: What the plans do.
-        training: How they are used.
+        works: Of the host's worker at each position, (P, W, K); the first is that of the last backward of a step.
+        training: How the plans are used.
         start: When it begins, (K,).
-        adds: Whether its gradients are added to those of a micro-batch before.
-        steps: Whether it is the last of a step.
     """
-    ends, flat = _ends(columns)
-    rows = _rows(columns.wait_backward)
+    ends, flat, rows, waits = _waits(columns.wait_backward, 1)
     swaps = bool(columns.swap_in.any())
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
-    behind = steps and training.works_in_backward
-    work = columns.add if adds else columns.land
-    if behind:
-        work = work + (columns.norm if training.overlap == "forward" else columns.host_step)
-    begins = _only_where(work)
+    begins = _only_where(works)
     # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads,
     # the first of them that the worker has waited for.
-    behind_begin = np.stack(
-        (columns.compute_backward + columns.stall, lands + columns.landed, lands + begins + columns.ready), axis=1
-    )
-    behind_link = np.stack((lands + columns.drain, columns.carry, begins + columns.ready_behind), axis=1)
-    stepped = np.empty(rows.shape) if behind and training.overlap == "backward" else None
+    first = (columns.compute_backward + columns.stall)[:, None], (lands + columns.landed)[:, None]
+    behind_begin = np.concatenate((*first, lands[:, None] + begins + columns.ready[:, None]), axis=1)
+    first = (lands + columns.drain)[:, None], columns.carry[:, None]
+    behind_link = np.concatenate((*first, begins + columns.ready_behind[:, None]), axis=1)
+    stepped = np.empty(lands.shape) if training.overlap == "backward" else None
 
-    time = up = down = host = before = start
+    time = up = down = before = start
+    host = np.broadcast_to(start, works.shape[1:])
     for index in reversed(range(len(rows))):
         entered = time
-        up = np.maximum(up + columns.upload_backward[index], flat.take(rows[index]) + columns.late_backward[index])
+        up = up + columns.upload_backward[index]
+        if waits[index]:
+            up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
         begun = np.maximum(entered, up) + columns.recompute[index]
-        time, down, opens = np.maximum(begun + behind_begin[index], down + behind_link[index])
+        following = np.maximum(begun + behind_begin[index], down + behind_link[index])
+        time, down = following[0], following[1]
         if swaps:
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
-        host = np.maximum(np.maximum(host, opens) + work[index], down + begins[index])
+        host = np.maximum(np.maximum(host, following[2:]) + works[index], down + begins[index])
         if stepped is not None:
-            stepped[index] = host
-        ends[index], before = time, entered
-    known = np.maximum(down, host)
-    return _Ended(time, known, np.maximum(time, known), down, stepped)
+            stepped[index] = host[0]
+        ends[index, 0], before = time, entered
+    return _Ended(time, np.maximum(down, host), down, stepped)
 
 
 def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:
@@ -306,7 +315,7 @@ def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Second
     if training.overlap == "backward":
         assert ended.stepped is not None
         return stepped, ended.stepped + _only_where(columns.host_step)
-    known, work = ended.known, columns.host_step
+    known, work = ended.known[0], columns.host_step
     if training.clips:
         work = work + columns.scale
         if training.overlap == "off":

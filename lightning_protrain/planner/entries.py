@@ -10,13 +10,44 @@ chunks, too, if each position needs those that came last, in order, before it ne
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Remembered:
+    """Arrays that belong to a number, each computed once.
+
+    Args:
+        compute: From numbers, (K,), to their arrays, (..., K).
+    """
+
+    def __init__(self, compute: Callable[[Integers], Floats]) -> None:
+        self._compute = compute
+        self._known: dict[int, int] = {}
+        self._table: Floats | None = None
+
+    def of(self, numbers: Integers) -> tuple[Floats, Integers]:
+        """Arrays of all numbers so far, (..., U), and which of them each of these has, (K,)."""
+        each, which = np.unique(numbers, return_inverse=True)
+        first = len(self._known)
+        new = [number for number in each.tolist() if number not in self._known]
+        self._known.update(zip(new, range(first, first + len(new)), strict=True))
+        if new or self._table is None:
+            found = self._compute(np.array(new, dtype=np.int64))
+            if self._table is None or len(self._known) > self._table.shape[-1]:
+                wider = np.zeros((*found.shape[:-1], 2 * len(self._known)))
+                if self._table is not None:
+                    wider[..., :first] = self._table[..., :first]
+                self._table = wider
+            self._table[..., first : len(self._known)] = found
+        places = np.array([self._known[number] for number in each.tolist()], dtype=np.int64)
+        return self._table, places[which.reshape(-1)]
 
 
 class Entries:

@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_protrain.planner.prediction import Prediction
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY, Prediction
 
 # Characters: a terminal is 80 wide, and a longer name of the module around them would hide the names of the units.
 MAX_SHARED_NAME = 12
@@ -108,7 +108,8 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         budget = plan.prediction.budget
     parts: list[RenderableType] = [unit_table(plan), placement(plan), *sentences, "", memory_table(plan, budget)]
     if plan.prediction is not None:
-        parts += ["", phase_table(plan.prediction), time_sentence(plan.prediction), *plan.prediction.advice]
+        parts += ["", phase_table(plan.prediction), *copy_sentences(plan.prediction), time_sentence(plan.prediction)]
+        parts += plan.prediction.advice
     return Group(*parts)
 
 
@@ -196,6 +197,13 @@ def phase_table(prediction: Prediction) -> Table:
         where = f" (in {phase.unit})" if phase.unit and mostly else ""
         table.add_row(phase.name, short_bytes(phase.device_bytes), short_bytes(phase.host_bytes), mostly + where)
     return table
+
+
+def copy_sentences(prediction: Prediction) -> list[str]:
+    """What the host keeps to write checkpoints behind the training, if anything."""
+    copied = max(phase.host.get(CHECKPOINT_COPY, 0) for phase in prediction.phases)
+    sentence = f"Of the host, {short_bytes(copied)} are the copy of the checkpoint, from the first save on."
+    return [sentence] if copied else []
 
 
 def time_sentence(prediction: Prediction) -> str:

@@ -46,6 +46,7 @@ class Footprint:
         accumulate: Micro-batches in a step.
         alpha: As in `memory_timeline`.
         foreach: As in `memory_timeline`.
+        checkpoint_copy: As in `memory_timeline`.
 
     Attributes:
         buffers: Bytes of chunk buffers.
@@ -66,12 +67,13 @@ class Footprint:
         accumulate: int = 1,
         alpha: float = 1.0,
         foreach: bool = False,
+        checkpoint_copy: int = 0,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
-        self._chunks = tuple(chunks)
+        self._chunks, self._checkpoint_copy = tuple(chunks), checkpoint_copy
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
         self._column = np.full((num_blocks + 1) ** 2, -1, dtype=np.int64)
@@ -93,7 +95,7 @@ class Footprint:
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
         how = self._state_bytes, self._accumulates, self._asynchronous
-        table = _host_states(self._chunks, self._sizes, *how)
+        table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
     def swaps(self, num_swap: Integers) -> Flags:
@@ -142,13 +144,15 @@ class Footprint:
         # Of resident chunks, `fits` fit (-1: none), `over` are too many; often all there may be fit.
         fits, over, step = np.full_like(known, -1), len(beside) - known, 0
         guess = over - 1
-        while (over - fits > 1).any():
+        while (sought := np.flatnonzero(over - fits > 1)).size:
             step += 1
-            tried = np.maximum(np.clip(guess, fits + 1, over - 1) if step % HALVED else (fits + over) // 2, 0)
-            peaks = self._activations.highest(levels, columns, tried)
-            enough = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap, tried)) <= budget
-            fits, over = np.where(enough, tried, fits), np.where(enough, over, tried)
-            guess = np.searchsorted(fixed, budget - peaks, side="right") - 1
+            low, high = fits[sought], over[sought]
+            tried = np.maximum(np.clip(guess[sought], low + 1, high - 1) if step % HALVED else (low + high) // 2, 0)
+            peaks = self._activations.highest(levels, columns[sought], tried)
+            needed = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap[sought], tried))
+            enough = needed <= budget
+            fits[sought], over[sought] = np.where(enough, tried, low), np.where(enough, high, tried)
+            guess[sought] = np.searchsorted(fixed, budget - peaks, side="right") - 1
         return len(beside) - 1 - fits
 
     def host(self, num_swap: Integers, fewest: Integers, most: Integers) -> Integers:

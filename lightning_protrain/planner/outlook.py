@@ -56,6 +56,7 @@ def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
         problem.training.accumulate,
         problem.alpha,
         problem.foreach,
+        problem.checkpoint_copy,
     )
 
 

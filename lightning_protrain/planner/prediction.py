@@ -9,6 +9,8 @@ from typing import Any, Self
 
 # How far a measured peak may lie above the predicted one before it is said; below it nobody is harmed.
 TOLERANCE = 0.05
+# Among the terms of the host: the copy of a checkpoint that is written behind the training.
+CHECKPOINT_COPY = "checkpoint_copy"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Problem:
         alpha: Fragmentation factor for activations, as in `memory_timeline`.
         foreach: Whether the optimizer steps all resident parameters at once.
         chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
+        checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -54,6 +55,7 @@ class Problem:
     alpha: float = 1.0
     foreach: bool = False
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
+    checkpoint_copy: int = 0
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""
@@ -154,6 +156,7 @@ class Packing:
             problem.training.accumulate,
             problem.alpha,
             problem.foreach,
+            problem.checkpoint_copy,
         )
 
     def keeps(self, num_swap: Integers, num_checkpoint: Integers, persistent: Integers) -> Integers:

@@ -3,8 +3,11 @@
 [Note: Search]
 A candidate is (swapped blocks, checkpointed blocks, offloaded chunks); the first chunks are resident, the policies are
 laid out as in [Note: Layout of policies]. Of the chunk buffers it has as many as fit, or those that are pinned.
-With the number of swapped blocks fixed, a box of candidates is bounded by one that has the best of
-all: the fewest checkpoints and offloaded chunks for the time; the most of both for the memory, and so for the buffers.
+A box of candidates is bounded by what has the best of all: the fewest checkpoints and offloaded chunks for the time,
+the most of both for the memory, and so for the buffers. Swapped blocks do not checkpoint, so which blocks do depends on
+how many swap. A box over several numbers of them has for the time what the fewest swap, and recomputes what all its
+candidates recompute; for the memory it has the least of all these numbers. So swapped blocks, checkpoints and offloaded
+chunks, which replace one another at nearly the same price, are divided together.
 Memory need not rise with resident chunks (the last ones take their buffers with them), so tables of the least from some
 number on stand for it. Boxes are cut where with the most checkpoints nothing fits: see [Note: Fewest offloaded]. Among
 candidates of equal time, the one with fewer swapped blocks, then checkpoints, then offloaded chunks is taken, and the
@@ -70,7 +73,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     seconds, best, evaluations, rounds = np.inf, None, 0, 0
     for space in spaces:
         found = minimize(
-            space.seconds, space.corner, *space.roots(), below=seconds, cut=space.cut, weights=space.weights
+            space.seconds, space.corner, *space.whole(), below=seconds, cut=space.cut, weights=space.weights
         )
         evaluations, rounds = evaluations + found.evaluations, rounds + found.rounds
         if found.point:

@@ -17,6 +17,8 @@ from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.space import Space
 from lightning_protrain.planner.timeline import memory_timeline
 
+COPY = "the copy of the checkpoint: saves that the training waits for, with asynchronous=False, need none."
+
 
 class NoFeasiblePlan(ValueError):
     """No plan fits the device and the host; the message says what is short, by how much, and what would help."""
@@ -44,7 +46,7 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
     if problem.device_bytes is not None and device > problem.device_bytes:
         sentences = _device_sentences(problem, problem.device_bytes, on_device, device)
     elif problem.host_bytes is not None and host > problem.host_bytes:
-        sentences = _host_sentences(problem.host_bytes, host)
+        sentences = _host_sentences(problem, problem.host_bytes, host)
     else:
         # Each would fit alone: what fits one of them is too much for the other.
         assert problem.device_bytes is not None
@@ -54,6 +56,7 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
         sentences = [
             *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
+            *_copy_sentences(problem),
         ]
     raise NoFeasiblePlan(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
 
@@ -107,11 +110,19 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     return sentences
 
 
-def _host_sentences(budget: int, needed: int) -> list[str]:
+def _copy_sentences(problem: Problem) -> list[str]:
+    """Of what the host would need, what is for checkpoints."""
+    if not problem.checkpoint_copy:
+        return []
+    return [f"{format_bytes(problem.checkpoint_copy)} of the host are {COPY}"]
+
+
+def _host_sentences(problem: Problem, budget: int, needed: int) -> list[str]:
     return [
         f"No plan fits: the host would need at least {format_bytes(needed)}, {format_bytes(budget)} are available.",
         f"{format_bytes(needed - budget)} are short.",
         f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",
+        *_copy_sentences(problem),
     ]
 
 

@@ -27,10 +27,11 @@ PROBES = 2
 
 @dataclass(frozen=True)
 class _Boxes:
-    """Sets of candidates with the same number of swapped blocks; see [Note: Search].
+    """Sets of candidates; see [Note: Search].
 
     Attributes:
-        swap: Swapping blocks, (K,).
+        swap: The fewest swapping blocks, (K,).
+        swaps: The most of them.
         least: The fewest checkpointing blocks.
         most: The most of them.
         fewest: The fewest resident chunks.
@@ -39,6 +40,7 @@ class _Boxes:
     """
 
     swap: Integers
+    swaps: Integers
     least: Integers
     most: Integers
     fewest: Integers
@@ -48,6 +50,34 @@ class _Boxes:
     def only(self, chosen: Flags | Integers) -> _Boxes:
         """Some of them."""
         return _Boxes(**{name: values[chosen] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class _Each:
+    """Every number of swapped blocks of every box, those of one box next to each other.
+
+    Attributes:
+        box: Which box.
+        swap: Swapping blocks.
+        start: The first one of each box.
+    """
+
+    box: Integers
+    swap: Integers
+    start: Integers
+
+    @classmethod
+    def of(cls, least: Integers, most: Integers) -> _Each:
+        """From the fewest to the most of each box, (K,)."""
+        counts = most - least + 1
+        start = np.cumsum(counts) - counts
+        box = np.repeat(np.arange(len(counts)), counts)
+        return cls(box, np.arange(len(box)) + (least - start)[box], start)
+
+    def least(self, values: Integers) -> Integers:
+        """The least value in each box, (K,)."""
+        found: Integers = np.minimum.reduceat(values, self.start)
+        return found
 
 
 class Space:
@@ -65,6 +95,8 @@ class Space:
         problem = packing.problem
         self._device_budget = UNLIMITED if problem.device_bytes is None else problem.device_bytes
         self._host_budget = UNLIMITED if problem.host_bytes is None else problem.host_bytes
+        blocks = problem.layout.blocks
+        self._count = len(blocks) if all(block.name for block in blocks) else 0
 
     @cached_property
     def _quantum(self) -> float:
@@ -78,13 +110,13 @@ class Space:
     @cached_property
     def weights(self) -> Floats:
         """About how many seconds one more swapped block, checkpoint or offloaded chunk may take, (3, 1)."""
-        return np.array([1.0, *self.packing.candidates.each])[:, None]
+        checkpoint, chunk = self.packing.candidates.each
+        return np.array([checkpoint + chunk, checkpoint, chunk])[:, None]
 
     def roots(self) -> tuple[Integers, Integers]:
         """Least and greatest corners of one box for each number of swapped blocks, (3, K)."""
         knobs = self.knobs
-        blocks = self.packing.problem.layout.blocks
-        count = len(blocks) if all(block.name for block in blocks) else 0
+        count = self._count
         swap, checkpoint, resident = knobs.num_swap_blocks, knobs.num_checkpoint_blocks, knobs.num_persistent_chunks
         swaps = np.arange(len(self.packing.places) + 1) if swap is None else np.array([swap])
         least = np.zeros_like(swaps) if checkpoint is None else np.full_like(swaps, checkpoint)
@@ -94,6 +126,17 @@ class Space:
         high = np.stack((swaps, most, np.full_like(swaps, offloaded[1])))
         possible = (swaps <= len(self.packing.places)) & (least + swaps <= max(count, 0)) & (offloaded[0] >= 0)
         return low[:, possible], high[:, possible]
+
+    def whole(self) -> tuple[Integers, Integers]:
+        """All of them in one box, (3, 1), if it can be bounded and that is of use.
+
+        With steps behind backward the host is what counts more often, and then few boxes are left of each number.
+        """
+        low, high = self.roots()
+        behind = self.packing.problem.training.overlap == "backward"
+        if not low.size or behind or self.knobs.num_keep_offloaded_blocks is not None:
+            return low, high
+        return low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
 
     def seconds(self, low: Integers, high: Integers) -> Floats:
         """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
@@ -148,19 +191,28 @@ class Space:
 
     def cut(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
         """What is left of boxes without candidates that do not fit the device, see [Note: Fewest offloaded]."""
-        if self._device_budget == UNLIMITED:
+        most = np.minimum(high[1], self._count - low[0])
+        high = np.stack((np.minimum(high[0], self._count - low[1]), most, high[2]))
+        some = (low <= high).all(axis=0)
+        low, high = low[:, some], high[:, some]
+        if self._device_budget == UNLIMITED or not low.size:
             return low, high
+        each = _Each.of(low[0], high[0])
         width = len(self.packing.problem.layout.blocks) + 1
-        pairs, pair = np.unique(low[0] * width + high[1], return_inverse=True)
+        pairs, pair = np.unique(each.swap * width + self._most(high[1], each), return_inverse=True)
         swap, checkpoint = np.divmod(pairs, width)
         known = np.full_like(pairs, self.num_chunks)
-        np.minimum.at(known, pair.reshape(-1), low[2])
+        np.minimum.at(known, pair.reshape(-1), low[2, each.box])
         fewest = self.packing.footprint.fewest_offloaded(swap, checkpoint, known, self._device_budget, self._beside)
-        return np.stack((low[0], low[1], np.maximum(low[2], fewest[pair.reshape(-1)]))), high
+        of_each = fewest[pair.reshape(-1)]
+        fits = of_each <= high[2, each.box]
+        first = each.least(np.where(fits, each.swap, UNLIMITED))
+        last = -each.least(np.where(fits, -each.swap, 1))
+        return np.stack((first, low[1], np.maximum(low[2], each.least(of_each)))), np.stack((last, *high[1:]))
 
     def corner(self, low: Integers, high: Integers) -> Integers:
         """In each box the candidate with the most checkpoints and the fewest offloaded chunks."""
-        return np.stack((high[0], high[1], low[2]))
+        return np.stack((low[0], high[1], low[2]))
 
     def probe(self, low: Integers, high: Integers) -> Integers:
         """In each box the candidate with the most checkpoints and as few offloaded chunks as fit, about."""
@@ -185,9 +237,8 @@ class Space:
         return self._plan(boxes, 0, int(self._fewest_buffers(boxes.persistent)[0]))
 
     def _boxes(self, low: Integers, high: Integers) -> _Boxes:
-        assert (low[0] == high[0]).all(), "boxes with several numbers of swapped blocks"
         count = self.num_chunks
-        return _Boxes(low[0], low[1], high[1], count - high[2], count - low[2], (low == high).all(axis=0))
+        return _Boxes(low[0], high[0], low[1], high[1], count - high[2], count - low[2], (low == high).all(axis=0))
 
     def _allowed(self, boxes: _Boxes) -> Flags:
         """Whether a candidate of the box may have the pinned buffers, and the pinned streamed blocks that keep."""
@@ -203,7 +254,13 @@ class Space:
         return enough & (fewest <= keep) & (keep <= most)
 
     def _taken(self, boxes: _Boxes) -> Integers:
-        return self.packing.footprint.device(boxes.swap, boxes.most, boxes.fewest, boxes.point)
+        each = _Each.of(boxes.swap, boxes.swaps)
+        of_each = boxes.fewest[each.box], boxes.point[each.box]
+        return each.least(self.packing.footprint.device(each.swap, self._most(boxes.most, each), *of_each))
+
+    def _most(self, most: Integers, each: _Each) -> Integers:
+        """The most checkpoints beside each number of swapped blocks."""
+        return np.minimum(most[each.box], self._count - each.swap)
 
     def _fewest_buffers(self, persistent: Integers) -> Integers:
         pinned = self.knobs.num_chunk_buffers
@@ -226,7 +283,8 @@ class Space:
 
     def _simulate(self, boxes: _Boxes, buffers: Integers) -> Floats:
         problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
-        checkpoints = footprint.checkpoints(boxes.swap, boxes.least)
+        # Those of all candidates.
+        checkpoints = footprint.checkpoints(boxes.swap, boxes.least) & ~footprint.swaps(boxes.swaps)
         swapped = footprint.swapped(boxes.swap, boxes.fewest)
         at = candidates.block
         columns = candidates.columns(

@@ -14,11 +14,12 @@ from lightning_protrain.planner.live import LiveChunks
 from lightning_protrain.planner.memory import resident_bytes
 from lightning_protrain.planner.plan import BlockPolicy, Plan, chunk_offsets
 from lightning_protrain.planner.positions import LOSS_COPIES, NOWHERE, Integers, Positions, before
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.unexercised import Reserve, without_gradients
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
-__all__ = ["ActivationCurve", "MemoryTimeline", "Phase", "memory_timeline"]
+__all__ = ["CHECKPOINT_COPY", "ActivationCurve", "MemoryTimeline", "Phase", "memory_timeline"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def memory_timeline(
     accumulate: int = 1,
     alpha: float = 1.0,
     foreach: bool = False,
+    checkpoint_copy: int = 0,
 ) -> MemoryTimeline:
     """What `plan` takes, phase by phase.
 
@@ -105,11 +107,12 @@ def memory_timeline(
         accumulate: Micro-batches in a step.
         alpha: Fragmentation factor of a caching allocator, for activations and temporaries on an asynchronous device.
         foreach: Whether the optimizer steps all resident parameters at once, with temporaries as large as they are.
+        checkpoint_copy: Bytes of the host for the copy of a checkpoint, which is kept from the first save on.
 
     Raises:
         ValueError: The profile has no backward.
     """
-    model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha)
+    model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha, checkpoint_copy)
     phases = (model.loading(), model.forward(), model.backward(), model.step(foreach), model.evaluation())
     return MemoryTimeline(phases, model.reserve.names)
 
@@ -126,6 +129,7 @@ class _Model:
         state_bytes: float,
         accumulate: int,
         alpha: float,
+        checkpoint_copy: int,
     ) -> None:
         self.reserve = Reserve.of(profile, layout)
         # Casts of these are not made: the copy comes in their place.
@@ -156,6 +160,8 @@ class _Model:
             "module_buffers": layout.buffer_bytes,
         }
         self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous)
+        if checkpoint_copy:
+            self._host[CHECKPOINT_COPY] = checkpoint_copy
         policies = [plan.policy(block.name) for block in layout.blocks]
         self._checkpoints = self._at.policies(policies, BlockPolicy.CHECKPOINT)[:, None]
         self._swaps = self._at.policies(policies, BlockPolicy.SWAP)[:, None]

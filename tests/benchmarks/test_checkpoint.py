@@ -24,7 +24,8 @@ def test_everything_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert list(results["fits"]) == list(HOW)
     assert re.search(r"\| lightning_protrain \| \d\.\d+ \| \d\.\d+ \| .* \| >= 0\.9 \| (yes|no) \|", printed)
     assert re.search(r"\| behind \| .* \| <= 1\.05 \| (yes|no) \| .* \| -?\d+ \|", printed)
-    assert re.search(r"\| weights alone \| 0\.3 \| ", printed)
+    assert re.search(r"\| weights alone \| 0\.3 \| 0\.33 \| ", printed)
+    assert re.search(r"\| one rank of 4 \| 1\.\d \| 0\.\d\d \| ", printed)
     assert len(results["fits"]["behind"]["steps"][0]) == 15
     assert [path.name for path in tmp_path.iterdir()] == ["times.json"]
     assert torch.get_num_threads() == before
@@ -59,8 +60,12 @@ def test_steps_that_save_are_held_against_those_that_do_not() -> None:
 
 def test_what_is_loaded_is_what_is_read(tmp_path: Path) -> None:
     found = checkpoint.measure_reads(content(1, 2), tmp_path)
-    assert [name for name, _, _ in found] == ["everything", "weights alone"]
-    assert found[1][1] * 2.9 < found[0][1]
+    assert [each.name for each in found] == ["everything", "weights alone", "one rank of 2", "one rank of 4"]
+    everything, weights, *ranks = found
+    assert everything.files == everything.whole > 2.9 * weights.files
+    own = next(iter(content(1, 2)["state_dict"].values())).nbytes
+    for each, others in zip(ranks, (1, 3), strict=True):
+        assert each.whole - each.files == pytest.approx(others * own, rel=0.05)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -58,6 +58,20 @@ def test_the_tables(problem: Problem) -> None:
     assert text.endswith("| small | 5 | 10 | 20 | 2.00 | 0.500 | 1.0000000 | yes |")
 
 
+def test_divided_models_are_searched_for_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = [(loop.overlap, loop.accumulate > 1, loop.clips) for loop in planner_search.LOOPS.values()]
+    assert [loop[0] for loop in loops[:3]] == ["off", "backward", "forward"]
+    assert loops[3] == ("forward", True, True)
+    monkeypatch.setitem(MODELS, "tiny", (TINY, 1))
+    monkeypatch.setitem(planner_search.DIVIDED, "tiny", 1 << 13)
+    text, rows = planner_search.run(("tiny",), (), 16)
+    divided = [row for row in rows["searches"] if "divided" in row["model"]]
+    assert [row["model"] for row in divided[::2]] == [f"tiny, divided, {loop}" for loop in planner_search.LOOPS]
+    whole = rows["searches"][0]
+    assert all(row["chunks"] > whole["chunks"] and row["evaluations"] > 0 for row in divided)
+    assert text.count("| tiny, divided, overlap forward |") == 2
+
+
 def test_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRIED, "tiny", (TINY, 1))
     main(["search", "--models", "--tried", "tiny", "--sequence=16"])

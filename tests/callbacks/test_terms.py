@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
@@ -81,6 +81,22 @@ def test_data_is_known_by_rows_order_and_content(loader: Any, size: int | None, 
     assert known.get("shuffled") is shuffled
     assert known["fingerprint"] != data_terms([DataLoader(_dataset(7))])["data"][0]["fingerprint"]
     json.dumps(terms)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4)[::2][:1],
+        torch.ones(()).expand(3),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(0, 2),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["one of a stride", "expanded", "conjugate", "empty", "sparse"],
+)
+def test_tensors_of_any_layout_have_a_fingerprint(tensor: Tensor) -> None:
+    [known] = data_terms([DataLoader(TensorDataset(tensor))])["data"]
+    assert known["fingerprint"].startswith("crc32:")
 
 
 def test_a_dataset_says_what_it_is_by_a_fingerprint() -> None:

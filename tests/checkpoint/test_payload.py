@@ -17,6 +17,7 @@ from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS, Payload, join, split
 from lightning_protrain.checkpoint.tensors import read_tensors
 from tests.checkpoint.contents import content, same
+from tests.checkpoint.test_tensors import STRANGE
 
 
 def _round(content: dict[str, Any], folder: Path, map_location: Any = None) -> dict[str, Any]:
@@ -50,6 +51,25 @@ def _same(one: Any, other: Any) -> bool:
 def test_a_dict_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     before = CONTENTS[name]
     assert _same(_round(before, tmp_path), before)
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("key", ["state_dict", "other"])
+def test_strange_layouts_come_back_with_their_values(tmp_path: Path, name: str, key: str) -> None:
+    found = _round({key: {"a": STRANGE[name]}}, tmp_path)[key]["a"]
+    assert found.dtype == STRANGE[name].dtype
+    assert torch.equal(found, STRANGE[name])
+    # It can be written to, and takes no more than its elements.
+    assert torch.equal(found.clone().zero_(), torch.zeros_like(found))
+    assert found.untyped_storage().nbytes() - found.storage_offset() * found.element_size() <= found.nbytes
+
+
+@pytest.mark.parametrize("turned", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_the_order_in_memory_comes_back(tmp_path: Path, turned: tuple[int, ...]) -> None:
+    tensor = torch.arange(24.0).view(2, 3, 4).permute(turned)
+    found = _round({"a": tensor, "b": tensor[:, :2]}, tmp_path)
+    assert found["a"].stride() == tensor.stride()
+    assert torch.equal(found["b"], tensor[:, :2])
 
 
 def test_weights_are_a_file_for_everybody_and_the_rest_is_small(tmp_path: Path) -> None:

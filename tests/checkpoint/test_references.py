@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_protrain.checkpoint import references as module
+from lightning_protrain.checkpoint.fingerprints import digest_of
 from lightning_protrain.checkpoint.references import (
     FROZEN,
     Reference,
     References,
-    digest_of,
     fill,
-    proven,
+    held,
+    listed,
     resolve,
     take_out,
 )
@@ -43,34 +41,6 @@ def tensors() -> dict[str, Tensor]:
 def content(source: str | None, weights: dict[str, Tensor]) -> dict[str, Any]:
     references = References(source, {name: of(each) for name, each in weights.items()}, ("head",))
     return {"state_dict": OrderedDict(head=torch.ones(2)), FROZEN: references.to_content()}
-
-
-@given(st.integers(0, 300), st.integers(1, 64), st.booleans())
-def test_the_digest_is_of_elements_and_of_no_place(numel: int, piece: int, strided: bool) -> None:
-    tensor = torch.arange(numel, dtype=torch.float32)
-    wanted = digest_of(tensor)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE", piece)
-        assert digest_of(torch.stack([tensor, tensor], dim=1)[:, 0] if strided else tensor.clone()) == wanted
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.float64])
-def test_every_bit_counts(dtype: torch.dtype) -> None:
-    raw = torch.zeros(8, dtype=torch.uint8)
-    digests = {digest_of(raw.view(dtype))}
-    for bit in range(8 if dtype is not torch.bool else 1):
-        flipped = raw.clone()
-        flipped[3] ^= 1 << bit
-        digests.add(digest_of(flipped.view(dtype)))
-    assert len(digests) == (9 if dtype is not torch.bool else 2)
-
-
-def test_signed_zeros_and_nans_are_bits_like_others() -> None:
-    zero, negative = torch.tensor([0.0]), torch.tensor([-0.0])
-    assert torch.equal(zero, negative)
-    assert digest_of(zero) != digest_of(negative)
-    nan = torch.tensor([float("nan")])
-    assert of(nan).is_of(nan.clone(), digest_of)
 
 
 def test_content_comes_back() -> None:
@@ -137,7 +107,35 @@ def test_a_source_in_another_dtype_is_cast_as_the_model_was(tmp_path: Path) -> N
     save_file({"a": wide}, tmp_path / "model.safetensors")
     weights = {"a": of(wide.bfloat16())}
     assert torch.equal(resolve(weights, str(tmp_path))["a"], wide.bfloat16())
-    assert proven(weights, str(tmp_path)) == {weights["a"].digest}
+    assert held(weights, {"a": wide.bfloat16()}, str(tmp_path)) == {weights["a"].digest}
+    assert held(weights, {"a": wide.bfloat16() + 1}, str(tmp_path)) == set()
+
+
+def test_what_is_listed_is_known_by_name_and_shape(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    meta = torch.device("meta")
+    weights = {f"model.{name}": torch.empty_like(each, device=meta) for name, each in tensors().items()}
+    assert listed(weights, str(tmp_path)) == set(weights)
+    others = {"layers.0.weight": torch.empty(5, 3, device=meta), "layers.9.weight": torch.empty(4, 3, device=meta)}
+    assert listed(others, str(tmp_path)) == set()
+    with pytest.raises(FileNotFoundError):
+        listed(weights, str(tmp_path / "gone"))
+
+
+def test_a_weight_with_two_names_is_compared_once_but_with_both_references() -> None:
+    tied = torch.ones(3)
+    same, other = of(tied), of(tied + 1)
+    asked: list[Tensor] = []
+
+    def digest(tensor: Tensor) -> str:
+        asked.append(tensor)
+        return digest_of(tensor)
+
+    References(None, {"a": same, "b": same}, ()).refuse_others({"a": tied, "b": tied}, digest, "x")
+    assert len(asked) == 1
+    for pair in ({"a": same, "b": other}, {"a": other, "b": same}, {"a": other, "b": other}):
+        with pytest.raises(ValueError, match="those of this model are other ones"):
+            References(None, pair, ()).refuse_others({"a": tied, "b": tied}, digest, "x")
 
 
 def test_a_source_that_is_gone_or_another_one_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_protrain.planner.columns import traffic
-from lightning_protrain.planner.entries import Entries, Runs, Uses, runs_of
+from lightning_protrain.planner.entries import Entries, Floats, Integers, Remembered, Runs, Uses, runs_of
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,18 @@ def test_sums_by_position(seed: int) -> None:
         for index, row in enumerate(amounts):
             expected = [int(row[(positions == at) & (chunks >= persistent)].sum()) for at in range(6)]
             assert entries.amount(index, begin)[:, 0].tolist() == expected
+
+
+def test_what_is_remembered_is_computed_once() -> None:
+    source, asked = random.Random(0), []
+
+    def compute(numbers: Integers) -> Floats:
+        asked.extend(numbers.tolist())
+        return np.stack((numbers * 0.5, numbers + 7.0))
+
+    remembered = Remembered(compute)
+    for _ in range(20):
+        numbers = np.array([source.randrange(1 << 40) % 90 for _ in range(source.randint(0, 9))], dtype=np.int64)
+        table, which = remembered.of(numbers)
+        assert (table[:, which] == [numbers * 0.5, numbers + 7.0]).all()
+    assert len(set(asked)) == len(asked) > 30

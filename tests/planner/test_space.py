@@ -1,11 +1,15 @@
+"""Bounds of boxes of candidates, and what is cut off them."""
+
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lightning_protrain.planner import space
+from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from tests.planner.brute import all_candidates
@@ -36,3 +40,60 @@ def test_bounds_are_below_all_their_plans(seed: int) -> None:
             inside = ((points >= first[:, None]) & (points <= last[:, None])).all(axis=0)
             if (first < last).any():
                 assert over.seconds(first[:, None], last[:, None])[0] <= values[inside].min()
+
+
+def check_boxes(seed: int) -> None:
+    """Bounds over several numbers of swapped blocks are below all their plans, and what is cut off does not fit."""
+    source = random.Random(seed)
+    problem = random_problem(seed, 5, 8)
+    if problem.training.overlap == "backward":  # It has a box for each number.
+        problem = replace(problem, training=replace(problem.training, overlap="forward"))
+    found = list(all_candidates(problem, Knobs()))
+    problem = with_budgets(problem, *budgets(source, found))
+    over = space.Space(Packing(problem, problem.chunk_bytes[0], None), Knobs())
+    (low, high), (root_low, root_high) = over.whole(), over.roots()
+    assert low.shape == (3, 1)
+    axes = [np.arange(first, last + 1) for first, last in zip(low[:, 0], high[:, 0], strict=True)]
+    points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(3, -1)
+    inside = (points[:2].sum(axis=0) <= len(problem.layout.blocks)) if root_high[1].any() else points[1] == 0
+    points = points[:, inside]
+    assert points.shape[1] == (root_high - root_low + 1).prod(axis=0).sum()
+    values = over.seconds(points, points)
+    corners = [[[source.randint(*pair[:, 0]) for pair in np.stack((low, high), 1)] for _ in range(20)] for _ in "ab"]
+    first, last = np.sort(np.array(corners), axis=0).swapaxes(1, 2)
+    for one, other in zip(first.T, last.T, strict=True):
+        within = ((points >= one[:, None]) & (points <= other[:, None])).all(axis=0)
+        small, large = over.cut(one[:, None], other[:, None])
+        kept = within & ((points >= small) & (points <= large)).all(axis=0) if small.size else np.zeros_like(within)
+        assert np.isinf(values[within & ~kept]).all()
+        if small.size and (small <= large).all() and (small < large).any():
+            assert (over.seconds(small, large)[0] <= values[kept]).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_boxes_over_several_numbers_of_swapped_blocks(seed: int) -> None:
+    check_boxes(seed)
+
+
+@pytest.mark.parametrize("planted", ["_taken", "_simulate"])
+def test_what_is_of_the_fewest_swapped_blocks_alone_is_no_bound(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(space.Space, planted)
+    monkeypatch.setattr(
+        space.Space, planted, lambda self, found, *rest: real(self, replace(found, swaps=found.swap), *rest)
+    )
+    failed = 0
+    for seed in range(60):
+        try:
+            check_boxes(seed)
+        except AssertionError:
+            failed += 1
+    assert failed
+
+
+def test_with_steps_behind_backward_each_number_of_swapped_blocks_has_a_box() -> None:
+    problem = replace(random_problem(1, 5, 8), training=Training("backward"))
+    apart = space.Space(Packing(problem, problem.chunk_bytes[0], None), Knobs())
+    for found, expected in zip(apart.whole(), apart.roots(), strict=True):
+        assert found.tolist() == expected.tolist()
+    together = replace(problem, training=Training("forward"))
+    assert space.Space(Packing(together, problem.chunk_bytes[0], None), Knobs()).whole()[0].shape == (3, 1)
