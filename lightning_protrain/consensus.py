@@ -56,8 +56,8 @@ def say_if_weights_differ(model: nn.Module) -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.numel() and not parameter.is_meta:
-            head = parameter.detach().flatten()[:16].cpu().contiguous()
-            digest.update(head.view(torch.uint8).numpy().tobytes())
+            head = parameter.detach().flatten()[:16].cpu().clone(memory_format=torch.contiguous_format)
+            digest.update(head.as_strided((head.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
     digests = gather(digest.hexdigest())
     others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if others:

@@ -31,6 +31,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class Device(ABC):
         host: Host memory that this device can copy to and from at full speed.
         worker: The host's thread beside the main one.
         hold_bytes: The most that sources of downloads under way should take together.
+        aside: Within it the compute stream is another one: what waits for a collective there holds up no computing.
     """
 
     torch_device: torch.device
@@ -60,6 +62,7 @@ class Device(ABC):
     host: HostMemory = field(default_factory=HostMemory)
     worker: HostWorker = field(default_factory=HostWorker)
     hold_bytes: int = 0
+    aside: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
@@ -317,6 +320,7 @@ class CUDADevice(StreamDevice):
         super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=_numa_node(torch_device))
         self.worker = HostWorker(len(cores), cores)
+        self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._say = say
         self._pageable = False
 
@@ -333,8 +337,7 @@ class CUDADevice(StreamDevice):
         return free + reserved
 
     def describe(self) -> dict[str, str]:
-        name, address = torch.cuda.get_device_name(self.torch_device), _pci_address(self.torch_device)
-        return {"name": name, "address": str(address)}
+        return {"name": torch.cuda.get_device_name(self.torch_device), "address": str(_pci_address(self.torch_device))}
 
     def new_host_memory(self) -> HostMemory:
         return HostMemory(lambda *block: int(torch.cuda.cudart().cudaHostRegister(*block, 0)) == 0, self._unlock)
@@ -376,9 +379,8 @@ def _pci_address(torch_device: torch.device) -> str | None:
 
 def _numa_node(torch_device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node."""
-    address = _pci_address(torch_device)
-    told = devices / str(address) / "numa_node"
-    return int(told.read_text()) if address is not None and told.is_file() else None
+    told = devices / str(_pci_address(torch_device)) / "numa_node"
+    return int(told.read_text()) if told.is_file() else None
 
 
 def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:

@@ -51,8 +51,8 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
             continue
         tensor.data = tensor.data.to(device).contiguous()
         if dist.get_world_size() > 1:
-            # As bytes: backends know fewer dtypes than models have.
-            dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+            # As bytes: backends know fewer dtypes than models have. A single element may have any stride.
+            dist.broadcast(tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8), src=0)
 
 
 def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:

@@ -5,16 +5,17 @@ transformers renames, splits and stacks the tensors of a checkpoint until they a
 tensors that are read from their file when it asks for them, with plain reads: mapped pages would count as memory of the
 process beside the weights they are cast to, and weights that stay mapped would change with their file. Before that it
 is given the same names and shapes without values, on the meta device, so that a checkpoint of another model is refused
-while nothing has been allocated.
+while nothing has been allocated. What that gives is the outline that ranks take which do not load, see [Note: Outlines]
+in outline.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -24,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.architectures import auto_class, vocab_size_of
-from lightning_protrain.quantization import quantizer
+from lightning_protrain.quantization import quantize_without_memory, quantizer
 
 # Names of dtypes in safetensors.
 _DTYPES = {
@@ -34,6 +35,7 @@ _DTYPES = {
 }  # fmt: skip
 # Most names that an error lists.
 _SHOWN = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,23 @@ class StoredTensor:
     def without_values(self) -> Tensor:
         """A tensor like it on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> T:
+    """What `load` gives; on ranks that will share the weights of another one what `outline` gives, without values.
+
+    For `configure_model` of any module. Every rank calls it, under any strategy, or with no trainer at all.
+
+    Args:
+        trainer: Of the module; None: there is none.
+        load: Makes a model with values.
+        outline: Makes the same model on the default device, which is meta while it does.
+
+    Raises:
+        RuntimeError: It failed on another rank.
+    """
+    shares = getattr(getattr(trainer, "strategy", None), "load_once", None)
+    return load() if shares is None else shares(load, outline)
 
 
 def load_model(
@@ -85,31 +104,55 @@ def load_model(
             weight of the model is missing, has another shape, or the checkpoint has one that the model has not.
     """
     refuse_quantised(config, folder)
-    options: dict[str, Any] = {"attn_implementation": attn_implementation, "output_loading_info": True}
-    options["ignore_mismatched_sizes"] = True  # refused below, by name
-    with torch.device("meta"):  # an automatic class loads from folders alone
-        kind: Any = type(auto_class(config).from_config(config))
     files = weight_files(folder)
     model: PreTrainedModel
     if files:
         stored = stored_tensors(files)
-        options |= {"config": config, "dtype": dtype_of(dtype, config, stored)}
-        empty = {name: tensor.without_values() for name, tensor in stored.items()}
-        _check(folder, kind, empty, {**options, "device_map": {"": "meta"}})
+        kind, options = _kind_of(config), _options(config, dtype, attn_implementation, stored)
+        _check(folder, kind, stored, options)
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
         model, _ = kind.from_pretrained(None, state_dict=stored, **options)
-        model.config.name_or_path = folder
-        if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        _remember(model, folder)
     else:
         _refuse_pickle(folder, allow_pickle)
         if quantization is not None:
             raise ValueError(f"Pickled weights are not quantised: convert those in {folder!r} to safetensors.")
-        model, found = kind.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=False, **options)
+        kind, options = _kind_of(config), _options(config, dtype, attn_implementation)
+        model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, found)
     if vocab_size not in (None, vocab_size_of(model.config)):
         model.resize_token_embeddings(vocab_size)
+    return model
+
+
+def outline_model(
+    folder: str,
+    config: PretrainedConfig,
+    dtype: str,
+    attn_implementation: str | None = None,
+    vocab_size: int | None = None,
+    allow_pickle: bool = False,
+    quantization: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """What `load_model` gives for the same arguments, on the meta device; pickled weights are loaded.
+
+    Raises:
+        ValueError: As `load_model`, but for what is wrong with the values.
+    """
+    refuse_quantised(config, folder)
+    files = weight_files(folder)
+    if not files:
+        with torch.device("cpu"):
+            return load_model(folder, config, dtype, attn_implementation, vocab_size, allow_pickle, quantization)
+    stored = stored_tensors(files)
+    with torch.device("cpu"):  # Where from_pretrained is called from must not be meta.
+        model = _check(folder, _kind_of(config), stored, _options(config, dtype, attn_implementation, stored))
+    _remember(model, folder)
+    if quantization is not None:
+        quantize_without_memory(model, quantization)
+    if vocab_size not in (None, vocab_size_of(model.config)):
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
 
 
@@ -175,20 +218,51 @@ def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
     )
 
 
-def _check(folder: str, kind: Any, empty: Mapping[str, Tensor], options: dict[str, Any]) -> None:
+def _kind_of(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):  # an automatic class loads from folders alone
+        return type(auto_class(config).from_config(config))
+
+
+def _options(
+    config: PretrainedConfig,
+    dtype: str,
+    attn_implementation: str | None,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; shapes that differ are refused here, by name."""
+    return {
+        "config": config,
+        "dtype": dtype if stored is None else dtype_of(dtype, config, stored),
+        "attn_implementation": attn_implementation,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+
+
+def _remember(model: PreTrainedModel, folder: str) -> None:
+    """Where a model comes from, and how it generates."""
+    model.config.name_or_path = folder
+    if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: dict[str, Any]) -> PreTrainedModel:
     """Loads names and shapes alone.
 
     Raises:
         ValueError: They are not those of the model.
     """
+    empty = {name: tensor.without_values() for name, tensor in stored.items()}
+    model: PreTrainedModel
     try:
-        _, found = kind.from_pretrained(None, state_dict=empty, **options)
+        model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(
             f"The tensors in {folder!r} have shapes that cannot be put together into the weights of a "
             f"{options['config'].model_type!r} model; the report above names them. Check that config.json is theirs."
         ) from error
     _refuse_keys(folder, options["config"].model_type, found)
+    return model
 
 
 def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:

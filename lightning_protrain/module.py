@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from lightning_protrain.callbacks.failures import SharedFailure
 from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
 from lightning_protrain.data.loader import TokenWindow
 from lightning_protrain.data.packing import check_packing
-from lightning_protrain.loading import load_model
+from lightning_protrain.loading import load_model, load_once, outline_model
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
 from lightning_protrain.quantization import check_quantization, quantize_without_memory
@@ -130,24 +130,26 @@ class CausalLMModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the model or load its weights; does nothing where there is one already."""
-        if self.model is not None:
-            return
+        if self.model is None:
+            self.model = load_once(self._trainer, self._build, lambda: self._build(outline_model))
+
+    def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> PreTrainedModel | PeftModel:
         config, given = self._resolve_config(), self.hparams
         options = {name: given[name] for name in ("dtype", "attn_implementation")}
-        if given["model"] is None or torch.get_default_device().type == "meta":
+        if given["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
             model = build_model(config, **options)
             if given["quantization"] is not None:
                 quantize_without_memory(model, given["quantization"])
         else:
             options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
-            model = load_model(given["model"], config, **options)
+            model = load(given["model"], config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings is not known to make its logits by its head alone: "
                 "the logits of all tokens of a batch are held at once, and loss_chunk_tokens bounds only their copies."
             )
         # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
-        self.model = (model if given["lora"] is None else with_lora(model, given["lora"])).train()
+        return (model if given["lora"] is None else with_lora(model, given["lora"])).train()
 
     def _resolve_config(self) -> PretrainedConfig:
         """Return the config of the model to be, with its vocabulary settled and checked against the tokenizer."""

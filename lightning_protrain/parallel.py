@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_protrain.companions import has_companions
 from lightning_protrain.consensus import (
     decide,
     describe_rank,
@@ -27,6 +26,7 @@ from lightning_protrain.consensus import (
     refuse_uneven,
     say_if_weights_differ,
 )
+from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
@@ -37,17 +37,17 @@ from lightning_protrain.replicas import (
     DDPOptions,
     FlatAverage,
     GradSync,
-    broadcast_weights,
     chooses_flat,
     without_sync,
     wrap,
 )
-from lightning_protrain.runtime.apply import Runtime
+from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
 
 # Of one message.
 _BUFFER_BYTES = 250 << 20
+_T = TypeVar("_T")
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 
 
@@ -99,6 +99,9 @@ class DataParallelStrategy(ProcessStrategy):
         self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
+        # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
+        self._has_outlines = False
+        self._waiting: frozenset[str] = frozenset()
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -152,26 +155,38 @@ class DataParallelStrategy(ProcessStrategy):
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
-    def choose_sharding(self, wants_overlap: bool) -> Sharding:
-        """Who will hold offloaded chunks, if there are any.
-
-        Args:
-            wants_overlap: Whether the user asks for optimizer steps behind forward or backward: weights that are shared
-                may not be written to while another rank reads them.
-
-        Raises:
-            ValueError: Both are asked for.
-        """
+    def choose_sharding(self) -> Sharding:
+        """Who will hold offloaded chunks, if there are any."""
         choice, alone = self._parallelism.sharding, self._ranks is None or self.num_processes == 1
         if choice == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        if choice == "shard" and wants_overlap and not alone:
-            raise ValueError(
-                'overlap_optimizer steps weights while other ranks may still read them under sharding="shard". Set '
-                'overlap_optimizer="auto" or "off", or sharding="replicate".'
-            )
-        shards = choice == "shard" or (choice == "auto" and not wants_overlap)
-        return Sharding.SHARD if shards and not alone else Sharding.REPLICATE
+        return Sharding.SHARD if choice in ("auto", "shard") and not alone else Sharding.REPLICATE
+
+    def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
+        """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
+        with returning_memory():
+            if self._ranks is None or self._ranks.local_size == 1 or not self.may_shard:
+                return load()
+            self._has_outlines = True
+            return load_on_first(self._ranks, load, outline)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What a checkpoint holds; before it is compared with the weights of this rank, and put there, it has them."""
+        self.end_outlines()
+        return super().load_checkpoint(*args, **kwargs)
+
+    @property
+    def has_outline(self) -> bool:
+        """Whether this rank knows names and shapes of some weights only, see [Note: Outlines]."""
+        module = self.lightning_module
+        return self._ranks is not None and module is not None and any(each.is_meta for each in module.parameters())
+
+    def end_outlines(self, sharding: Sharding = Sharding.REPLICATE) -> None:
+        """Gives every rank all weights, unless they will be shared; every rank calls it."""
+        ranks, module = self._ranks, self.lightning_module
+        if self._has_outlines and sharding is not Sharding.SHARD and ranks is not None and module is not None:
+            self._has_outlines = False
+            send_values(module, ranks, find_waiting(module, ranks), self.root_device)
 
     def copies(self, sharding: Sharding) -> int:
         """How many ranks of this machine hold what is offloaded, each all of it."""
@@ -192,20 +207,26 @@ class DataParallelStrategy(ProcessStrategy):
         if self._ranks is None:
             return make()
         refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
-        say_if_weights_differ(model)
+        self._waiting, self._has_outlines = find_waiting(model, self._ranks), False
+        if not self._waiting:
+            say_if_weights_differ(model)
         return decide(make)
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
         """Before the plan is applied: all ranks have the weights and buffers of rank 0.
 
         What the ranks of one node share is taken from its first rank, so nobody else needs it.
+
+        Raises:
+            ValueError: A weight has no values.
         """
-        if self._ranks is None:
-            return
-        alone = plan.sharding is Sharding.SHARD and self._ranks.peers is None
-        skipped = {fqn for chunk in plan.chunks if alone and not chunk.resident for fqn in chunk.parameters}
-        weights = [each for fqn, each in model.named_parameters() if fqn not in skipped and not has_companions(each)]
-        broadcast_weights([*weights, *model.buffers()])
+        if self._ranks is not None:
+            resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
+            shares = plan.sharding is Sharding.SHARD
+            shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
+            waiting, self._waiting = self._waiting, frozenset()
+            send_values(model, self._ranks, waiting, self.root_device, shared, resident)
+        refuse_meta(model)
 
     def equalise_buffers(self) -> None:
         """Before a training step: buffers are those of rank 0, as DDP has it where something is wrapped in it."""

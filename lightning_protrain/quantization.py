@@ -70,6 +70,8 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
             _pack(module, weight)
         elif type(weight).__name__ == "Int8Params":
             _round(module, weight)
+    made.postprocess_model(model)  # PEFT asks the model, not its layers, what they are
+    model.hf_quantizer = made
 
 
 def _pack(module: nn.Module, weight: Any) -> None:

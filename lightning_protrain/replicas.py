@@ -135,12 +135,13 @@ class FlatAverage:
                 parameter.grad = part.clone()
 
 
-def broadcast_weights(tensors: Sequence[Tensor]) -> None:
-    """Gives all ranks the values that rank 0 has; every rank calls it with tensors in host memory."""
+def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """Gives all ranks of a group the values that rank 0 has; each of them calls it with tensors in host memory."""
     for tensor in tensors:
         if tensor.numel():
             dense = tensor.detach().contiguous()
-            dist.broadcast(dense.flatten().view(torch.uint8), 0)
+            # A single element is contiguous whatever its strides are, and bytes need one of 1.
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0, group=group)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 

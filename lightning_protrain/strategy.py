@@ -36,13 +36,14 @@ from lightning_protrain.overlap import (
 )
 from lightning_protrain.parallel import DataParallelStrategy, Parallelism, ShardingChoice
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planning import answers, describe_case, say_if_one_block
 from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import DDPOptions, GradSync
-from lightning_protrain.runtime.apply import Runtime, apply_plan, refuse_meta
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import (
     check_one_device,
     move_state_beside_parameters,
@@ -231,13 +232,13 @@ class ProTrainStrategy(DataParallelStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = open_device(self.root_device, rank_zero_info)
-        sharding = self.choose_sharding(self._overlap_choice in ("forward", "backward"))
+        sharding = self.choose_sharding()
+        self.end_outlines(sharding)
         if fitting:
             self.setup_optimizers(trainer)
             kind = "cuda" if any((self._machines or {}).values()) else self.root_device.type
-            overlap = "off" if sharding is Sharding.SHARD else self._overlap_choice
-            self._overlap = plan_overlap(overlap, trainer, model, self.optimizers, kind)
-        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
+            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
         wishes = replace(self._wishes, copies=self.copies(sharding), ranks=self.world_size)
         case = describe_case(
             wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
@@ -249,7 +250,6 @@ class ProTrainStrategy(DataParallelStrategy):
         plan = self.agree(layout, model, choice, lambda: replace(case.plan(), sharding=sharding))
         self._budget = case.budget()
         say_if_one_block(plan, layout)
-        refuse_meta(model)
         self.equalise(model, plan)
         self._place(model, plan, layout, case.spare_host_bytes(plan))
         self.setup_precision_plugin()
@@ -382,7 +382,7 @@ class ProTrainStrategy(DataParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            load_by_reference(optimizer, state)
             self.drop_states_of_others(optimizer, self._runtime)
         move_state_beside_parameters(self.optimizers)
 

@@ -68,9 +68,11 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "consensus": ("callbacks.ranks", "planner.plan", "profiler.records"),
     "owned_states": ("runtime.comm",),
     "replicas": (),
+    "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallel": (
         "companions",
         "consensus",
+        "outline",
         "owned_states",
         "planner.plan",
         "planner.presets",

@@ -22,6 +22,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import eightbit
 from lightning_protrain.runtime.eightbit import SLOWDOWN, mean_state_bytes
+from lightning_protrain.runtime.updates import Updates
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import ParityModule, fit
@@ -94,6 +95,7 @@ def module(kind: str) -> Module:
 LOOPS: dict[str, dict[str, Any]] = {
     "alone": {},
     "clipped and accumulated": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "values clipped": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
 }
 
 
@@ -103,14 +105,101 @@ def plain(kind: str, loop: str) -> Result:
     return run(module(kind), **SHORT, **LOOPS[loop])
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["alone", "clipped and accumulated"])
 @pytest.mark.parametrize("plan", ["resident", "offload", "half"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parity(kind: str, plan: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity(kind: str, plan: str, loop: str) -> None:
     expected = plain(kind, loop)
-    monkeypatch.setattr(eightbit, "TILE", 4096)
     found = run(module(kind), plans()[plan](module(kind)), **SHORT, **LOOPS[loop])
     assert differences(expected, found) == []
+
+
+def overlapped(one: Module, overlap: Any, plan: Any = "offload", **options: Any) -> Result:
+    """Without a callback that looks at gradients, so that steps may be taken behind backward."""
+    fit(one, strategy=ProTrainStrategy(plan=plan, overlap_optimizer=overlap), **SHORT, **options)
+    return Result(tuple(one.losses), snapshot(one))
+
+
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parameters each step has left to the host's worker."""
+    found: list[int] = []
+    real = Updates.launch
+
+    def launch(updates: Updates) -> set[int]:
+        parameters = real(updates)
+        found.append(len(parameters))
+        return parameters
+
+    monkeypatch.setattr(Updates, "launch", launch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overlap", "loop"), [("backward", "alone"), ("backward", "values clipped"), *[("forward", way) for way in LOOPS]]
+)
+@pytest.mark.parametrize("plan", ["offload", "half"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_beside_the_device_change_no_bit(
+    kind: str, plan: str, overlap: Any, loop: str, stepped: list[int]
+) -> None:
+    expected = plain(kind, loop)
+    found = overlapped(module(kind), overlap, plans()[plan](module(kind)), **LOOPS[loop])
+    assert stepped[0] == 0
+    assert min(stepped[1:]) > 0
+    assert differences(Result(expected.losses, expected.weights), found) == []
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_weights_in_two_bytes(precision: Any, overlap: Any) -> None:
+    """Streamed as copies that the step writes, or as they are."""
+    one, other = module("AdamW8bit"), module("AdamW8bit")
+    fit(one, precision=precision, **SHORT)
+    found = overlapped(other, overlap, precision=precision)
+    assert differences(Result(tuple(one.losses), snapshot(one)), found) == []
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
+def test_an_overridden_embedding_is_known_beside_the_device(overlap: Any) -> None:
+    """States of 32 bits and a rate of its own, as `GlobalOptimManager` has them."""
+    results = []
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    for plainly in (True, False):
+        one = module("AdamW8bit")
+        manager.initialize()
+        manager.register_module_override(one.network.blocks[1].up, "weight", {"optim_bits": 32, "lr": 0.1})
+        try:
+            if plainly:
+                fit(one, **SHORT)
+                results.append(Result(tuple(one.losses), snapshot(one)))
+            else:
+                results.append(overlapped(one, overlap, half(one)))
+        finally:
+            manager.initialize()
+    expected = plain("AdamW8bit", "alone")
+    assert differences(results[0], Result(expected.losses, expected.weights)) != []
+    assert differences(*results) == []
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_beside_the_device_goes_on(kind: str, overlap: Any, tmp_path: Path) -> None:
+    whole = module(kind)
+    fit(whole, max_epochs=2, **SHORT)
+    begun, resumed = module(kind), module(kind)
+    fit(
+        begun,
+        strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap),
+        callbacks=[L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last")],
+        **{**SHORT, "enable_checkpointing": True},
+    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
+    again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **SHORT, **quiet)
+    again.fit(resumed, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
+    assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,33 +57,27 @@ def strategy_with(sharding: Any, local_size: int, world_size: int) -> ProTrainSt
 
 
 @pytest.mark.parametrize(
-    ("sharding", "local_size", "world_size", "wants_overlap", "chosen"),
+    ("sharding", "local_size", "world_size", "chosen"),
     [
-        ("auto", 2, 2, False, "shard"),
-        ("auto", 2, 2, True, "replicate"),
-        ("auto", 1, 2, False, "replicate"),
-        ("auto", 1, 1, False, "replicate"),
-        ("shard", 2, 4, False, "shard"),
-        ("shard", 1, 2, True, "replicate"),
-        ("shard", 1, 1, False, "replicate"),
-        ("replicate", 2, 2, False, "replicate"),
+        ("auto", 2, 2, "shard"),
+        ("auto", 1, 2, "replicate"),
+        ("auto", 1, 1, "replicate"),
+        ("shard", 2, 4, "shard"),
+        ("shard", 1, 2, "replicate"),
+        ("shard", 1, 1, "replicate"),
+        ("replicate", 2, 2, "replicate"),
     ],
 )
 def test_weights_are_shared_where_a_machine_has_several_ranks(
-    sharding: str, local_size: int, world_size: int, wants_overlap: bool, chosen: str
+    sharding: str, local_size: int, world_size: int, chosen: str
 ) -> None:
-    assert strategy_with(sharding, local_size, world_size).choose_sharding(wants_overlap) is Sharding(chosen)
-
-
-def test_shared_weights_are_not_stepped_behind_anything() -> None:
-    with pytest.raises(ValueError, match="overlap_optimizer steps weights while other ranks may still read them"):
-        strategy_with("shard", 2, 2).choose_sharding(wants_overlap=True)
+    assert strategy_with(sharding, local_size, world_size).choose_sharding() is Sharding(chosen)
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(parallel, "rank_zero_info", said.append)
-    strategy_with("shard", 1, 1).choose_sharding(wants_overlap=False)
+    strategy_with("shard", 1, 1).choose_sharding()
     assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
 
 
@@ -140,11 +134,10 @@ def expected_traffic(plan: Plan, module: nn.Module, steps: int, clips: bool, wor
         trained = [(p, owner if shards else 0) for p, owner in zip(chunk, mine, strict=True) if p.requires_grad]
         regions += len({owner for _, owner in trained})
         nbytes += sum(p.nbytes + p.itemsize for p, _ in trained)  # A flag behind each gradient.
-    meetings, met = (2, 8) if shards and chunks else (0, 0)
-    if clips and meetings:
-        meetings, met = meetings + 1, met + 16 * sum(p.requires_grad for chunk in chunks for p in chunk)
-    begins = 2 if shards and chunks else 1
-    return begins + steps * (regions + meetings), 4 * begins + steps * (nbytes + met)
+    norms = clips and shards and bool(chunks)
+    told = 16 * sum(p.requires_grad for chunk in chunks for p in chunk) if norms else 0
+    # One meeting when the plan is applied; turns are taken without a word, see [Note: Turns].
+    return 1 + steps * (regions + norms), 4 + steps * (nbytes + told)
 
 
 def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) -> list[str]:

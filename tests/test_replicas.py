@@ -227,6 +227,8 @@ def _equalise(rank: int) -> list[Any]:
         torch.arange(4) + rank,
         nn.Parameter(torch.randn(2, 2)),
         torch.tensor([True, False]) ^ bool(rank),
+        torch.randn(6)[::2][:1],
+        torch.randn(1, 1).as_strided((1, 1), (5, 3)),
     ]
     broadcast_weights(tensors)
     return [tensor.tolist() for tensor in tensors]

@@ -75,7 +75,7 @@ def apply_plan(
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
-    communicator = Communicator(ranks, device.counters, reduce_dtype) if ranks is not None else None
+    communicator = Communicator(ranks, device, reduce_dtype) if ranks is not None else None
     chunks = _make_chunks(offloaded, parameters, device, ranks if plan.sharding is Sharding.SHARD else None)
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
@@ -93,6 +93,9 @@ def apply_plan(
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one,
         updates.publish()  # and so may what is streamed in place of them.
+        shares = (chunk.share for chunk in chunks if chunk.share is not None)
+        if (share := next(shares, None)) is not None:
+            share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].slots[0].hooks.append(refuse_additions(model))
     return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)
@@ -178,9 +181,8 @@ class Runtime:
         self._executor.end_backward()
 
     def settle(self) -> None:
-        """Before an optimizer writes weights: no upload reads them any more, on any rank that shares them."""
+        """Before an optimizer writes weights: no upload of this rank reads them any more."""
         self._executor.settle()
-        self.updates.meet()
 
     def refresh(self) -> None:
         """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""

@@ -4,7 +4,8 @@
 A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
 nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for and for
 whom, and reads there now and then: where two wait for each other in different things, neither will come. Where a rank
-is gone without a word, the others find out by saying that they are there.
+is gone without a word, the others find out by saying that they are there; of ranks of the same machine the kernel
+knows, see [Note: Record locks].
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import torch.distributed as dist
 
 # Seconds: between two looks at the store, until the first one, and that a rank has to say that it is there.
 _EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
+# Seconds that a rank which has failed waits for the steps of others, so that what it saves is whole.
+_TO_END = 5.0
+# Seconds between two looks at memory that ranks share: at first, and at most.
+_SOON, _LATER = 2e-5, 1e-3
 # Looks at the same note until it counts: a rank that has not been given the processor may be about to take it back.
 _LOOKS = 3
+_GONE = "is gone without a word (killed, or out of memory? see its log)"
 
 
 class Attendance:
@@ -35,6 +41,8 @@ class Attendance:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._num_waits = 0
+        self._has_left = False
+        self._patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         # What others have been seen to wait for while this one waits, with the number of that wait, and how often.
         self._seen: dict[int, tuple[str, int]] = {}
         self.doing = "Setting up"
@@ -45,6 +53,7 @@ class Attendance:
         Args:
             reason: Goes on after "rank 1": `"failed at step 3 with ValueError: ..."`.
         """
+        self._has_left = True
         self._write(f"left/{self._rank}", reason)
 
     def wait(self, work: Any, what: str, members: range | None = None) -> None:
@@ -73,6 +82,37 @@ class Attendance:
         if said:
             self._write(f"waits/{self._rank}", "")
         self.naming(work.wait)
+
+    def wait_for_rank(self, rank: int, reached: Callable[[], bool], is_there: Callable[[], bool], what: str) -> None:
+        """Waits for something that another rank of this machine does by itself; may be called from any thread.
+
+        A rank that has failed ends what it has begun, so it is waited for a little longer.
+
+        Args:
+            rank: Which one.
+            reached: Whether it has done it; asked again and again.
+            is_there: Whether its process still takes part.
+            what: It has to do: `"its part of step 3 of 'layers.0'"`.
+
+        Raises:
+            RuntimeError: It has failed, is gone, or has not done it when a collective would have been given up.
+        """
+        begin, pause = time.monotonic(), _SOON
+        look, failed_at = begin + _AT_FIRST, float("inf")
+        while not reached():
+            now = time.monotonic()
+            if now > look:
+                there, reason = is_there(), self._read(f"left/{rank}")
+                failed_at = min(failed_at, now) if reason is not None else failed_at
+                limit = _TO_END if self._has_left else self._patience
+                if not there or now - failed_at > _TO_ANSWER or now - begin > limit:
+                    if reached():  # Its last words.
+                        return
+                    slow = f"has not come for {now - begin:.0f} seconds" if there else _GONE
+                    raise RuntimeError(f"{self._stops()}: rank {rank} {reason or slow}, and {what} is missing")
+                look = now + _EVERY
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LATER)
 
     def naming(self, collective: Callable[[], object]) -> None:
         """Calls a collective, and names who is missing if it fails.
@@ -118,7 +158,7 @@ class Attendance:
         if not silent:
             return "all ranks are there, and a collective has failed (see above)"
         names = ", ".join(map(str, silent))
-        return f"rank {names} is gone without a word (killed, or out of memory? see its log)"
+        return f"rank {names} {_GONE}"
 
     def _stops(self) -> str:
         return f"{self.doing} ends on rank {self._rank}"

@@ -145,7 +145,7 @@ class Chunk:
             self.fetch()
         for slot in changed:
             torch.autograd.graph.increment_version(slot.twin)
-            slot.seen_version = slot.host._version
+            slot.seen_version, slot.steps_elsewhere = slot.host._version, 0
             with below_guard():
                 slot.twin_version = slot.twin._version
         if self.state is ChunkState.IN_FLIGHT:
@@ -178,9 +178,9 @@ class Chunk:
             slot.copied_version = -1
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the ranks of a node have one copy of it between them."""
-        return self._share is not None
+    def share(self) -> Share | None:
+        """What this rank holds of it, where the ranks of a node have one copy between them; None: all of it."""
+        return self._share
 
     def part(self) -> None:
         """After `detach`, when nothing of it is page-locked any more: what was shared is this rank's own."""
@@ -302,7 +302,7 @@ class Chunk:
 def _refuse_changed_by_others(changed: Sequence[Slot]) -> None:
     """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
     for slot in changed:
-        if not slot.owned:
+        if not slot.owned and slot.changed_here:
             raise RuntimeError(
                 f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
                 "it, so each of them would change it once more, and while others read it. Set "

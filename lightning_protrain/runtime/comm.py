@@ -4,6 +4,11 @@
 A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
 between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
 then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
+
+[Note: Sums on streams]
+On a device with streams a collective has one of its own, which first waits for what the compute stream has been given.
+Both sums are issued at once, the second behind the first without the compute stream between them. That waits where the
+sum is needed, and the host never does; on the CPU the host waits for each.
 """
 
 from __future__ import annotations
@@ -11,14 +16,13 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.runtime.attendance import Attendance
 
 
@@ -113,14 +117,15 @@ class Communicator:
 
     Args:
         ranks: Who takes part.
-        counters: Of the device.
+        device: Where gradients are averaged.
         dtype: In which gradients are sent; None: that of their parameters.
     """
 
-    def __init__(self, ranks: Ranks, counters: TransferCounters, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, ranks: Ranks, device: Device, dtype: torch.dtype | None = None) -> None:
         self.ranks = ranks
         self.dtype = dtype
-        self._counters = counters
+        self._device = device
+        self._host_waits = not isinstance(device, StreamDevice)
 
     def begin(self, flat: Tensor, owner: int | None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
@@ -133,18 +138,29 @@ class Communicator:
         if owner is None:
             return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
         group = self.ranks.node or self.ranks.everyone
-        return dist.reduce(flat, self.ranks.first_of_node + owner, group=group, async_op=True)
+        work = dist.reduce(flat, group=group, async_op=True, group_dst=owner)
+        if self._host_waits or not self._sums_between_nodes(owner):
+            return work
+        with self._device.aside:
+            work.wait()
+            return self._begin_between_nodes(flat)
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
-        if flat.device.type == "cpu":
-            members = None if owner is None else self.ranks.on_node
-            self.ranks.attendance.wait(work, "averages of gradients", members)
-        else:
+        if not self._host_waits:
             work.wait()  # Of the compute stream: the host goes on.
-        if owner == self.ranks.local_rank and self.ranks.peers is not None:
-            self._count(flat)
-            self.ranks.attendance.naming(partial(dist.all_reduce, flat, group=self.ranks.peers))
+            return
+        members = None if owner is None else self.ranks.on_node
+        self.ranks.attendance.wait(work, "averages of gradients", members)
+        if self._sums_between_nodes(owner):
+            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
+
+    def _sums_between_nodes(self, owner: int | None) -> bool:
+        return self.ranks.peers is not None and owner == self.ranks.local_rank
+
+    def _begin_between_nodes(self, flat: Tensor) -> Any:
+        self._count(flat)
+        return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
 
     def sum_of_node(self, values: Tensor) -> Tensor:
         """The sum of small host tensors over the ranks of this node, in place."""
@@ -159,5 +175,5 @@ class Communicator:
             self.sum_of_node(torch.zeros(1))  # On the host, unlike a barrier of NCCL.
 
     def _count(self, tensor: Tensor) -> None:
-        self._counters.collectives += 1
-        self._counters.communicated_bytes += tensor.nbytes
+        self._device.counters.collectives += 1
+        self._device.counters.communicated_bytes += tensor.nbytes

@@ -1,18 +1,15 @@
-"""Optimizers of bitsandbytes: the bytes of their states, and their step over parameters in host memory.
+"""Optimizers of bitsandbytes: the bytes of their states, what their step costs the host, and their step as a whole.
 
-[Note: Blocks]
 Their states of 8 bits are quantised in blocks of 256 elements, each with a scale of its own (Dettmers et al., arXiv
-2110.02861): two bytes and two 128ths for each element of Adam in place of eight. Parameters of few elements keep states
-of 32 bits. On the host the library's own rule runs, so states and numbers are the library's; but it makes several
-copies of a parameter in float32, which for an embedding are gigabytes. So it is given one tile after the other. No
-block lies in two tiles, and the rule goes element by element otherwise: the result is the same.
+2110.02861): two bytes and two 64ths for each element of Adam in place of eight. Parameters of few elements keep states
+of 32 bits.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,25 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_protrain.runtime.blockwise import SHARED, BlockwiseStep, is_blockwise, is_unchanged
+from lightning_protrain.runtime.codes import tables_of
+from lightning_protrain.runtime.crew import Calls, Crew
+from lightning_protrain.runtime.moments import STATES
 from lightning_protrain.runtime.optimizer import state_bytes_per_element
 
-# Elements that share one scale.
-BLOCK = 256
-# Elements of a tile, whole blocks: larger ones are not faster.
-TILE = 1 << 18
-# What its step takes of the host beside PyTorch's fused AdamW: 20 and 0.6 ns for each element, on one thread.
-SLOWDOWN = 32.0
-# Whose rule looks at one element at a time; the others scale by the norm of the whole.
-_ELEMENTWISE = ("adam", "lion", "momentum", "rmsprop", "adagrad")
-# Tables that all parameters share.
-_SHARED = ("qmap1", "qmap2")
+# What a step takes of the host beside PyTorch's fused AdamW, for each element on one thread: with the tables of
+# `moments`, and the library's own.
+SLOWDOWN, OWN_SLOWDOWN = 8.0, 32.0
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
-
-
-def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes, whatever the bits of its states."""
-    names = ((base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__)
-    return ("bitsandbytes", "Optimizer8bit") in names
 
 
 def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
@@ -56,8 +44,15 @@ def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
 
 
 def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
-    """How many times longer the host steps than with PyTorch's fused AdamW, roughly."""
-    return SLOWDOWN if any(map(is_blockwise, optimizers)) else 1.0
+    """How many times longer the host steps than with PyTorch's fused AdamW, roughly: of the slowest."""
+    return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
+
+
+def _slowdown(optimizer: Any) -> float:
+    if not is_blockwise(optimizer):
+        return 1.0
+    known = optimizer.optimizer_name in STATES and optimizer.args.optim_bits == 8 and is_unchanged(optimizer)
+    return SLOWDOWN if known and None not in map(tables_of, optimizer.name2qmap.values()) else OWN_SLOWDOWN
 
 
 def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
@@ -77,66 +72,72 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, its step goes through large host parameters in tiles, see [Note: Blocks]; others are left alone."""
+    """Within it, its step takes host parameters tile by tile on as many threads as PyTorch uses; others are left alone.
+
+    See the notes of `moments` and `blockwise`. The groups may be split or shortened within it.
+    """
     if not is_blockwise(optimizer):
         yield
         return
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
-    # Pages would be in host memory, too: there is nothing to warn of.
-    attributes["_cpu_paged_warned"] = True
-    attributes["update_step"] = _tiled(optimizer, whole)
+    host = BlockwiseStep(optimizer)
+    threads = torch.get_num_threads()
+    crew = Crew("protrain-moments")
+
+    def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        return host.config(optimizer.param_groups[index]["params"][at], group)
+
+    def update_step(group: Mapping[str, Any], parameter: Tensor, *place: int) -> None:
+        if parameter.device.type != "cpu":
+            whole(group, parameter, *place)
+            return
+        assert parameter.grad is not None
+        calls = Calls()
+        made = calls.add(host.calls(group, parameter, parameter.grad))
+        if min(threads, made.number) > 1:
+            crew.join(calls, min(threads, made.number) - 1)
+        calls.finish(made)
+
+    attributes.update(update_step=update_step, get_config=get_config, _cpu_paged_warned=True)
     try:
         yield
     finally:
-        del attributes["update_step"]
+        del attributes["update_step"], attributes["get_config"]
+        crew.close()
 
 
-def _tiled(optimizer: Any, whole: Callable[..., None]) -> Callable[..., None]:
-    def update_step(group: Mapping[str, Any], parameter: Tensor, *place: int) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        state = optimizer.state[parameter]
-        small = parameter.numel() <= TILE or parameter.device.type != "cpu"
-        if small or not _is_elementwise(optimizer, group, *place) or not _is_plain(parameter, gradient, state):
-            whole(group, parameter, *place)
-            return
-        for begin in range(0, parameter.numel(), TILE):
-            part = parameter.detach().view(-1)[begin : begin + TILE]
-            part.grad = gradient.view(-1)[begin : begin + TILE]
-            own = object.__new__(type(optimizer))
-            vars(own).update(vars(optimizer), state={part: _part(state, begin, part.numel(), parameter.numel())})
-            type(optimizer).update_step(own, group, part, *place)
-        state["step"] += 1
+def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads a state dict without a copy of what lies on the right device in the right dtype.
 
-    return update_step
+    PyTorch's own optimizers do so by themselves; those of bitsandbytes copy all states first, to leave `state_dict` as
+    it is. Here they get the same tensors in dictionaries of their own.
+    """
+    optimizer.load_state_dict(_Shared(state_dict) if is_blockwise(optimizer) else dict(state_dict))
 
 
-def _is_elementwise(optimizer: Any, group: Mapping[str, Any], *place: int) -> bool:
-    return optimizer.optimizer_name in _ELEMENTWISE and not optimizer.get_config(*place, group)["max_unorm"]
+class _Shared(dict[str, Any]):
+    """A state dict whose deep copy has the same tensors."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: _copied(value) for name, value in self.items()}
 
 
-def _is_plain(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether elements of all of them follow each other in memory."""
-    tensors = [parameter, gradient, *(value for value in state.values() if isinstance(value, Tensor))]
-    return all(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in tensors)
-
-
-def _part(state: Mapping[str, Any], begin: int, count: int, numel: int) -> dict[str, Any]:
-    """The state of some elements, in the memory of the whole."""
-    found = dict(state)
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or name in _SHARED:
-            continue
-        each = 1 if value.numel() == numel else BLOCK
-        found[name] = value.view(-1)[begin // each : -(-(begin + count) // each)]
-    return found
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if type(value) is list else copy.deepcopy(value)
 
 
 def _nbytes(optimizer: Any) -> int:
     """Bytes of its states, of all its parameters."""
     trial = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer), is_paged=False, name2qmap=copy.copy(optimizer.name2qmap))
+    overrides = copy.copy(optimizer.mng)
+    vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
+    vars(trial).update(vars(optimizer), is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
+    trial.check_overrides()  # Those of modules; the first step asks for them, too.
     total = 0
     for index, group in enumerate(optimizer.param_groups):
         for at, parameter in enumerate(group["params"]):
@@ -146,6 +147,6 @@ def _nbytes(optimizer: Any) -> int:
             total += sum(
                 value.nbytes
                 for name, value in trial.state[probe].items()
-                if isinstance(value, Tensor) and name not in _SHARED
+                if isinstance(value, Tensor) and name not in SHARED
             )
     return total

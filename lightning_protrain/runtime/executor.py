@@ -101,6 +101,7 @@ class Executor:
             self._num_uses,
             communicator=communicator,
             is_behind=self._is_behind,
+            leave=self._leave,
         )
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
@@ -356,6 +357,11 @@ class Executor:
     def _is_behind(self, index: int) -> bool:
         """Whether backward has left the earliest call that reads the chunk, too."""
         return self._backward_number < self._last_reads.get(index, self._backward_number + 1)
+
+    def _leave(self, index: int) -> None:
+        """Gradients of a chunk are sent: a rank that shares it may step it from now on, see [Note: Turns]."""
+        if self._updates.leave(index) and index in self._residency.live - self._residency.pinned():
+            self._residency.release([index])
 
     def _num_uses(self, slot: Slot) -> int:
         """In how many places calls of the present step have used a parameter."""

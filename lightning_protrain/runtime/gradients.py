@@ -103,6 +103,7 @@ class Landing:
         pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
         communicator: Averages gradients over ranks first; None: there is one rank.
         is_behind: Whether no call that reads the chunk is left in this backward, the present one included.
+        leave: Called with a chunk before its gradients are sent: what this rank still needs it for has ended.
 
     Attributes:
         reduction: Averages them, see [Note: Reduction].
@@ -119,15 +120,15 @@ class Landing:
         pending_bytes: int | None = None,
         communicator: Communicator | None = None,
         is_behind: Callable[[int], bool] = lambda index: True,
+        leave: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self.reduction = (
-            Reduction(chunks, communicator, device.torch_device, self._receive, is_behind) if communicator else None
-        )
+        self.reduction = Reduction(chunks, communicator, device, self._receive, is_behind) if communicator else None
         self._device = device
         self._begin = begin
         self._updates = updates
         self._is_past = is_past
         self._num_uses = num_uses
+        self._leave = leave
         # However small chunks are: the worker has something to do while the device recomputes a block.
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
@@ -153,9 +154,10 @@ class Landing:
 
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
-        if self.reduction is not None:
-            self._finish_reduction(self.reduction)
-        self._finish_copies()
+        with below_guard():  # Weights that ranks share are watched already when averages of their gradients land.
+            if self.reduction is not None:
+                self._finish_reduction(self.reduction)
+            self._finish_copies()
         self._in_flight.end()
         self._updates.end_backward()
         for slot, older in self._aside.items():
@@ -192,6 +194,8 @@ class Landing:
                 if older is not None:
                     reduction.add(self._places[slot][0], slot, older)
             self._aside.clear()
+            for index in range(len(self._chunks)):
+                self._leave(index)
         reduction.finish()
 
     def _attach(self, slot: Slot) -> None:
@@ -221,8 +225,9 @@ class Landing:
         self._landed.add(slot)
         reduction = self.reduction
         if reduction is not None and reduction.runs:
-            reduction.add(index, slot, grad)
-            reduction.advance(self._has_direct_use)
+            with below_guard():
+                reduction.add(index, slot, grad)
+                reduction.advance(self._keeps_back)
         else:
             if reduction is not None:
                 reduction.refuse_mixing(slot)
@@ -261,7 +266,9 @@ class Landing:
         slots = self._chunks[index].slots
         missing = self._missing.get(index)
         if missing is None:
-            missing = self._missing[index] = {other for other in slots if other.host.requires_grad}
+            owned = self.reduction is not None and self.reduction.runs  # Averages come to their owners only.
+            trained = [other for other in slots if other.host.requires_grad]
+            missing = self._missing[index] = {other for other in trained if other.owned or not owned}
         missing.discard(slot)
         if missing or not self._is_past(index):
             return
@@ -289,6 +296,13 @@ class Landing:
             self._updates.landed(index, land)
         else:
             self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
+
+    def _keeps_back(self, index: int) -> bool:
+        """Whether gradients that are complete but for direct uses are not sent yet; if they are, the chunk is left."""
+        if self._has_direct_use(index):
+            return True
+        self._leave(index)
+        return False
 
     def _has_direct_use(self, index: int) -> bool:
         return bool(self._aside) and any(slot in self._aside for slot in self._chunks[index].slots)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_protrain.runtime import kernels
+from lightning_protrain.runtime.blockwise import BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.crew import Calls, Crew, Group
 from lightning_protrain.runtime.kernels import KERNELS, LINE, NO_CLIP, Clip, Kind, Piece, Rule
 
@@ -167,7 +168,7 @@ class HostStep:
 
     def offer(self, calls: Calls, number: int) -> None:
         """Has other threads make calls, too, of which there are `number`."""
-        others = min(self._num_threads or 1, number) - 1
+        others = min(self._num_threads or torch.get_num_threads(), number) - 1
         if others > 0:
             self._crew.join(calls, others)
 
@@ -214,6 +215,7 @@ class Steps:
             )
         self._host = host
         self._optimizer = optimizer
+        self._blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
         self._added: deque[Portion] = deque()
         self._calls = Calls()
         self._num_ahead = 0  # prepared, and not waited for yet
@@ -277,6 +279,9 @@ class Steps:
         parts = 1 if followed else PARTS_PER_THREAD
         calls: list[Callable[[], None]] = []
         for group, updates in portion.given():
+            if self._blockwise is not None:
+                calls += [call for update in updates for call in self._blockwise.calls(group, *update, portion.clip)]
+                continue
             kernel = self._host.kernel(self._optimizer, group)
             fused, rest = _sorted_out(updates) if kernel else ([], updates)
             if rest:

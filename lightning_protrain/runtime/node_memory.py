@@ -1,17 +1,29 @@
 """Host memory that the ranks of a node share: one copy of the offloaded weights, which every rank sees whole.
 
 [Note: Node memory]
-The memory is a file in a file system that lives in memory. The first rank of the node makes it in its full size, which
-fails at once where there is too little, and removes its name when all have opened it: whatever becomes of the ranks,
-nothing is left behind. All ranks take blocks of it in the same order, so that the same weight lies at the same place.
+The memory is a file in a file system that lives in memory. The first rank of the node makes it, if there is room for
+its full size, and removes its name when all have opened it: whatever becomes of the ranks, nothing is left behind. All
+ranks take blocks of it in the same order, so that the same weight lies at the same place. The rank that fills a block
+allocates it just before, in exchange for memory of its own, so a machine never holds all weights twice. Blocks are
+page-locked when all are filled: locking allocates, too.
+
+[Note: Record locks]
+Two uses of the kernel's record locks on that file, which belong to a process, are not inherited by its children and
+are taken back when it ends, however it ends. Each rank holds one byte as long as it takes part: who gets the byte of
+another rank knows that it is gone, even if its parent has not noticed. One more byte is held for a moment by whoever
+writes or has read a counter, see `NodeMemory.alone`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +37,9 @@ from lightning_protrain.runtime.views import dense_like, in_block
 FOLDER = Path("/dev/shm")
 # Of Linux; Python does not name it.
 _MAP_FIXED = 0x10
+# Bytes that are locked lie behind any file: that of one rank after the other, before them the one of `alone`.
+_LOCKS = 1 << 62
+_COUNTER_BYTES = 8
 
 
 class NodeMemory:
@@ -35,21 +50,74 @@ class NodeMemory:
         nbytes: Its size.
         host: Page-locks it, where it does so with its own blocks.
         fills: Whether this rank writes what the memory holds first.
+        num_counters: How many 64-bit numbers its end holds; zero at first.
+
+    Attributes:
+        counters: They.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, host: HostMemory, fills: bool) -> None:
+    def __init__(self, descriptor: int, nbytes: int, host: HostMemory, fills: bool, num_counters: int = 0) -> None:
         self.fills = fills
         self.nbytes = nbytes
         self._descriptor = descriptor
         self._block = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
         self._end = 0
-        host.lock_block(self._block)
+        self._room = nbytes - num_counters * _COUNTER_BYTES
+        self.counters = memoryview(self._block)[self._room : nbytes].cast("q")
+        self._mutex = threading.Lock()
+        self._host = host
+        if fills and num_counters:
+            os.posix_fallocate(descriptor, self._room, nbytes - self._room)
 
     def empty(self, nbytes: int) -> memoryview:
-        """The next `nbytes` bytes, beginning a page."""
+        """The next `nbytes` bytes, beginning a page.
+
+        Raises:
+            ValueError: Something else has taken the room since the memory was opened.
+        """
         begin, self._end = self._end, self._end + pages(nbytes)
-        assert self._end <= self.nbytes, f"{self._end} bytes of node memory are wanted, {self.nbytes} are there"
+        assert self._end <= self._room, f"{self._end} bytes of node memory are wanted, {self._room} are there"
+        try:
+            if self.fills:
+                os.posix_fallocate(self._descriptor, begin, self._end - begin)
+        except OSError as failure:
+            raise ValueError(
+                f"The memory that the ranks of a node share ends at {begin:,} of {self.nbytes:,} bytes: {failure}. "
+                'Something else has taken it since it was opened: free that, or set sharding="replicate".'
+            ) from failure
         return memoryview(self._block)[begin : begin + nbytes]
+
+    def lock(self) -> None:
+        """Page-locks all of it, where the device does so with its own blocks; when every block is filled."""
+        self._host.lock_block(self._block)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it no thread of any rank of the node is in here: what orders counters and what they stand for.
+
+        Who has written something and then, in here, a counter, and who has seen the counter and then been in here,
+        agree on the order: the second was here later than the first, so it sees what the first wrote before.
+        """
+        with self._mutex:  # Record locks are of the process, not of the thread.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, _LOCKS)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _LOCKS)
+
+    def is_held(self, place: int) -> bool:
+        """Whether another rank of the node still takes part, see [Note: Record locks].
+
+        Args:
+            place: Of that rank on the node.
+        """
+        with self._mutex:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKS + 1 + place)
+            except BlockingIOError:
+                return True
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _LOCKS + 1 + place)
+            return False
 
     def part(self) -> None:
         """After a run: what this rank writes from now on is its own; tensors stay where they are.
@@ -78,7 +146,9 @@ class NodeMemory:
             parameter.data = data
 
 
-def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path = FOLDER) -> NodeMemory:
+def open_node_memory(
+    ranks: Ranks, nbytes: int, host: HostMemory, folder: Path = FOLDER, num_counters: int = 0
+) -> NodeMemory:
     """Memory for the ranks of this node; all ranks of all nodes call it.
 
     Args:
@@ -86,10 +156,12 @@ def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path =
         nbytes: The sum of all blocks that are taken of it, each in whole pages.
         host: Memory of the device.
         folder: Of a file system in memory.
+        num_counters: How many numbers the ranks share beside the blocks.
 
     Raises:
         ValueError: There is too little room on some node, or a rank does not see what another one of its node sees.
     """
+    nbytes += pages(num_counters * _COUNTER_BYTES) if num_counters else 0
     fills = ranks.local_rank == 0
     path, error = _create(nbytes, folder) if fills else ("", "")
     told: list[tuple[str, str]] = [("", "")] * ranks.world_size
@@ -99,6 +171,8 @@ def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path =
             os.unlink(path)
         raise ValueError(refused)
     descriptor, error = _open(told[ranks.first_of_node][0])
+    if not error:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKS + 1 + ranks.local_rank)
     dist.all_gather_object(told, ("", f"Rank {ranks.rank}: {error}" if error else ""))
     if fills:
         os.unlink(path)  # Everybody has opened it.
@@ -106,7 +180,7 @@ def open_node_memory(ranks: Ranks, nbytes: int, host: HostMemory, folder: Path =
         if descriptor >= 0:
             os.close(descriptor)
         raise ValueError(refused)
-    return NodeMemory(descriptor, nbytes, host, fills)
+    return NodeMemory(descriptor, nbytes, host, fills, num_counters)
 
 
 def pages(nbytes: int) -> int:
@@ -128,7 +202,7 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
     except OSError as failure:
         return "", f"{folder} does not take files, and the ranks of a node share weights there: {failure}."
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        os.truncate(descriptor, nbytes)
     except OSError as failure:
         os.unlink(path)
         return "", f"{folder} does not give the {nbytes:,} bytes that the weights of a node need: {failure}."

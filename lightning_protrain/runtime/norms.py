@@ -8,13 +8,15 @@ to the bit what one rank with all gradients would have got.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_protrain.runtime.comm import Communicator
+from lightning_protrain.runtime.guard import below_guard
 
 
 def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
@@ -37,26 +39,88 @@ def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Ten
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in ordered]))
 
 
-def clip_over_owners(
-    parameters: Sequence[Tensor], shared: Collection[int], max_norm: float, communicator: Communicator
-) -> None:
-    """Bounds the norm of all gradients of the ranks of a node, see [Note: Norms of owners]; every rank calls it.
+def take_norms(parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None]) -> None:
+    """Puts the norms of gradients that are landing into `norms`, on the host's worker.
+
+    Args:
+        parameters: Whose gradients.
+        norms: Takes them, by the identity of the parameter.
+        land: Waits for the gradients and adds them up.
+    """
+    with below_guard(), torch.no_grad():
+        land()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
+
+
+def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
+    """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient."""
+    if any(parameter.grad is not None for parameter in parameters):
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+def norms_of_owners(
+    parameters: Sequence[Tensor],
+    shared: Collection[int],
+    communicator: Communicator,
+    known: Mapping[int, Tensor] = MappingProxyType({}),
+) -> dict[int, Tensor]:
+    """The norms of all gradients that ranks of a node own, by the identity of the parameter; every rank calls it.
 
     Args:
         parameters: The same on every rank, in the same order.
-        shared: Identities of those whose gradients are on the ranks that own them; others are whole on every rank.
-        max_norm: The bound.
+        shared: Identities of those whose gradients are on the ranks that own them.
         communicator: Reaches the others.
+        known: Norms that this rank has taken already.
     """
     exchanged = [parameter for parameter in parameters if id(parameter) in shared]
     # In double precision a norm of any dtype is kept as it is; to add zeros changes nothing.
     told = torch.zeros(2, len(exchanged), dtype=torch.float64)
     for at, parameter in enumerate(exchanged):
         if parameter.grad is not None:
-            told[0, at] = torch.linalg.vector_norm(parameter.grad)
+            norm = known.get(id(parameter))
+            told[0, at] = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
             told[1, at] = 1
     communicator.sum_of_node(told)
-    norms = {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
-    present = [p for p in parameters if id(p) in norms or (id(p) not in shared and p.grad is not None)]
-    if present:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm(present, norms))
+    return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
+
+
+def bound_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    known: Mapping[int, Tensor] | None = None,
+    later: Collection[int] = (),
+    shared: Collection[int] = (),
+    communicator: Communicator | None = None,
+) -> Tensor | None:
+    """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit.
+
+    Args:
+        parameters: The same on every rank, in the same order.
+        max_norm: The bound.
+        known: Norms of this rank's gradients that have been taken, by the identity of the parameter; None: nobody
+            scales gradients later.
+        later: Identities of those that are scaled later, where all gradients have one dtype.
+        shared: Identities of those whose gradients are on the ranks of a node that own them, see [Note: Norms of
+            owners]; others are whole on every rank.
+        communicator: Reaches these ranks, each of which calls it; None: nothing is shared.
+
+    Returns:
+        The factor of those that are scaled later; None: all have been.
+    """
+    norms = known or {}
+    if communicator is not None:
+        norms = norms_of_owners(parameters, shared, communicator, norms)
+    present = [p for p in parameters if (id(p) in norms if id(p) in shared else p.grad is not None)]
+    if known is None or len({parameter.dtype for parameter in present}) != 1:
+        if communicator is None:
+            torch.nn.utils.clip_grad_norm_(present, max_norm)
+        elif present:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm(present, norms))
+        return None
+    coefficient = torch.clamp(max_norm / (total_norm(present, norms) + 1e-6), max=1.0)
+    for parameter in present:
+        if id(parameter) not in later and parameter.grad is not None:
+            parameter.grad.mul_(coefficient.to(parameter.grad.device))
+    return coefficient.cpu()

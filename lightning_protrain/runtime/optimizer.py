@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as optim
 
+from lightning_protrain.runtime.blockwise import is_unchanged
 from lightning_protrain.runtime.hoststep import hyperparameters
 
 # Adam's two moments in fp32: assumed of optimizers that are not PyTorch's own.
@@ -143,8 +144,10 @@ class PartGroups:
 def steps_parameters_alone(optimizer: Optimizer) -> bool:
     """Whether stepping parameters one after the other gives the same bits as stepping all at once.
 
-    True of PyTorch's own optimizers but LBFGS; of others nobody can know.
+    True of PyTorch's own optimizers but LBFGS, and of those of bitsandbytes; of others nobody can know.
     """
+    if is_unchanged(optimizer):
+        return True
     kind = type(optimizer)
     own = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
     return own and inspect.isfunction(inspect.unwrap(kind.step)) and not optimizer.defaults.get("differentiable")

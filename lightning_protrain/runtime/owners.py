@@ -70,6 +70,16 @@ def owners_in_chunks(
     return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
 
 
+def num_counters(num_chunks: int, num_ranks: int) -> int:
+    """How many numbers the ranks of a node share, see [Note: Turns].
+
+    Args:
+        num_chunks: That they share.
+        num_ranks: Of the node.
+    """
+    return (2 + num_chunks) * num_ranks
+
+
 def share_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: Ranks, host: HostMemory
 ) -> list[Share]:
@@ -86,6 +96,6 @@ def share_chunks(
     """
     masters = [parameters[fqn].nbytes for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters]
     nbytes = sum(pages(chunk.nbytes) for chunk in chunks) + sum(map(pages, masters))
-    memory = open_node_memory(ranks, nbytes, host)
+    memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))
     owners = owners_in_chunks(chunks, parameters, ranks.local_size)
     return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]

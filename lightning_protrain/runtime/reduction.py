@@ -16,56 +16,44 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.slot import Slot
 
 
-@dataclass(frozen=True)
 class _Region:
-    """Gradients that have the same owner, with a flag for each behind them: whether any rank has one.
-
-    Attributes:
-        owner: As `local_rank`; None: all ranks.
-        slots: Whose gradients.
-        begin: First element.
-        flags: First element of the flags.
-    """
-
-    owner: int | None
-    slots: tuple[Slot, ...]
-    begin: int
-    flags: int
-
-    @property
-    def end(self) -> int:
-        """Behind the last element."""
-        return self.flags + len(self.slots)
-
-
-class _Bucket:
-    """The gradients of one chunk, as they are sent.
+    """Gradients of one chunk that have the same owner, in a flat tensor with a flag for each behind them.
 
     Args:
-        regions: What is where.
-        views: First element of each gradient.
-        size: Elements in all.
-        device: Where it lies.
+        owner: As `local_rank`; None: all ranks.
+        slots: Whose gradients.
+        device: Where they lie.
+
+    Attributes:
+        flat: The gradients and the flags, which say whether any rank has one.
+        sent: The same in the dtype in which it is sent.
+        work: The sum that is under way.
     """
 
-    def __init__(self, regions: Sequence[_Region], views: dict[Slot, int], size: int, device: torch.device) -> None:
-        self.regions = regions
-        self._begins = views
-        self.flat = torch.empty(size, dtype=next(iter(views)).host.dtype, device=device)
-        self.filled: set[Slot] = set()
-        self.works: list[Any] = []
+    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device) -> None:
+        self.owner = owner
+        self.slots = tuple(slots)
+        ends = list(accumulate(slot.twin.numel() for slot in slots))
+        self._begins = dict(zip(slots, [0, *ends], strict=False))
+        self._num_elements = ends[-1]
+        size, dtype = ends[-1] + len(slots), slots[0].host.dtype
+        flat = torch.empty(0, dtype=dtype, device=device.torch_device)
+        device.resize(flat.untyped_storage(), size * dtype.itemsize)
+        self.sent = self.flat = flat.as_strided((size,), (1,))
+        self.work: Any = None
 
     def view(self, slot: Slot) -> Tensor:
         """The gradient of a parameter."""
@@ -73,21 +61,41 @@ class _Bucket:
             return self.flat.new_empty(slot.host.shape)
         return self.flat.as_strided(slot.host.shape, slot.host.stride(), self._begins[slot])
 
+    def end_filling(self, filled: Container[Slot]) -> None:
+        """What has no gradient on this rank counts as zero."""
+        # Filled on the device: a copy of flags from the host would wait for everything that computes.
+        self.flat[self._num_elements :].fill_(1.0)
+        for at, slot in enumerate(self.slots, self._num_elements):
+            if slot not in filled:
+                self.view(slot).zero_()
+                self.flat[at : at + 1].zero_()
+
+    def flags(self) -> list[float]:
+        """For each gradient, more than 0 if any rank has one; the host waits for them."""
+        found: list[float] = self.flat[self._num_elements :].tolist()
+        return found
+
+
+class _Bucket:
+    """The gradients of one chunk.
+
+    Args:
+        regions: What goes where.
+    """
+
+    def __init__(self, regions: Sequence[_Region]) -> None:
+        self.regions = tuple(regions)
+        self.filled: set[Slot] = set()
+        self._places = {slot: region for region in regions for slot in region.slots}
+
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
+        view = self._places[slot].view(slot)
         if slot in self.filled:
-            self.view(slot).add_(gradient)
+            view.add_(gradient)
         else:
-            self.view(slot).copy_(gradient)
+            view.copy_(gradient)
             self.filled.add(slot)
-
-    def end_filling(self) -> None:
-        """What has no gradient on this rank counts as zero."""
-        for region in self.regions:
-            self.flat[region.flags : region.end] = torch.tensor([float(slot in self.filled) for slot in region.slots])
-            for slot in region.slots:
-                if slot not in self.filled:
-                    self.view(slot).zero_()
 
 
 class Reduction:
@@ -96,7 +104,7 @@ class Reduction:
     Args:
         chunks: The offloaded chunks, in execution order.
         communicator: Sends.
-        device: What PyTorch calls the device.
+        device: Where gradients are averaged.
         receive: Takes the average of a gradient, on the device.
         is_past: Whether no call that reads the chunk is left in this backward, the present one included.
     """
@@ -105,7 +113,7 @@ class Reduction:
         self,
         chunks: Sequence[Chunk],
         communicator: Communicator,
-        device: torch.device,
+        device: Device,
         receive: Callable[[Slot, Tensor], None],
         is_past: Callable[[int], bool],
     ) -> None:
@@ -116,7 +124,7 @@ class Reduction:
         self._is_past = is_past
         self._queue: deque[int] = deque()
         self._filling: dict[int, _Bucket] = {}
-        self._sent: deque[tuple[_Bucket, Tensor]] = deque()
+        self._sent: deque[_Bucket] = deque()
         # Averages that this rank owns and others have no part of.
         self._averages: dict[Slot, weakref.ref[Tensor]] = {}
         self.runs = False
@@ -206,15 +214,7 @@ class Reduction:
         for slot in chunk.slots:
             if _takes_gradient(slot):
                 owners.setdefault(chunk.owner(slot), []).append(slot)
-        regions, begins, end = [], {}, 0
-        for owner, slots in owners.items():
-            begin = end
-            for slot in slots:
-                begins[slot] = end
-                end += slot.twin.numel()
-            regions.append(_Region(owner, tuple(slots), begin, end))
-            end += len(slots)
-        return _Bucket(regions, begins, end, self._device)
+        return _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()])
 
     def _add_older(self, bucket: _Bucket, slot: Slot) -> None:
         """Takes what earlier micro-batches of this rank have left."""
@@ -231,28 +231,27 @@ class Reduction:
             for slot in region.slots:
                 if slot not in bucket.filled:
                     self._add_older(bucket, slot)
-        bucket.end_filling()
-        bucket.flat.mul_(1.0 / self._communicator.ranks.world_size)
-        flat = bucket.flat.to(self._communicator.dtype or bucket.flat.dtype)
-        bucket.works = [self._communicator.begin(flat[each.begin : each.end], each.owner) for each in bucket.regions]
-        self._sent.append((bucket, flat))
+        for region in bucket.regions:
+            region.end_filling(bucket.filled)
+            region.flat.mul_(1.0 / self._communicator.ranks.world_size)
+            region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
+            region.work = self._communicator.begin(region.sent, region.owner)
+        self._sent.append(bucket)
 
     def _land(self) -> None:
-        bucket, flat = self._sent.popleft()
-        for region, work in zip(bucket.regions, bucket.works, strict=True):
-            self._communicator.end(work, flat[region.begin : region.end], region.owner)
-        if flat is not bucket.flat:
-            bucket.flat.copy_(flat)
+        bucket = self._sent.popleft()
         for region in bucket.regions:
+            self._communicator.end(region.work, region.sent, region.owner)
             if region.owner is None or region.owner == self._communicator.ranks.local_rank:
+                if region.sent is not region.flat:
+                    region.flat.copy_(region.sent)
                 self._land_region(bucket, region)
 
     def _land_region(self, bucket: _Bucket, region: _Region) -> None:
-        absent = [slot for slot in region.slots if slot not in bucket.filled]
-        flags = bucket.flat[region.flags : region.end].tolist() if absent else []
+        flags = region.flags() if any(slot not in bucket.filled for slot in region.slots) else []
         for at, slot in enumerate(region.slots):
             if slot in bucket.filled or flags[at]:
-                self._receive(slot, bucket.view(slot))
+                self._receive(slot, region.view(slot))
                 if region.owner is not None and slot.host.grad is not None:
                     self._averages[slot] = weakref.ref(slot.host.grad)
 

@@ -50,6 +50,7 @@ class Slot:
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
         owned: Whether this rank steps it, see [Note: Owners].
+        steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
     """
 
     fqn: str
@@ -67,6 +68,7 @@ class Slot:
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
     owned: bool = True
+    steps_elsewhere: int = 0
 
     def show(self, whole: bool = False) -> nn.Parameter:
         """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
@@ -97,6 +99,17 @@ class Slot:
         if self.copy is not None and self.copied_version != self.host._version:
             self.copy.copy_(self.host.detach())
             self.copied_version = self.host._version
+
+    def step_elsewhere(self) -> None:
+        """Another rank steps it now: here its version tells, as it would of a step of this rank."""
+        torch.autograd.graph.increment_version(self.host)
+        self.steps_elsewhere += 1
+
+    @property
+    def changed_here(self) -> bool:
+        """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
+        known = self.seen_version + self.steps_elsewhere
+        return self.host._version != known or self.host.data_ptr() != self.pointer
 
     def drop_gradient(self) -> None:
         """Forgets a gradient of the twin that has not landed."""

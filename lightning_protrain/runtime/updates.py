@@ -6,7 +6,8 @@ starts when all gradients are known (clipping needs their norm, which is taken a
 forward, the first-needed chunk first. In both a chunk waits for its own step only, when it is needed next; whoever else
 looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: every forward computes with the weights
 after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
-same in another order gives the same bits.
+same in another order gives the same bits. Where ranks share weights, the step of a chunk has ended when all ranks that
+own some of it have made their part, see [Note: Turns].
 
 [Note: Torn]
 When some weights have been stepped and others never will be (an exception in the middle of a backward whose first
@@ -17,8 +18,8 @@ can be neither saved nor trained on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +27,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
-from lightning_protrain.host import Job
+from lightning_protrain.host import HostWorker, Job
+from lightning_protrain.runtime.armed import Armed
+from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
-from lightning_protrain.runtime.hoststep import HostStep, Steps, Update
+from lightning_protrain.runtime.hoststep import HostStep, Update
 from lightning_protrain.runtime.kernels import Clip
-from lightning_protrain.runtime.norms import clip_over_owners, total_norm
+from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.slot import Slot
-
-
-class Overlap(StrEnum):
-    """Behind what the host's optimizer step runs, see [Note: Overlap]."""
-
-    OFF = "off"
-    BACKWARD = "backward"
-    FORWARD = "forward"
+from lightning_protrain.runtime.turns import turns_of
 
 
 @dataclass(eq=False)
@@ -53,43 +49,13 @@ class Pending:
     slots: tuple[Slot, ...]
 
 
-@dataclass
-class _Armed:
-    """What is known of the micro-batch that ends in an optimizer step.
-
-    Attributes:
-        optimizer: Whose step it is.
-        groups: Gives groups of some of its parameters.
-        overlap: `BACKWARD` or `FORWARD`.
-        clip_value: Bound of gradient values, applied in the steps that run behind backward.
-        take_norms: Whether norms are taken as gradients land.
-        norms: Those that have been taken, by the identity of the parameter.
-        landings: Jobs that take them.
-        coefficient: Factor of the gradients that steps have still to apply, in the pass in which they read them.
-        steps: Those that have been submitted; None: none yet.
-        stepped: Chunks whose steps have been submitted.
-        parameters: Identities of what they step.
-    """
-
-    optimizer: Optimizer
-    groups: PartGroups
-    overlap: Overlap
-    clip_value: float | None
-    take_norms: bool
-    norms: dict[int, Tensor] = field(default_factory=dict)
-    landings: list[Job] = field(default_factory=list)
-    coefficient: Tensor | None = None
-    steps: Steps | None = None
-    stepped: set[int] = field(default_factory=set)
-    parameters: set[int] = field(default_factory=set)
-
-
 class Updates:
     """Steps offloaded chunks behind backward or forward, see [Note: Overlap].
 
     Args:
         chunks: The offloaded chunks in execution order.
         device: Its worker does the work.
+        communicator: Reaches the ranks that share chunks; None: there is one rank.
 
     Attributes:
         torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
@@ -104,12 +70,19 @@ class Updates:
         self._guard = Guard(self._touched)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
-        self._armed: _Armed | None = None
+        self._armed: Armed | None = None
         self._num_steps = 0
         self._num_backwards = 0  # since `arm`
         self._in_step = False
         self._several_backwards = False
-        self._sharing = communicator if any(chunk.is_shared for chunk in chunks) else None
+        shares = [chunk.share for chunk in chunks if chunk.share is not None]
+        self._sharing = communicator if shares else None
+        units = [chunk.plan.unit for chunk in chunks]
+        self._turns = turns_of(shares, units, self._sharing.ranks) if self._sharing is not None else None
+        trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
+        self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
+        self._steps_rest = len(self._steppable) < len(trained)
+        self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -137,9 +110,11 @@ class Updates:
             if overlap is Overlap.BACKWARD and (self._several_backwards or self._has_user_hooks()):
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
-            self._armed = _Armed(
+            self._armed = Armed(
                 optimizer, PartGroups(optimizer), overlap, clip_value, take_norms and not self._several_backwards
             )
+        if self._turns is not None:
+            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
         self._in_step = True
 
@@ -147,15 +122,17 @@ class Updates:
         """Every step before has ended: backward may need any weight.
 
         Raises:
-            RuntimeError: It is a second backward, and chunks have been stepped in the first.
+            RuntimeError: It is a second backward, and chunks have been stepped in the first; or a rank is missing.
         """
         armed = self._armed
         self._num_backwards += 1
         self._several_backwards |= self._in_step and self._num_backwards > 1
         if armed is not None and self._num_backwards > 1:
-            if armed.stepped:
+            if armed.has_begun:
                 raise RuntimeError(f"A second backward begins after chunks were stepped in the first. {_LESS_OVERLAP}")
             armed.take_norms = False
+        elif self._turns is not None and armed is not None and armed.overlap is Overlap.BACKWARD:
+            armed.overlap = Overlap.BACKWARD if self._turns.all_behind_backward() else Overlap.FORWARD
         self.finish_all()
 
     @property
@@ -166,7 +143,24 @@ class Updates:
 
     def wants(self, index: int) -> bool:
         """Whether the gradients of a chunk that are on their way should be given to `landed`."""
-        return self.takes_landings and self._can_step(self._chunks[index])
+        armed = self._armed
+        if armed is None or not self.takes_landings or index not in self._steppable:
+            return False
+        return self._turns is None or armed.overlap is Overlap.FORWARD or index in armed.left
+
+    def leave(self, index: int) -> bool:
+        """Before the gradients of a chunk are sent: if it is stepped behind backward, then from now on, by its owners.
+
+        Returns:
+            Whether it is.
+        """
+        armed = self._armed
+        if self._turns is None or armed is None or armed.overlap is not Overlap.BACKWARD:
+            return False
+        if index in self._steppable and index not in armed.left:
+            armed.left.add(index)
+            self._hand_on(self._slots_of(index, armed))
+        return index in armed.left
 
     def landed(self, index: int, land: Callable[[], None]) -> None:
         """Takes the gradients of a chunk, when all are on their way and nothing reads its weights any more.
@@ -181,7 +175,7 @@ class Updates:
             self._submit(index, armed, land)
         else:
             parameters = [slot.host for slot in self._chunks[index].slots]
-            armed.landings.append(self._device.worker.submit(lambda: _take_norms(parameters, armed.norms, land)))
+            armed.landings.append(self._device.worker.submit(lambda: take_norms(parameters, armed.norms, land)))
 
     def end_backward(self) -> None:
         """Gradients that have been taken without a step are whole."""
@@ -191,26 +185,20 @@ class Updates:
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
-        if self._sharing is not None:
-            shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots}
-            clip_over_owners(list(parameters), shared, max_norm, self._sharing)
-            return
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
         armed = self._armed
-        if armed is None or not armed.take_norms or len({parameter.dtype for parameter in parameters}) != 1:
-            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-            return
-        total = total_norm(parameters, armed.norms)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        later = {id(slot.host) for chunk in self._chunks if self._can_step(chunk) for slot in chunk.slots}
-        for parameter in parameters:
-            if id(parameter) not in later and parameter.grad is not None:
-                parameter.grad.mul_(coefficient.to(parameter.grad.device))
-        armed.coefficient = coefficient.cpu()
+        known = armed.norms if armed is not None and armed.take_norms else None
+        later = {id(slot.host) for index in self._steppable for slot in self._chunks[index].slots}
+        shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots} if self._sharing else frozenset()
+        coefficient = bound_norm(list(parameters), max_norm, known, later, shared, self._sharing)
+        if armed is not None:
+            armed.coefficient = coefficient
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Bounds the values of gradients, as `torch.nn.utils.clip_grad_value_` does; steps behind backward have."""
-        _clip_values([parameter for parameter in parameters if not self._guard.watches(parameter)], clip_value)
+        stepped = self._armed.parameters if self._armed is not None else frozenset()
+        # Weights that this rank has left are watched, stepped here or not.
+        with below_guard() if self._turns is not None else nullcontext():
+            clip_values([parameter for parameter in parameters if id(parameter) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
         """After backward and clipping: submits the steps of all chunks that are left, the first-needed first.
@@ -218,16 +206,21 @@ class Updates:
         Returns:
             Identities of the parameters that are stepped here; the others are left to the caller.
         """
-        armed = self._armed
+        armed, turns = self._armed, self._turns
         self._in_step = False
-        if armed is None:
-            return set()
-        for index, chunk in enumerate(self._chunks):
-            if index not in armed.stepped and self._can_step(chunk):
+        if turns is not None:
+            if armed is None:
+                self.finish_all()
+            self._device.settle()  # The user's hooks may have called a block.
+            turns.leave()
+        if armed is not None:
+            for index in sorted(self._steppable - armed.stepped):
                 self.finish(index)  # No forward has needed it since the step before.
                 self._submit(index, armed, None)
-        self._armed = None
-        return armed.parameters
+            self._armed = None
+        if turns is not None and (armed is None or self._steps_rest):
+            turns.wait_until_left(turns.number)  # The caller steps the rest at once.
+        return armed.parameters if armed is not None else set()
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +233,7 @@ class Updates:
         """Waits for the step of one chunk.
 
         Raises:
-            BaseException: What the optimizer raised.
+            BaseException: What the optimizer raised; or a rank that makes a part of it is missing.
         """
         update = self._pending.pop(index, None)
         if update is None:
@@ -249,8 +242,7 @@ class Updates:
         self._guard.leave(slot.host for slot in update.slots)
         self._chunks[index].note_step()
         if error is not None:
-            self.torn = self.torn or f"the optimizer raised {error!r} for {update.slots[0].fqn!r}"
-            error.add_note(f"It was raised by the optimizer, in the step of {update.slots[0].fqn!r} on the host.")
+            self._note_failure(error, update)
             raise error
 
     def finish_all(self) -> None:
@@ -268,26 +260,31 @@ class Updates:
         if armed is not None:
             for landing in armed.landings:
                 landing.exception()
-            if armed.stepped:
+            if armed.has_begun:
                 self.torn = self.torn or "an exception came when the first chunks of a step had been stepped"
+                if self._turns is not None:
+                    self._turns.give_up()
+            for index in armed.left:
+                self._guard.leave(slot.host for slot in self._chunks[index].slots)
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
             self._guard.leave(slot.host for slot in update.slots)
             if error is not None:
-                self.torn = self.torn or f"the optimizer raised {error!r} for {update.slots[0].fqn!r}"
-
-    def meet(self) -> None:
-        """Waits for the ranks that share weights: none of them reads or writes any until it comes here again."""
-        if self._sharing is not None:
-            self._sharing.meet()
+                self._note_failure(error, update)
+        if self._turns is not None and self._turns.failure is not None:
+            self.torn = self.torn or _MISSING
 
     def publish(self) -> None:
-        """After a step of weights that are shared: every rank finds those that others have stepped."""
-        if self._sharing is not None:
-            for chunk in self._chunks:
-                chunk.publish()
-            self._sharing.meet()
+        """After a step of weights that are shared: what has been stepped at once is there, of every rank."""
+        turns = self._turns
+        if turns is not None:
+            rest = [index for index in range(len(self._chunks)) if index not in self._pending]
+            for index in rest:
+                self._chunks[index].publish()
+            turns.announce(rest, turns.number)
+            for index in rest:
+                turns.wait_until_stepped(index, turns.number)
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """A gradient that is not finite on the rank that owns it is one on every rank.
@@ -306,6 +303,7 @@ class Updates:
         """Waits for what runs and ends the threads."""
         self.abandon()
         self._host_step.close()
+        self._waiter.close()
 
     def refuse_torn(self) -> None:
         """Lets nobody save or train weights that belong to no step, see [Note: Torn].
@@ -313,7 +311,7 @@ class Updates:
         Raises:
             RuntimeError: They do not.
         """
-        half_done = self._armed is not None and self._armed.stepped
+        half_done = self._armed is not None and self._armed.has_begun
         torn = self.torn or ("the first chunks of a step have been stepped" if half_done else None)
         if torn is not None:
             raise RuntimeError(
@@ -322,7 +320,7 @@ class Updates:
             )
 
     def _touched(self) -> None:
-        if self._armed is not None and self._armed.stepped:
+        if self._armed is not None and self._armed.has_begun:
             raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
         touched = [self._chunks[index] for index in self._pending]
         self.finish_all()
@@ -331,10 +329,28 @@ class Updates:
         for function in self.when_touched:
             function()
 
-    def _submit(self, index: int, armed: _Armed, land: Callable[[], None] | None) -> None:
-        slots = tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
-        parameters = [slot.host for slot in slots]
-        groups = armed.groups.of(parameters)
+    def _note_failure(self, error: BaseException, update: Pending) -> None:
+        if self._turns is not None and error is self._turns.failure:
+            self.torn = self.torn or _MISSING
+            return
+        name = update.slots[0].fqn
+        self.torn = self.torn or f"the optimizer raised {error!r} for {name!r}"
+        error.add_note(f"It was raised by the optimizer, in the step of {name!r} on the host.")
+
+    def _slots_of(self, index: int, armed: Armed) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
+
+    def _hand_on(self, slots: Sequence[Slot]) -> None:
+        """From now on they may be written to, by the worker or by another rank."""
+        for slot in slots:
+            if not slot.owned and slot.host.requires_grad:
+                slot.step_elsewhere()
+        self._guard.watch(slot.host for slot in slots)
+
+    def _submit(self, index: int, armed: Armed, land: Callable[[], None] | None) -> None:
+        slots, turns = self._slots_of(index, armed), self._turns
+        number = turns.number if turns is not None else 0
+        groups = armed.groups.of([slot.host for slot in slots])
         clip = Clip(armed.clip_value if land is not None else None, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
         # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
@@ -344,18 +360,26 @@ class Updates:
             with below_guard(), torch.no_grad():
                 if land is not None:
                     land()
+                elif turns is not None:
+                    turns.wait_until_left(number)
                 steps.finish(portion or steps.add(lambda: _updates(groups, slots), clip))
                 for slot in slots:
                     if slot.host.grad is not None:
                         slot.copied_version = slot.host._version
+            if turns is not None:
+                turns.announce([index], number)
 
-        self._guard.watch(parameters)
+        def wait() -> None:
+            assert turns is not None
+            job.result()
+            turns.wait_until_stepped(index, number)
+
+        if index not in armed.left:
+            self._hand_on(slots)
         armed.stepped.add(index)
-        armed.parameters.update(map(id, parameters))
-        self._pending[index] = Pending(self._device.worker.submit(work), slots)
-
-    def _can_step(self, chunk: Chunk) -> bool:
-        return chunk.plan.trainable and all(can_be_watched(slot.host) for slot in chunk.slots)
+        armed.parameters.update(id(slot.host) for slot in slots)
+        job = self._device.worker.submit(work)
+        self._pending[index] = Pending(job if turns is None else self._waiter.submit(wait), slots)
 
     def _has_user_hooks(self) -> bool:
         with below_guard():  # or to ask would wait for every pending step
@@ -369,17 +393,5 @@ def _updates(groups: Iterable[dict[str, Any]], slots: Sequence[Slot]) -> Iterato
         yield group, [Update(p, gradient, copies[id(p)]) for p, gradient in given if gradient is not None]
 
 
+_MISSING = "another rank has not made its part of a step"
 _LESS_OVERLAP = 'overlap_optimizer="forward" steps after backward, "off" steps all weights at once.'
-
-
-def _clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
-    if any(parameter.grad is not None for parameter in parameters):  # PyTorch raises over an empty list
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-
-def _take_norms(parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None]) -> None:
-    with below_guard(), torch.no_grad():
-        land()
-        for parameter in parameters:
-            if parameter.grad is not None:
-                norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)

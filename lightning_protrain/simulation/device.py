@@ -1,15 +1,9 @@
-"""A device that exists only in tests: streams that copy as late as the fences allow, and a checker of those fences.
-
-[Note: Happens-before]
-Work on two streams is ordered only by fences. Each stream, and the host, counts its own steps and knows of every other
-stream the last step that a fence has made it wait for: a vector clock (Lamport 1978, Mattern 1989). Of each storage
-the checker keeps the last writer and the readers since. An access is right if its stream's clock covers the last
-writer, and for a write the readers too. The first that is not covered raises, whether or not the late copy would have
-gone wrong this time. The host launches everything, so whatever it has done so far comes before what it launches.
+"""A device that exists only in tests: streams that copy as late as the fences allow, see also [Note: Happens-before].
 
 [Note: Lateness]
 Copies are queued when they are issued and run when somebody waits for them. Until then their target is poisoned (NaN),
-so that a missing fence also shows in the numbers.
+so that a missing fence also shows in the numbers. `hurry` makes some of them run before: any order that the fences
+allow may come.
 
 [Note: Virtual clock]
 Every stream has a time of its own. Work begins when the stream is free and the host has launched it, and lasts what
@@ -19,15 +13,15 @@ one link in each direction: what goes up shares it with what is swapped in, what
 copy has the whole link or waits; the one that was issued first comes first.
 
 Operations are attributed by what they touch: those on host memory to the host, all others to the compute stream. One
-that mixes both would fail on a GPU, and raises here.
+that mixes both would fail on a GPU, and raises here. A plain copy between them takes a link, and both wait for its end.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_protrain.device import StreamDevice
 from lightning_protrain.host import HostMemory
 from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.simulation.accesses import Accesses
 from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
@@ -63,6 +58,8 @@ class Rates:
         flops: Floating-point operations per second of the device.
         memory: Bytes per second that the device reads and writes.
         host_memory: Bytes per second that the host reads and writes.
+        network: Bytes per second of a tensor that a collective sums over its ranks.
+        latency: Seconds that a collective takes beside them.
     """
 
     upload: float = 25e9
@@ -70,14 +67,8 @@ class Rates:
     flops: float = 100e12
     memory: float = 1e12
     host_memory: float = 20e9
-
-
-@dataclass
-class _History:
-    """Who touched a storage: (stream, step, operation) of the last writer, and of the readers since by stream."""
-
-    writer: tuple[str, int, str] | None = None
-    readers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    network: float = 50e9
+    latency: float = 10e-6
 
 
 class SimulatedDevice(StreamDevice):
@@ -87,16 +78,20 @@ class SimulatedDevice(StreamDevice):
 
     Args:
         rates: What the virtual clock goes by.
+        hurry: Asked whenever something is given to it: which of so many streams with work queued does its next piece
+            of work now; None: none of them, see [Note: Lateness].
     """
 
-    def __init__(self, rates: Rates | None = None) -> None:
+    def __init__(self, rates: Rates | None = None, hurry: Callable[[int], int | None] = lambda count: None) -> None:
         self.rates = rates or Rates()
+        self._hurry = hurry
         self._launching = Host()
         self._main = self._launching.stream
         self._compute = SimulatedStream("compute", self._launching, eager=True)
+        self._current = self._compute
         self._host_ranges: dict[int, int] = {}
         self._places: dict[int, str] = {}
-        self._histories: dict[int, _History] = {}
+        self._accesses = Accesses()
         # A weak reference keeps the address of a storage from being given to another one.
         self._known: dict[int, StorageWeakRef] = {}
         self._mode = _Attribution(self)
@@ -104,6 +99,7 @@ class SimulatedDevice(StreamDevice):
         self._links = {towards_host: Link() for towards_host in (False, True)}
         super().__init__(torch.device("cpu"), self.new_host_memory(), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
+        self.aside = _Aside(self, self.add_stream("aside"))
 
     def __enter__(self) -> SimulatedDevice:
         self._mode.__enter__()
@@ -118,7 +114,7 @@ class SimulatedDevice(StreamDevice):
         return self._launching.stream
 
     def compute_stream(self) -> SimulatedStream:
-        return self._compute
+        return self._current
 
     @property
     def elapsed(self) -> float:
@@ -163,16 +159,17 @@ class SimulatedDevice(StreamDevice):
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
             stream.spend(source.nbytes / (self.rates.download if stream.name in _DOWN else self.rates.upload))
-            target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype is torch.uint8 else 0)
+            poison(target)
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
+        self.hasten()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Memory is given and taken in the order of the compute stream: both are writes of it."""
         with self._mode.unattributed():
             key = self._device_key(storage)
             self._places[key] = "device"
-            self._record(self._compute, self._compute.step(), key, True, "resize")
+            self._accesses.add(self._compute, self._compute.step(), key, True, "resize")
             storage.resize_(nbytes)
             if nbytes:
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(255)
@@ -204,27 +201,37 @@ class SimulatedDevice(StreamDevice):
         """
         host = self._host_key(tensor)
         key = self._device_key(tensor.untyped_storage()) if host is None else host
-        self._record(stream, step, key, write, operation)
+        self._accesses.add(stream, step, key, write, operation)
 
-    def _record(self, stream: SimulatedStream, step: int, key: int, write: bool, operation: str) -> None:
-        history = self._histories.setdefault(key, _History())
-        what = f"{stream.name} {'writes' if write else 'reads'} in {operation}"
-        if history.writer is not None:
-            name, at, before = history.writer
-            if name != stream.name and stream.clock.get(name, 0) < at:
-                raise RaceError(f"{what} what {name} wrote in {before}, and no fence is between them.")
-        if not write:
-            history.readers[stream.name] = (step, operation)
-            return
-        for name, (at, before) in history.readers.items():
-            if name != stream.name and stream.clock.get(name, 0) < at:
-                raise RaceError(f"{what} what {name} may still read in {before}, and no fence is between them.")
-        self._histories[key] = _History((stream.name, step, operation))
+    def new_worker(self, name: str) -> SimulatedWorker:
+        """One more thread of the host, beside `worker`."""
+        return SimulatedWorker(self._launching, name)
 
-    def _new_stream(self, name: str) -> SimulatedStream:
-        link = self._links[name in _DOWN]
+    def add_stream(self, name: str, link: Link | None = None) -> SimulatedStream:
+        """One more stream, which does what it is given as late as the fences allow.
+
+        Args:
+            name: Of no other stream.
+            link: What its work goes over; None: it works alone.
+        """
+        assert name not in self._copying, f"a second stream {name!r}"
         self._copying[name] = SimulatedStream(name, self._launching, eager=False, link=link)
         return self._copying[name]
+
+    def unattributed(self) -> AbstractContextManager[None]:
+        """What runs inside is the device's own doing."""
+        return self._mode.unattributed()
+
+    def hasten(self) -> None:
+        """Runs what `hurry` asks for."""
+        while queued := [stream for stream in self._copying.values() if stream.queue]:
+            chosen = self._hurry(len(queued))
+            if chosen is None:
+                return
+            queued[chosen].queue.popleft()()
+
+    def _new_stream(self, name: str) -> SimulatedStream:
+        return self.add_stream(name, self._links[name in _DOWN])
 
     def _lock(self, address: int, size: int) -> bool:
         self._host_ranges[address] = size
@@ -232,7 +239,7 @@ class SimulatedDevice(StreamDevice):
 
     def _unlock(self, address: int) -> None:
         del self._host_ranges[address]
-        self._histories.pop(address, None)  # The system may give the address to anything.
+        self._accesses.forget(address)  # The system may give the address to anything.
 
     def _device_key(self, storage: torch.UntypedStorage) -> int:
         """What stands for a storage as long as it lives, and for no other."""
@@ -247,15 +254,32 @@ class SimulatedDevice(StreamDevice):
         for key in [key for key, reference in self._known.items() if reference.expired()]:
             del self._known[key]
             self._places.pop(key, None)
-            self._histories.pop(key, None)
+            self._accesses.forget(key)
 
     def _host_key(self, tensor: Tensor) -> int | None:
-        """Address of the host block that a tensor lies in, if it lies in one."""
+        """Address of the host block that a tensor lies in, if it lies in one; the smallest of those that are known."""
         pointer = tensor.untyped_storage().data_ptr()
-        for address, size in self._host_ranges.items():
-            if address <= pointer < address + size:
-                return address
-        return None
+        blocks = [(size, at) for at, size in self._host_ranges.items() if at <= pointer < at + size]
+        return min(blocks)[1] if blocks else None
+
+
+class _Aside(AbstractContextManager[None]):
+    """Makes another stream the compute stream of a device for a while."""
+
+    def __init__(self, device: SimulatedDevice, stream: SimulatedStream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before, self._device._current = self._device._current, self._stream
+
+    def __exit__(self, *exception: Any) -> None:
+        self._device._current = self._before
+
+
+def poison(tensor: Tensor) -> None:
+    """Fills a tensor with what nobody takes for a result."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 255 if tensor.dtype is torch.uint8 else 0)
 
 
 @dataclass
@@ -298,6 +322,7 @@ class _Attribution(TorchDispatchMode):
         if self._silent or func.is_view:
             return func(*args, **kwargs)
         device, name = self._device, func._schema.name
+        device.hasten()
         given = list(zip(func._schema.arguments, args, strict=False))
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
         tensors = [
@@ -319,6 +344,8 @@ class _Attribution(TorchDispatchMode):
         result = func(*args, **kwargs)
         if len(places) > 1 and name.startswith("aten::_foreach_"):
             self._spend_apart([tensor for tensor, _ in tensors])
+        elif len(places) > 1:
+            self._spend_together(args[0])
         elif places:
             stream.spend(self._seconds(func, args, kwargs, result, [tensor for tensor, _ in tensors], place))
         given_storages = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
@@ -337,6 +364,14 @@ class _Attribution(TorchDispatchMode):
             ("device", device.compute_stream(), device.rates.memory),
         ):
             stream.spend(sum(tensor.nbytes for tensor in tensors if device.place(tensor) == place) / rate)
+
+    def _spend_together(self, target: Tensor) -> None:
+        """A copy between host and device that the host waits for."""
+        device = self._device
+        host, compute, rates = device.host_stream, device.compute_stream(), device.rates
+        compute.spend(target.nbytes / (rates.download if device.place(target) == "host" else rates.upload))
+        compute.record_event().synchronize()
+        assert host.time == compute.time
 
     def _seconds(
         self,

@@ -198,11 +198,12 @@ class SimulatedWorker(HostWorker):
 
     Args:
         host: What gives it jobs.
+        name: Of its stream.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, name: str = "worker") -> None:
         super().__init__(1)
-        self.stream = SimulatedStream("worker", host, eager=True)
+        self.stream = SimulatedStream(name, host, eager=True)
         self._jobs: deque[SimulatedJob] = deque()
 
     def submit(self, work: Callable[[], object]) -> SimulatedJob:
@@ -216,9 +217,13 @@ class SimulatedWorker(HostWorker):
         while job.ended is None:
             self._run(self._jobs.popleft())
 
-    def close(self) -> None:
+    def drain(self) -> None:
+        """Runs every job."""
         while self._jobs:
             self._run(self._jobs.popleft())
+
+    def close(self) -> None:
+        self.drain()
 
     def _run(self, job: SimulatedJob) -> None:
         stream, host = self.stream, self.stream.host

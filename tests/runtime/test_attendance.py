@@ -183,3 +183,74 @@ def test_without_looks_a_rank_that_comes_is_taken_for_one_that_does_not(monkeypa
     one, other = ranks(2)
     found = together(lambda: one.wait(Work(0.6), "a"), lambda: other.wait(Work(0.3), "b"))
     assert "waits for b" in found[0]
+
+
+# --- what another rank does by itself ---------------------------------------------------------------------------------
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def never() -> bool:
+    return False
+
+
+def always() -> bool:
+    return True
+
+
+STEP = "its part of step 3 of 'layers.0'"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_what_a_rank_does_by_itself_is_waited_for(seconds: float) -> None:
+    one, _ = ranks(2)
+    reached = after(seconds)
+    one.wait_for_rank(1, reached, always, STEP)
+    assert reached()
+
+
+def test_who_ends_without_a_word_is_named_with_what_is_missing() -> None:
+    one, _ = ranks(2)
+    one.doing = "Training at step 3"
+    found = together(lambda: one.wait_for_rank(1, never, never, STEP))
+    gone = "rank 1 is gone without a word (killed, or out of memory? see its log)"
+    assert found == [f"Training at step 3 ends on rank 0: {gone}, and its part of step 3 of 'layers.0' is missing"]
+
+
+def test_who_has_failed_may_end_what_it_has_begun() -> None:
+    one, other = ranks(2)
+    other.leave("failed with ValueError: boom")
+    one.wait_for_rank(1, after(0.15), always, STEP)
+    found = together(lambda: one.wait_for_rank(1, never, always, STEP))
+    assert found[0].endswith(f"rank 1 failed with ValueError: boom, and {STEP} is missing")
+
+
+def test_a_word_counts_more_than_silence() -> None:
+    one, other = ranks(2)
+    other.leave("failed with ValueError: boom")
+    assert "rank 1 failed with" in together(lambda: one.wait_for_rank(1, never, never, STEP))[0]
+
+
+def test_the_last_thing_that_a_rank_has_done_counts() -> None:
+    one, _ = ranks(2)
+    seen: list[bool] = []
+
+    def gone() -> bool:
+        seen.append(True)
+        return False
+
+    one.wait_for_rank(1, lambda: bool(seen), gone, STEP)
+    assert seen == [True]
+
+
+def test_no_rank_is_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = ranks(2)
+    one._patience = 0.1
+    assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
+    monkeypatch.setattr(attendance, "_TO_END", 0.1)
+    one._patience = 1e9
+    one.leave("failed")  # Who has failed itself waits for nobody for long.
+    assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]

@@ -8,14 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import CPUDevice
 from lightning_protrain.runtime import attendance
 from lightning_protrain.runtime.attendance import Attendance
 from lightning_protrain.runtime.comm import Communicator, Ranks, find_ranks
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.ranks import run_ranks, values
+from tests.simulation.ranked import Case, ranks_of
 
 
 def _places(rank: int, local_size: int) -> Any:
@@ -47,8 +51,8 @@ def test_machines_are_nodes_with_peers(tmp_path: Path) -> None:
 def _sums(rank: int, local_size: int) -> Any:
     """What this rank has after each kind of sum, and what it has counted for it."""
     ranks = find_ranks(rank % local_size, local_size)
-    counters = TransferCounters()
-    communicator = Communicator(ranks, counters)
+    device = CPUDevice(torch.device("cpu"))
+    communicator, counters = Communicator(ranks, device), device.counters
     found = []
     for owner in (None, 0, 1):
         flat = torch.tensor([1.0, 10.0**rank])
@@ -120,7 +124,7 @@ def _late(rank: int, everybody: bool) -> Any:
         wait = Attendance.wait
         Attendance.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
     ranks = find_ranks(rank % 2, 2)
-    communicator = Communicator(ranks, TransferCounters())
+    communicator = Communicator(ranks, CPUDevice(torch.device("cpu")))
     if rank == 1:
         time.sleep(1.5)
     return _try(lambda: communicator.meet() or ranks.meet("batch 1"))
@@ -137,7 +141,7 @@ def test_who_waits_for_its_node_must_not_be_taken_to_wait_for_all(tmp_path: Path
 
 def _asleep(rank: int, fault: str) -> Any:
     ranks: Ranks = find_ranks(rank, 2)
-    communicator = Communicator(ranks, TransferCounters())
+    communicator = Communicator(ranks, CPUDevice(torch.device("cpu")))
     flat = torch.ones(3)
     ranks.attendance.doing = "Training at step 4"
     if rank == 1:
@@ -160,3 +164,49 @@ def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
         found = run_ranks(_asleep, 2, folder, fault)
         assert found[0].value.rstrip(".") == f"Training at step 4 ends on rank 0: rank 1 {reason}"
         assert max(outcome.seconds for outcome in found) < 10
+
+
+# --- on a device with streams -----------------------------------------------------------------------------------------
+
+
+def _sum_on_streams(case: Case, network: SimulatedNetwork, rank: int, owner: int | None) -> Any:
+    device = SimulatedDevice(Rates(network=1.0, latency=0.0))
+    with device:
+        communicator = Communicator(ranks_of(case, network, device, rank), device)
+        flat = torch.tensor([1.0, 10.0**rank])
+        device.set_place(flat, "device")
+        work = communicator.begin(flat, owner)
+        communicator.end(work, flat, owner)
+        ended = device.compute_stream().time
+        found = flat.mul(1.0).tolist() if owner in (None, communicator.ranks.local_rank) else None
+        assert device.host_stream.time == 0, "the host has waited"
+        return found, device.counters.collectives, device.counters.communicated_bytes, ended
+
+
+@pytest.mark.parametrize("owner", [None, 0, 1])
+def test_on_streams_it_costs_the_same_and_the_host_goes_on(owner: int | None) -> None:
+    network, case = SimulatedNetwork(4), Case(nodes=2)
+    for rank, found in enumerate(network.run(lambda rank: _sum_on_streams(case, network, rank, owner))):
+        owns = owner == rank % 2
+        number = 2 if owns else 1
+        whole = [4.0, 1111.0] if owns or owner is None else None
+        assert found == (whole, number, 8 * number, 8.0 * number)  # Seconds: one byte takes one.
+
+
+def test_on_streams_both_sums_are_issued_without_the_compute_stream() -> None:
+    network, case = SimulatedNetwork(4), Case(nodes=2)
+
+    def work(rank: int) -> tuple[float, float]:
+        device = SimulatedDevice(Rates(network=1.0, latency=0.0, memory=1.0))
+        with device:
+            communicator = Communicator(ranks_of(case, network, device, rank), device)
+            flat, other = torch.zeros(1), torch.zeros(2)
+            for tensor in (flat, other):
+                device.set_place(tensor, "device")
+            sums = communicator.begin(flat, 0)
+            other.zero_()
+            computed = device.compute_stream().time
+            communicator.end(sums, flat, 0)
+            return computed, device.compute_stream().time
+
+    assert network.run(work) == [(16.0, 16.0)] * 4  # Four bytes twice on the network, while sixteen are touched.

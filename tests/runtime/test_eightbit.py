@@ -1,57 +1,42 @@
-"""The optimizers of bitsandbytes over host memory: their own bits, in tiles, and exactly so many bytes."""
+"""The optimizers of bitsandbytes over host memory: their own bits, and exactly so many bytes."""
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.runtime import eightbit
+from lightning_protrain.runtime import eightbit, moments
 from lightning_protrain.runtime.eightbit import (
-    BLOCK,
+    OWN_SLOWDOWN,
     SLOWDOWN,
     host_slowdown,
     in_tiles,
-    is_blockwise,
+    load_by_reference,
     mean_state_bytes,
     refuse_without_host_step,
 )
+from lightning_protrain.runtime.moments import BLOCK
+from tests.runtime.test_blockwise import OPTIMIZERS, WITH_TABLES, parameters
 
 Parameters = list[nn.Parameter]
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, weight_decay=0.1),
-    "PagedAdamW8bit": lambda p: bnb.optim.PagedAdamW8bit(p),
-    "Adam8bit": lambda p: bnb.optim.Adam8bit(p),
-    "Lion8bit": lambda p: bnb.optim.Lion8bit(p, weight_decay=0.1),
-    "SGD8bit": lambda p: bnb.optim.SGD8bit(p, lr=0.1, momentum=0.9),
-    "RMSprop8bit": lambda p: bnb.optim.RMSprop8bit(p),
-    "Adagrad8bit": lambda p: bnb.optim.Adagrad8bit(p),
-    "LAMB8bit": lambda p: bnb.optim.LAMB8bit(p),
-    "AdEMAMix8bit": lambda p: bnb.optim.AdEMAMix8bit(p),
-    "AdamW": lambda p: bnb.optim.AdamW(p),
-    "LAMB": lambda p: bnb.optim.LAMB(p, max_unorm=1.0),
-}
-OURS = ("AdamW8bit", "PagedAdamW8bit", "Lion8bit")
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(eightbit, "TILE", 8 * BLOCK)
+def _quiet_and_without_overrides() -> Iterator[None]:
+    known = vars(bnb.optim.GlobalOptimManager.get_instance())
+    held = {name: value.copy() for name, value in known.items() if isinstance(value, dict | list)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         yield
-
-
-def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Parameters:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    known.update(held)
 
 
 def steps(optimizer: Any, count: int = 3) -> None:
@@ -89,49 +74,57 @@ def test_tiles_change_no_bit(kind: str, dtype: torch.dtype) -> None:
     assert_same_as_whole(kind, (64, 128), (3, 8, BLOCK), (5000,), (7,), dtype=dtype)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(size=st.integers(1, 40 * BLOCK), kind=st.sampled_from(OURS))
-def test_tiles_change_no_bit_of_any_size(size: int, kind: str) -> None:
-    assert_same_as_whole(kind, (size,))
-
-
-def test_a_weight_in_another_order_of_dimensions_is_stepped_whole() -> None:
-    shape = (16, 32, 4, 4)
-    results = []
-    for tiled in (False, True):
-        (parameter,) = parameters(shape)
-        parameter.data = parameter.data.to(memory_format=torch.channels_last)
-        optimizer = bnb.optim.AdamW8bit([parameter])
-        if tiled:
-            with in_tiles(optimizer):
-                steps(optimizer)
-        else:
-            steps(optimizer)
-        results.append(parameter.detach())
-    assert torch.equal(*results)
-
-
-def test_what_it_holds_at_one_time_is_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    real = bnb.functional.optimizer_update_8bit_blockwise
+def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    real = eightbit.Crew.join
     monkeypatch.setattr(
-        bnb.functional, "optimizer_update_8bit_blockwise", lambda *a, **k: (seen.append(a[1].numel()), real(*a, **k))
+        eightbit.Crew, "join", lambda crew, calls, number: (joined.append(number), real(crew, calls, number))[1]
     )
-    (parameter,) = parameters((20 * BLOCK + 3,))
-    optimizer = bnb.optim.AdamW8bit([parameter])
-    with in_tiles(optimizer):
-        steps(optimizer, 2)
-    assert seen == [8 * BLOCK, 8 * BLOCK, 4 * BLOCK + 3] * 2
-    assert optimizer.state[parameter]["step"] == 2
-    assert list(optimizer.state) == [parameter]
-    assert "update_step" not in vars(optimizer)
+    monkeypatch.setattr("lightning_protrain.runtime.blockwise._TILES_PER_CALL", 1)
+    before, running = torch.get_num_threads(), threading.active_count()
+    torch.set_num_threads(3)
+    try:
+        assert_same_as_whole("AdamW8bit", (4 * moments.TILE + 5,), (7,))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert joined == [2] * 3
+    assert threading.active_count() == running
 
 
-def test_an_exception_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = bnb.optim.AdamW8bit(parameters((8,)))
+def test_a_step_is_left_as_it_was() -> None:
+    held = parameters((8,))
+    optimizer = bnb.optim.AdamW8bit(held)
     with pytest.raises(KeyError), in_tiles(optimizer):
         raise KeyError
-    assert "update_step" not in vars(optimizer)
+    assert not {"update_step", "get_config"} & vars(optimizer).keys()
+    with in_tiles(optimizer):
+        steps(optimizer, 2)
+    assert not {"update_step", "get_config"} & vars(optimizer).keys()
+    assert optimizer.state[held[0]]["step"] == 2
+    assert list(optimizer.state) == held
+
+
+def test_overrides_are_found_when_parameters_are_left_out() -> None:
+    """As where some are stepped elsewhere: the rest moves up in its group."""
+    results = []
+    for shortened in (False, True):
+        held = parameters((64, 128), (64, 128), (5000,))
+        manager = bnb.optim.GlobalOptimManager.get_instance()
+        manager.initialize()
+        manager.override_config(held[0], key_value_dict={"lr": 0.5, "optim_bits": 32})
+        manager.register_parameters(held)
+        optimizer = bnb.optim.AdamW8bit(held)
+        steps(optimizer, 1)
+        held[0].grad = None
+        groups = optimizer.param_groups
+        with in_tiles(optimizer):
+            if shortened:
+                optimizer.param_groups = [{**groups[0], "params": held[1:]}]
+            optimizer.step()
+        optimizer.param_groups = groups
+        results.append(torch.cat([parameter.detach().view(-1) for parameter in held]))
+    assert torch.equal(*results)
 
 
 def test_optimizers_of_others_are_left_alone() -> None:
@@ -139,19 +132,17 @@ def test_optimizers_of_others_are_left_alone() -> None:
     before = dict(vars(optimizer))
     with in_tiles(optimizer):
         assert vars(optimizer) == before
-    assert not is_blockwise(optimizer)
     assert host_slowdown([optimizer]) == 1.0
 
 
-class Derived(bnb.optim.AdamW8bit):
-    """What a user derives from one of them is one of them."""
-
-
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "derived"])
-def test_they_are_known(kind: str) -> None:
-    optimizer = Derived(parameters((8,))) if kind == "derived" else OPTIMIZERS[kind](parameters((8,)))
-    assert is_blockwise(optimizer)
-    assert host_slowdown([torch.optim.SGD(parameters((8,))), optimizer]) == SLOWDOWN
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_a_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [torch.optim.SGD(parameters((8,)))]
+    expected = SLOWDOWN if kind in WITH_TABLES else OWN_SLOWDOWN
+    assert host_slowdown([*others, OPTIMIZERS[kind](parameters((8,)))]) == expected
+    monkeypatch.setattr(eightbit, "tables_of", lambda values: None)
+    assert host_slowdown([OPTIMIZERS[kind](parameters((8,)))]) == OWN_SLOWDOWN
+    assert host_slowdown([]) == 1.0
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -195,3 +186,61 @@ def test_a_version_without_a_step_on_the_host_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="Lion8bit of the installed bitsandbytes has no step"):
         refuse_without_host_step(optimizers)
     refuse_without_host_step(optimizers[:1])
+
+
+class Table(nn.Module):
+    """An embedding that asks for states of 32 bits, as those of bitsandbytes and of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 128)
+        self.linear = nn.Linear(128, 64, bias=False)
+
+
+def test_bytes_know_what_modules_override() -> None:
+    """Before any step, and without a change to what all optimizers share."""
+    module = Table()
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(module.embedding, "weight", {"optim_bits": 32})
+    optimizer = bnb.optim.AdamW8bit(module.parameters())
+    assert mean_state_bytes([optimizer]) == (8 + 2 + 8 / BLOCK) / 2
+    assert id(module.embedding.weight) not in manager.pid2config
+    steps(optimizer)
+    assert optimizer.state[module.embedding.weight]["state1"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdEMAMix8bit", "AdamW", "torch"])
+def test_states_are_loaded_by_reference(kind: str) -> None:
+    """A second copy would be 14 GB for 7 billion parameters; what was loaded keeps its form."""
+    make = OPTIMIZERS.get(kind, torch.optim.AdamW)
+    held = parameters((64, 128), (5000,), (7,))
+    first = make(held)
+    steps(first)
+    saved = first.state_dict()
+    expected = copy.deepcopy(saved)
+    reference, found = make(parameters((64, 128), (5000,), (7,))), make(parameters((64, 128), (5000,), (7,)))
+    reference.load_state_dict(copy.deepcopy(saved))
+    load_by_reference(found, saved)
+    memory = {value.data_ptr() for value in _tensors(saved["state"])}
+    for one, other in zip(reference.state.values(), found.state.values(), strict=True):
+        assert one.keys() == other.keys()
+        assert all(same(one[name], other[name]) for name in one)
+        assert {value.data_ptr() for value in other.values() if isinstance(value, Tensor)} <= memory
+    assert _structure(saved) == _structure(expected)
+    assert found.param_groups[0] is not saved["param_groups"][0]
+    found.param_groups[0]["lr"] = 7.0
+    assert saved["param_groups"][0]["lr"] != 7.0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _structure(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _structure(each) for name, each in value.items()}
+    return None if isinstance(value, Tensor) else value

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ from torch import nn
 from lightning_protrain.host import PAGE, HostMemory
 from lightning_protrain.runtime import node_memory
 from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages
-from tests.ranks import run_ranks, values
+from tests.ranks import kill_this_rank, run_ranks, values
 
 SHAPES = ((300, 7), (1,), (0, 4), (64, 64))
 
@@ -50,6 +53,66 @@ def test_more_than_there_is_is_our_mistake(tmp_path: Path) -> None:
         memory.empty(1)
 
 
+def test_counters_lie_behind_all_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(2 * PAGE))
+    memory = NodeMemory(os.open(path, os.O_RDWR), 2 * PAGE, HostMemory(), True, num_counters=3)
+    assert memory.counters.tolist() == [0, 0, 0]
+    memory.counters[2] = 1 << 40
+    block = memory.empty(PAGE)
+    block[:] = b"x" * PAGE
+    assert memory.counters.tolist() == [0, 0, 1 << 40]
+    with pytest.raises(AssertionError, match=f"are wanted, {2 * PAGE - 24} are there"):
+        memory.empty(PAGE)
+
+
+def _count(rank: int, folder: Path, rounds: int) -> int:
+    """Reads and writes one number again and again, which is never right without a lock."""
+    memory = open_node_memory(_ranks(rank), 0, HostMemory(), folder, num_counters=1)
+
+    def add(_: int) -> None:
+        with memory.alone():
+            before = memory.counters[0]
+            time.sleep(1e-4)
+            memory.counters[0] = before + 1
+
+    with ThreadPoolExecutor(2) as pool:  # Record locks are of a process; its threads need another one.
+        list(pool.map(add, range(rounds)))
+    dist.barrier()
+    return int(memory.counters[0])
+
+
+def test_one_thread_of_one_rank_is_alone(tmp_path: Path) -> None:
+    assert values(run_ranks(_count, 2, tmp_path, tmp_path, 20)) == [40, 40]
+
+
+def test_without_its_lock_nobody_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeMemory, "alone", lambda memory: nullcontext())
+    assert max(values(run_ranks(_count, 2, tmp_path, tmp_path, 20))) < 40
+
+
+def _look_for(rank: int, folder: Path) -> list[bool]:
+    """Whether rank 1 is there: at first, when it has been killed and its parent has not noticed, and of a child."""
+    memory = open_node_memory(_ranks(rank), PAGE, HostMemory(), folder)
+    found = [memory.is_held(1 - rank)]
+    dist.barrier()
+    if rank == 1:
+        if os.fork() == 0:  # As a worker of a DataLoader: it outlives its parent.
+            time.sleep(1.0)
+            os._exit(0)
+        kill_this_rank()
+    until = time.monotonic() + 0.8
+    while memory.is_held(1) and time.monotonic() < until:
+        time.sleep(0.01)
+    return [*found, memory.is_held(1)]
+
+
+def test_a_rank_that_is_killed_holds_nothing(tmp_path: Path) -> None:
+    alone, killed = run_ranks(_look_for, 2, tmp_path, tmp_path)
+    assert alone.value == [True, False]
+    assert killed.value is None
+
+
 @pytest.mark.parametrize("fills", [True, False])
 def test_a_parameter_is_adopted_with_its_values_or_those_that_are_there(fills: bool, tmp_path: Path) -> None:
     memory = alone(PAGE, tmp_path, fills)
@@ -65,11 +128,28 @@ def test_a_parameter_is_adopted_with_its_values_or_those_that_are_there(fills: b
 def test_the_mapping_is_page_locked_until_the_host_lets_go(tmp_path: Path) -> None:
     locked: list[int] = []
     host = HostMemory(lambda address, nbytes: bool(locked.append(nbytes) or True), lambda address: locked.clear())
-    alone(3 * PAGE, tmp_path, host=host)
+    memory = alone(3 * PAGE, tmp_path, host=host)
+    assert locked == []  # It would allocate what is not filled yet.
+    memory.lock()
     assert locked == [3 * PAGE]
     assert host.locked_bytes == 3 * PAGE
     host.close()
     assert locked == []
+
+
+def test_memory_is_taken_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "memory"
+    path.touch()
+    os.truncate(path, 6 * PAGE)
+    memory = NodeMemory(os.open(path, os.O_RDWR), 6 * PAGE, HostMemory(), True, 1)
+    taken = [os.fstat(memory._descriptor).st_blocks * 512]
+    for _ in range(2):
+        memory.empty(2 * PAGE)
+        taken.append(os.fstat(memory._descriptor).st_blocks * 512)
+    assert taken == [PAGE, 3 * PAGE, 5 * PAGE]
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: os.rmdir("missing"))
+    with pytest.raises(ValueError, match="ends at 16,384 of 24,576 bytes"):
+        memory.empty(1)
 
 
 def _ranks(rank: int, local_size: int = 2) -> Any:
@@ -121,9 +201,9 @@ def _refusals(rank: int, folder: Path) -> list[str]:
     found = [attempt(folder / "missing")]
     room = SimpleNamespace(f_bavail=2, f_frsize=PAGE)
     patch.setattr(os, "statvfs", lambda path: room)
-    patch.setattr(os, "posix_fallocate", None)  # Never reached.
+    patch.setattr(os, "truncate", None)  # Never reached.
     found.append(attempt(folder))
-    patch.setattr(os, "posix_fallocate", lambda *args: os.truncate("missing", 1))
+    patch.setattr(os, "truncate", lambda *args: os.rmdir("missing"))
     found.append(attempt(folder))
     patch.setattr(node_memory.tempfile, "mkstemp", lambda **options: os.open("missing", os.O_RDWR))
     found.append(attempt(folder))

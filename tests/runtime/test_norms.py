@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.norms import clip_over_owners, total_norm
+from lightning_protrain.runtime.norms import bound_norm, total_norm
 
 NUM_RANKS = 3
 
@@ -71,7 +71,7 @@ def clip(items: list[Given], max_norm: float) -> tuple[list[Tensor | None], list
         for parameter, grad, item in zip(mine, gradients(items), items, strict=True):
             parameter.grad = grad if item.owner in (None, rank) else None
         shared = {id(p) for p, item in zip(mine, items, strict=True) if item.owner is not None}
-        clip_over_owners(mine, shared, max_norm, node)
+        bound_norm(mine, max_norm, None, (), shared, node)
         return [parameter.grad for parameter in mine]
 
     with ThreadPoolExecutor(NUM_RANKS) as pool:
@@ -111,7 +111,9 @@ def test_a_gradient_that_is_not_finite_is_known_to_all(bad: float) -> None:
     assert same(expected, found)
 
 
-def _rank_by_rank(parameters: list[Tensor], shared: set[int], max_norm: float, node: Any) -> None:
+def _rank_by_rank(
+    parameters: list[Tensor], max_norm: float, known: None, later: tuple[()], shared: set[int], node: Any
+) -> None:
     """A mistake: every rank takes the norm of what it has, and a norm of norms is told."""
     square = sum((p.grad.norm() ** 2 for p in parameters if p.grad is not None), torch.zeros(()))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, node.sum_of_node(square.reshape(1)).sqrt()[0])
@@ -120,7 +122,7 @@ def _rank_by_rank(parameters: list[Tensor], shared: set[int], max_norm: float, n
 def test_a_gradient_that_is_counted_by_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [Given(37, 0), Given(20, 1), Given(11, None)]
     assert same(*clip(items, max_norm=0.3))
-    monkeypatch.setitem(globals(), "clip_over_owners", _rank_by_rank)
+    monkeypatch.setitem(globals(), "bound_norm", _rank_by_rank)
     assert not same(*clip(items, max_norm=0.3))
 
 
@@ -144,3 +146,31 @@ def test_known_norms_stand_for_gradients(sizes: list[int], data: st.DataObject) 
             known[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
             parameter.grad = None
     assert torch.equal(total_norm(parameters, known), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
+def test_gradients_that_are_scaled_later_are_left_alone(num_ranks: int) -> None:
+    items = [Given(37, 0), Given(20, 1), Given(11, 2), Given(5, 0, present=False)]
+    expected, _ = clip(items, max_norm=0.3)
+    node: Any = Node() if num_ranks > 1 else None
+
+    def run(rank: int) -> tuple[list[Tensor | None], Tensor | None]:
+        parameters = [nn.Parameter(torch.zeros(item.numel)) for item in items]
+        for parameter, grad, item in zip(parameters, gradients(items), items, strict=True):
+            parameter.grad = grad if num_ranks == 1 or item.owner == rank else None
+        # What has been taken stands for a gradient; the last ones are not stepped later.
+        known = {id(p): torch.linalg.vector_norm(p.grad) for p in parameters[:2] if p.grad is not None}
+        later = {id(p) for p in parameters[:2]}
+        shared = {id(p) for p in parameters} if num_ranks > 1 else set[int]()
+        factor = bound_norm(parameters, 0.3, known, later, shared, node)
+        assert factor is not None
+        for parameter in parameters[:2]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return [parameter.grad for parameter in parameters], factor
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = list(pool.map(run, range(num_ranks)))
+    found = [next((grads[at] for grads, _ in ranks if grads[at] is not None), None) for at in range(len(items))]
+    assert same(expected, found)
+    assert same([factor for _, factor in ranks], [ranks[0][1]] * num_ranks)

@@ -57,8 +57,9 @@ def test_one_rank_owns_everything() -> None:
 class _Room:
     """Stands for the memory of a node, of the size that was asked for."""
 
-    def __init__(self, ranks: Any, nbytes: int, host: HostMemory) -> None:
+    def __init__(self, ranks: Any, nbytes: int, host: HostMemory, num_counters: int) -> None:
         self.nbytes = nbytes
+        self.num_counters = num_counters
 
 
 def _chunk(nbytes: int, *names: str, streamed: str | None = None) -> ChunkPlan:
@@ -77,3 +78,5 @@ def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: p
     assert shares[0].memory is shares[1].memory
     # Whole pages of each chunk, and of the master of what is streamed as a copy: 8,000 bytes.
     assert shares[0].memory.nbytes == PAGE + PAGE + 2 * PAGE
+    # Of each rank: what it has begun, what it has left, and what it has stepped of either chunk.
+    assert shares[0].memory.num_counters == 2 * (1 + 1 + 2)

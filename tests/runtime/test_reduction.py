@@ -13,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.reduction import Reduction
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime.reduction import Reduction, _Region
 from lightning_protrain.runtime.slot import Slot
 
-CPU = torch.device("cpu")
+CPU = CPUDevice(torch.device("cpu"))
 
 
 class Network:
@@ -347,3 +349,34 @@ def test_after_an_exception_nothing_is_under_way() -> None:
     rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
     assert torch.equal(rank.slots[0, 0].host.grad, torch.ones(2))  # type: ignore[arg-type]
     assert rank.slots[1, 0].host.grad is None
+
+
+class Operations(TorchDispatchMode):
+    """Remembers what ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("filled", [0, 1, 2])
+def test_flags_are_made_on_the_device(filled: int) -> None:
+    """A copy of them from the host would wait for everything that the device computes."""
+    slots = [slot for _, slot in sorted(one_rank(Case([[(3,), (2,)]])).slots.items())]
+    region = _Region(None, slots, CPU)
+    with Operations() as operations:
+        region.end_filling(set(slots[:filled]))
+    assert not {name for name in operations.names if "copy" in name}
+    assert region.flags() == [1.0] * filled + [0.0] * (2 - filled)
+    assert all(not region.view(slot).any() for slot in slots[filled:])
+
+
+def test_a_second_dtype_is_sent_and_not_what_was_filled() -> None:
+    rank = Rank(Case([[(3,)]]), Network(1), 0, torch.bfloat16)
+    grad = torch.tensor([1.0, 1.0 + 2**-20, -3.0])
+    rank.backward({(0, 0): grad}, [(0, 0)], averages=True)
+    assert torch.equal(rank.slots[0, 0].host.grad, grad.bfloat16().float())  # type: ignore[arg-type]

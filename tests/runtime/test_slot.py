@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,3 +57,28 @@ def test_the_twin_follows_flags_and_hooks() -> None:
     slot.host.requires_grad_(False)
     slot.follow()
     assert not slot.twin.requires_grad
+
+
+def test_a_step_of_another_rank_is_no_change_of_this_one() -> None:
+    slot = slot_of(nn.Parameter(torch.ones(2)))
+    slot.pointer, slot.seen_version = slot.host.data_ptr(), slot.host._version
+    slot.step_elsewhere()
+    slot.step_elsewhere()
+    assert slot.host._version == slot.seen_version + 2
+    assert not slot.changed_here
+    with torch.no_grad():
+        slot.host.mul_(2)
+    assert slot.changed_here
+    slot.seen_version, slot.steps_elsewhere = slot.host._version, 0
+    assert not slot.changed_here
+    slot.host.data = torch.zeros(2)
+    assert slot.changed_here
+
+
+def test_a_graph_that_has_saved_a_weight_notices_a_step_of_another_rank() -> None:
+    slot = slot_of(nn.Parameter(torch.ones(2)))
+    factor = torch.ones(2, requires_grad=True)
+    loss = (slot.host.detach() * factor).sum()
+    slot.step_elsewhere()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

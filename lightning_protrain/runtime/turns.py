@@ -1,0 +1,168 @@
+"""Ranks of a node take turns with the weights that they share: all read them, then each writes those that it owns.
+
+[Note: Turns]
+For every step of an optimizer three kinds of numbers go up in memory that the ranks of a node share, each written by
+one rank only: that of the step which a rank has begun, that of the step for which it has *left* all weights, and, for
+each chunk, that of the step which its owner has made of its part. Who reads a chunk next (an upload, the guard, a
+checkpoint) waits until every owner of it has made the present step; nobody needs to be asked for that, so a rank that
+is late holds up only those who need what it steps. Why nobody still reads what an owner writes:
+
+- *Behind forward*, and where nothing is overlapped: an owner writes when all ranks of its node have left all weights. A
+  rank leaves when its backward, its clipping and the user's hooks between them have ended, with no upload under way.
+  From then on the guard watches all weights until their step has ended, whoever makes it, see [Note: Guard].
+- *Behind backward*: an owner writes when it has the averages of its gradients of the chunk. They are sums over all
+  ranks of the node, and a rank sends its part when its backward has gone beyond the last call that reads the chunk, see
+  [Note: Reduction]. Before that it leaves the chunk: its device memory is freed, and what is sent comes behind that on
+  the compute stream, which has waited for every upload that it was given. From then on the guard watches the weights,
+  and their versions have moved on this rank, too: who needs the chunk once more in this backward, and a graph that has
+  saved a weight itself, raise as they do on the rank that steps it.
+
+So what a device holds of a chunk is never older than its step: it is freed before it and fetched again behind it. All
+ranks of a node must step behind backward or none, as one that does not leaves nothing before its hooks have run. What
+tells a rank otherwise shows itself in a run (hooks on its optimizer, on its parameters), so each says with its number
+whether it may; they are compared when backward begins, and hardly ever waited for.
+
+A number is one aligned word, so it is never seen in part. That the weights are seen by whoever sees the number is not
+left to the processor: x86 keeps the order of stores, ARM does not. Numbers are written within `NodeMemory.alone`, and
+who has seen one passes through there before it goes on. The worker's own threads are ordered by the locks of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from lightning_protrain.runtime.comm import Ranks
+from lightning_protrain.runtime.node_memory import NodeMemory
+from lightning_protrain.runtime.owners import Share, num_counters
+
+
+def turns_of(shares: Sequence[Share], units: Sequence[str], ranks: Ranks) -> Turns:
+    """The turns of a rank with its chunks.
+
+    Args:
+        shares: What it holds of each, in execution order.
+        units: What each chunk belongs to.
+        ranks: Who share them.
+    """
+    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units)
+
+
+class Turns:
+    """The numbers of one rank, and what it sees of others, see [Note: Turns].
+
+    Args:
+        memory: Has them, all 0.
+        ranks: Of whom.
+        owners: Who steps some of each chunk, as `local_rank`.
+        units: What each chunk belongs to, for errors.
+
+    Attributes:
+        number: Of the step that this rank has begun; the first one is that of the weights as they are placed.
+        failure: Why some rank will not be waited for any more.
+    """
+
+    def __init__(self, memory: NodeMemory, ranks: Ranks, owners: Sequence[Iterable[int]], units: Sequence[str]) -> None:
+        self.number = 1
+        self.failure: RuntimeError | None = None
+        self._memory = memory
+        self._ranks = ranks
+        self._others = [place for place in range(ranks.local_size) if place != ranks.local_rank]
+        self._owners = [sorted(set(places) - {ranks.local_rank}) for places in owners]
+        self._units = tuple(units)
+        numbers, size = memory.counters, ranks.local_size
+        assert len(numbers) == num_counters(len(owners), size), "counters of other chunks"
+        # Twice the number of the step that has begun, and one more where it may run behind backward.
+        self._begun = numbers[:size]
+        self._left = numbers[size : 2 * size]
+        self._stepped = [numbers[begin : begin + size] for begin in range(2 * size, len(numbers), size)]
+
+    def begin(self, behind_backward: bool) -> None:
+        """This rank begins its next step.
+
+        Args:
+            behind_backward: Whether it may run behind backward here.
+        """
+        self.number += 1
+        self._write([self._begun], 2 * self.number + behind_backward)
+
+    def all_behind_backward(self) -> bool:
+        """Waits until every rank has begun this step, and says whether it may run behind backward on all.
+
+        Raises:
+            RuntimeError: A rank is missing; names it.
+        """
+        number, begun = self.number, self._begun
+        for place in self._others:
+            self._wait(begun, place, 2 * number, f"its begin of step {number - 1}")
+        return all(begun[place] == 2 * number + 1 for place in self._others)
+
+    def leave(self) -> None:
+        """Until the step has been made, this rank reads no weight without waiting."""
+        self._write([self._left], self.number)
+
+    def wait_until_left(self, number: int) -> None:
+        """Before this rank writes weights that others may not have left yet.
+
+        Args:
+            number: Of the step.
+
+        Raises:
+            RuntimeError: A rank is missing; names it.
+        """
+        for place in self._others:
+            self._wait(self._left, place, number, f"the end of its backward of step {number - 1}")
+        self._pass()
+
+    def announce(self, indices: Iterable[int], number: int) -> None:
+        """This rank has made its part of a step of chunks, whether or not it has one.
+
+        Args:
+            indices: Which chunks.
+            number: Of the step.
+        """
+        self._write([self._stepped[index] for index in indices], number)
+
+    def wait_until_stepped(self, index: int, number: int) -> None:
+        """Before this rank reads weights that others step.
+
+        Args:
+            index: Of the chunk.
+            number: Of the step.
+
+        Raises:
+            RuntimeError: A rank is missing; names it and the chunk.
+        """
+        for place in self._owners[index]:
+            self._wait(self._stepped[index], place, number, f"its part of step {number - 1} of {self._units[index]!r}")
+        self._pass()
+
+    def give_up(self) -> None:
+        """After an exception in the middle of a step, which other ranks will never make."""
+        self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
+
+    def _write(self, numbers: Iterable[memoryview], value: int) -> None:
+        with self._memory.alone():
+            for each in numbers:
+                each[self._ranks.local_rank] = value
+
+    def _pass(self) -> None:
+        with self._memory.alone():
+            return
+
+    def _wait(self, numbers: memoryview, place: int, value: int, what: str) -> None:
+        """Waits until a number of another rank has come to `value`; who was missing once is not waited for again."""
+        if numbers[place] >= value:
+            return
+        if self.failure is None:
+            rank, is_there = self._ranks.first_of_node + place, partial(self._memory.is_held, place)
+
+            def ends() -> bool:  # Another thread may find that a rank is missing.
+                return numbers[place] >= value or self.failure is not None
+
+            try:
+                self._ranks.attendance.wait_for_rank(rank, ends, is_there, what)
+            except RuntimeError as failure:
+                self.failure = failure
+        if self.failure is not None and numbers[place] < value:
+            raise self.failure

@@ -1,0 +1,190 @@
+"""Collectives of simulated devices: what `torch.distributed` does with NCCL, and for host tensors with gloo.
+
+[Note: Collectives]
+A collective of device tensors runs on a stream that its group has on each rank (the *communicator*), in the order of
+issue. That stream first waits for what the compute stream has been given; `wait` makes the compute stream wait for it,
+and the host goes on. Without `async_op` it runs on the compute stream itself. It holds its tensor until it has been
+waited for. So it is in `ProcessGroupNCCL::collective` of PyTorch 2.12. To the checker it writes its tensor from its
+first moment to its last. Until it runs, that is poisoned; what somebody else writes there meanwhile is sent.
+
+It begins when the last rank is ready for it on its own virtual clock, and ends on all ranks at the same time. So that
+this is known at once, ranks meet where they issue it; it runs where the first of them needs it.
+
+Sums are taken in the order of ranks. A rank that is not the root of a `reduce` finds poison in its tensor afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_protrain.simulation.device import SimulatedDevice, poison
+from lightning_protrain.simulation.network import SimulatedNetwork
+from lightning_protrain.simulation.streams import SimulatedEvent
+
+
+@dataclass(eq=False)
+class _Part:
+    """What one rank has in a collective.
+
+    Attributes:
+        kind: What it is, which must be the same on all ranks.
+        tensor: Where it lies.
+        sent: What lay there when it was issued.
+        ready: When it could begin, in virtual seconds.
+        begin: Where it stands in its stream; None: nothing is before it.
+        taken: What has been read of it.
+    """
+
+    kind: str
+    tensor: Tensor
+    sent: Tensor
+    ready: float
+    begin: SimulatedEvent | None = None
+    taken: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """What this rank contributes, as it is when the first rank needs the result."""
+        if self.taken is None:
+            if self.begin is not None:
+                self.begin.stream.run_until(self.begin)
+            floats = self.tensor.is_floating_point()
+            self.taken = torch.where(self.tensor.isnan(), self.sent, self.tensor) if floats else self.sent
+        return self.taken
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A queued collective: its end on one rank."""
+
+    device: SimulatedDevice
+    parts: list[_Part]
+    target: Tensor | None
+    largest: bool = False
+
+    def __call__(self) -> None:
+        with self.device.unattributed(), torch.no_grad():
+            # All are read before any is written to.
+            first, *others = [part.take() for part in self.parts]
+            if self.target is not None:
+                total = first.clone()
+                for other in others:
+                    total = torch.maximum(total, other) if self.largest else total.add_(other)
+                self.target.copy_(total)
+
+
+@dataclass(eq=False)
+class SimulatedWork:
+    """A collective of device tensors that has been issued, see [Note: Collectives]."""
+
+    device: SimulatedDevice
+    ended: SimulatedEvent
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self.ended.query()
+
+    def wait(self) -> bool:
+        """Makes the compute stream wait for it."""
+        self.device.compute_stream().wait_event(self.ended)
+        return True
+
+
+@dataclass(eq=False)
+class _HostWork:
+    """One of host tensors; it takes no time but that of the last rank to come."""
+
+    device: SimulatedDevice
+    ended: float
+    end: _Sum
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        self.end()
+        self.device.host_stream.time = max(self.device.host_stream.time, self.ended)
+        return True
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """A group of ranks as one of them sees it, for `torch.distributed.all_reduce` and `reduce`.
+
+    Args:
+        name: Of no other group of these ranks; that of its stream on the device.
+        network: Where the ranks meet.
+        device: Of this rank.
+        rank: This one.
+        members: All of them.
+    """
+
+    def __init__(
+        self, name: str, network: SimulatedNetwork, device: SimulatedDevice, rank: int, members: Sequence[int]
+    ) -> None:
+        super().__init__(list(members).index(rank), len(members))  # type: ignore[call-arg]
+        self._name = f"{name} {min(members)}"
+        self._network = network
+        self._device = device
+        self._rank = rank
+        self._members = tuple(members)
+        self._stream = device.add_stream(name)
+        self._latest: SimulatedEvent | None = None
+        self._num_issued = 0
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
+        """Sums a tensor over all ranks, or takes the largest of each element."""
+        return self._issue(tensors[0], "all_reduce", None, options)
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
+        """Sums a tensor over all ranks to one of them."""
+        return self._issue(tensors[0], "reduce", options.rootRank, options)
+
+    def _issue(self, tensor: Tensor, what: str, root: int | None, options: Any) -> SimulatedWork | _HostWork:
+        largest = options.reduceOp == dist.ReduceOp.MAX
+        assert largest or options.reduceOp == dist.ReduceOp.SUM, f"no simulation of {options.reduceOp}"
+        receives = root is None or self._members[root] == self._rank
+        kind = f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, root {root}, largest {largest}"
+        if self._device.place(tensor) != "device":
+            return self._on_host(tensor, kind, receives, largest)
+        stream = self._stream if options.asyncOp else self._device.compute_stream()
+        if options.asyncOp:
+            stream.wait_stream(self._device.compute_stream())
+        if self._latest is not None:
+            stream.wait_event(self._latest)
+        with self._device.unattributed():
+            self._device.access(stream, stream.step(), tensor, True, what)
+            parts = self._meet(tensor, kind, max(stream.time, self._device.host_stream.time), stream.record_event())
+            seconds = self._device.rates.latency + tensor.nbytes / self._device.rates.network
+            stream.time = max(part.ready for part in parts) + seconds
+            self._stream.busy += seconds
+            stream.launch(_Sum(self._device, parts, tensor if receives else None, largest))
+        self._latest = stream.record_event()
+        self._device.hasten()
+        return SimulatedWork(self._device, self._latest)
+
+    def _on_host(self, tensor: Tensor, kind: str, receives: bool, largest: bool) -> _HostWork:
+        with self._device.unattributed():
+            parts = self._meet(tensor, f"host {kind}", self._device.host_stream.time)
+        end = _Sum(self._device, parts, tensor if receives else None, largest)
+        return _HostWork(self._device, max(part.ready for part in parts), end)
+
+    def _meet(self, tensor: Tensor, kind: str, ready: float, begin: SimulatedEvent | None = None) -> list[_Part]:
+        """Poisons the tensor and waits until all ranks have issued the same collective.
+
+        Raises:
+            RuntimeError: Another one has issued something else in its place.
+        """
+        part = _Part(kind, tensor, tensor.clone(), ready, begin)
+        poison(tensor)
+        self._num_issued += 1
+        place = f"collective {self._num_issued} of {self._name}"
+        parts: list[_Part] = self._network.exchange(place, self._rank, self._members, part)
+        if len({each.kind for each in parts}) > 1:
+            each = ", ".join(f"rank {rank}: {part.kind}" for rank, part in zip(self._members, parts, strict=True))
+            raise RuntimeError(f"{place} is another one on each rank: {each}.")
+        return parts

@@ -1,0 +1,335 @@
+"""Weights that ranks share are stepped while others compute: the bits of DDP, and nobody sees half of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.runtime.hoststep import Steps
+from lightning_protrain.runtime.updates import Updates
+from tests.distributed.test_parity import KINDS, VOCABULARY, Module
+from tests.plans import half
+from tests.ranks import run_ranks, trainer_on_rank, values
+
+STEPS = 5
+CLIP = {"gradient_clip_val": 0.1}
+
+
+class Case(NamedTuple):
+    """How weights are placed and stepped, and what the Trainer is told.
+
+    Attributes:
+        overlap: None: DDP.
+        placement: A sharding, and "half" where half of the weights are resident.
+    """
+
+    overlap: str | None
+    placement: str = "shard"
+    trainer: dict[str, Any] = {}
+
+
+def strategy_of(case: Case, module: nn.Module, **process: Any) -> Any:
+    if case.overlap is None:
+        return DDPStrategy(**process)
+    sharding, _, part = case.placement.partition(" ")
+    plan: Any = half(module) if part else "offload"
+    options: Any = {"sharding": sharding, "overlap_optimizer": case.overlap, "adapter_grad_sync": "ddp"}
+    return ProTrainStrategy(plan=plan, monitor=False, **options, **process)
+
+
+def fit(
+    rank: int, world_size: int, module: L.LightningModule, case: Case, **options: Any
+) -> tuple[dict[str, Tensor], L.Trainer]:
+    """Trains, and gives the weights of this rank."""
+    torch.set_num_threads(1)
+    kind = partial(strategy_of, case, module)
+    trainer = trainer_on_rank(rank, world_size, kind=kind, **{"max_steps": STEPS, **case.trainer, **options})
+    trainer.fit(module)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, trainer
+
+
+def module_of(kind: str = "full", cls: type[Module] = Module) -> Module:
+    torch.manual_seed(0)
+    return cls(kind)
+
+
+def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    assert list(expected) == list(found)
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+@contextmanager
+def slow_steps(seconds: float) -> Iterator[None]:
+    """Within it this rank takes as long, for each chunk, before it begins to write."""
+    patch, finish = pytest.MonkeyPatch(), Steps.finish
+
+    def late(steps: Steps, portion: Any) -> None:
+        time.sleep(seconds)
+        finish(steps, portion)
+
+    patch.setattr(Steps, "finish", late)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+WAYS: list[tuple[str, dict[str, Any]]] = [("backward", {}), ("forward", {}), ("forward", CLIP)]
+
+
+def _compare(rank: int, world_size: int, kind: str, placements: list[str], accumulations: list[int]) -> list[str]:
+    """What differs from DDP, on more than two ranks from steps that are not overlapped."""
+    wrong = []
+    plain = None if world_size == 2 else "off"
+    for accumulate in accumulations:
+        for placement in placements:
+            for overlap, clipping in WAYS:
+                given = {"accumulate_grad_batches": accumulate, **clipping}
+                expected, _ = fit(rank, world_size, module_of(kind), Case(plain, placement, given))
+                # Every rank is late in turn, so that others wait for it.
+                with slow_steps(0.002 if rank == accumulate % world_size else 0.0):
+                    found, _ = fit(rank, world_size, module_of(kind), Case(overlap, placement, given))
+                wrong += [f"{placement} {overlap} {given}: {name}" for name in differing(expected, found)[:1]]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_weights_of_ddp(kind: str, tmp_path: Path) -> None:
+    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, ["shard"], [1, 3])) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_weights_of_ddp_in_other_places(kind: str, tmp_path: Path) -> None:
+    placements = ["shard half", "replicate", "replicate half"]
+    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, placements, [1, 3])) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("tied", marks=pytest.mark.slow)])
+def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Path) -> None:
+    assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1])) == [[]] * 4
+
+
+class _TwoMachines(LightningEnvironment):
+    """Four processes that are there already, two on each machine."""
+
+    creates_processes_externally = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.set_global_rank(rank)
+        self.set_world_size(4)
+
+    def local_rank(self) -> int:
+        return self.global_rank() % 2
+
+    def node_rank(self) -> int:
+        return self.global_rank() // 2
+
+
+def _two_machines(rank: int) -> list[str]:
+    """What differs from steps that are not overlapped, where each machine has a copy of its own."""
+    torch.set_num_threads(1)
+
+    def weights(case: Case) -> dict[str, Tensor]:
+        module = module_of()
+        strategy = strategy_of(case, module, process_group_backend="gloo")
+        strategy.cluster_environment = _TwoMachines(rank)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        options: dict[str, Any] = {**quiet, "max_steps": STEPS, **case.trainer}
+        trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
+        trainer.fit(module)
+        assert strategy.ranks.local_size == 2
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    wrong = []
+    for overlap, clipping in WAYS:
+        expected = weights(Case("off", trainer=clipping))
+        with slow_steps(0.003 if rank in (1, 2) else 0.0):
+            wrong += differing(expected, weights(Case(overlap, trainer=clipping)))
+    return wrong
+
+
+def test_ranks_of_two_machines_take_turns_on_each(tmp_path: Path) -> None:
+    assert values(run_ranks(_two_machines, 4, tmp_path)) == [[]] * 4
+
+
+def _low_precision(rank: int) -> list[str]:
+    """What is streamed in low precision is written by the step of its owner, too."""
+    wrong = []
+    for overlap in ("backward", "forward"):
+        case = Case(overlap, trainer={"precision": "bf16-mixed"})
+        expected, _ = fit(rank, 2, module_of(), case._replace(overlap="off"))
+        with slow_steps(0.002 * rank):
+            wrong += differing(expected, fit(rank, 2, module_of(), case)[0])
+    return wrong
+
+
+def test_copies_in_low_precision_are_those_of_the_step(tmp_path: Path) -> None:
+    assert values(run_ranks(_low_precision, 2, tmp_path)) == [[], []]
+
+
+def _count(rank: int, overlap: str) -> tuple[int, int]:
+    """How many chunks are stepped behind backward, and in all."""
+    patch, submit, counts = pytest.MonkeyPatch(), Updates._submit, [0, 0]
+
+    def counted(updates: Updates, index: int, armed: Any, land: Any) -> None:
+        counts[0] += land is not None
+        counts[1] += 1
+        submit(updates, index, armed, land)
+
+    patch.setattr(Updates, "_submit", counted)
+    fit(rank, 2, module_of(), Case(overlap))
+    patch.undo()
+    return counts[0], counts[1]
+
+
+# Five chunks; the first step of a run is never overlapped. A rank that owns nothing of a chunk gets no gradients of it.
+@pytest.mark.parametrize(("overlap", "behind"), [("backward", True), ("forward", False)])
+def test_chunks_are_stepped_where_they_are_told(overlap: str, behind: bool, tmp_path: Path) -> None:
+    for early, every in values(run_ranks(_count, 2, tmp_path, overlap)):
+        assert every == 5 * (STEPS - 1)
+        assert (3 * (STEPS - 1) <= early < every) if behind else early == 0
+
+
+# --- who looks --------------------------------------------------------------------------------------------------------
+
+
+class Validated(Module):
+    """Looks at weights wherever a user may."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.seen: list[Any] = []
+
+    def look(self) -> None:
+        self.seen.append([parameter.norm().item() for parameter in self.parameters()])
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.seen.append(Module.training_step(self, batch).item())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        tokens = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(4))
+        return DataLoader(TensorDataset(tokens), batch_size=2)
+
+
+class Norms(Validated):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+class InStep(Validated):
+    """In the middle of a step, where nobody waits for it."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.look()
+        return super().training_step(batch)
+
+
+class Saved(Validated):
+    """The state dict, after every second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            state = self.trainer.strategy.lightning_module_state_dict()
+            self.seen.append([value.double().sum().item() for value in state.values()])
+
+
+class BeforeStep(Validated):
+    """Between backward and the step, for long, and on one rank only: there it cannot be stepped behind backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        if torch.distributed.get_rank() == 0:
+            self.on_before_optimizer_step = self._before  # type: ignore[method-assign]
+
+    def _before(self, optimizer: Any) -> None:
+        time.sleep(0.03)
+        self.look()
+
+
+class Average(L.Callback):
+    """Keeps a running average of all weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            average = self.weights.setdefault(name, parameter.detach().clone())
+            average.lerp_(parameter.detach(), 0.25)
+
+
+LOOKS: tuple[type[Validated], ...] = (Norms, InStep, Saved, BeforeStep)
+EVERY_OTHER = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+
+
+def watched(rank: int, cls: type[Validated], case: Case) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
+    """What the module has seen, the averages of its weights, and the weights."""
+    module, average = module_of(cls=cls), Average()
+    weights, _ = fit(rank, 2, module, case, callbacks=[average] if cls is Norms else [], **EVERY_OTHER)
+    return module.seen, average.weights, weights
+
+
+def _look(rank: int, overlap: str) -> list[str]:
+    wrong = []
+    for cls in LOOKS:
+        # By name it is refused there, on the rank that has the hook.
+        mine = "forward" if cls is BeforeStep and rank == 0 else overlap
+        seen, averages, weights = watched(rank, cls, Case(None))
+        with slow_steps(0.005 if rank == 1 else 0.0):
+            others, other_averages, other_weights = watched(rank, cls, Case(mine))
+        assert seen
+        if seen != others:
+            wrong.append(f"{cls.__name__}: {next(at for at in range(len(seen)) if seen[at] != others[at])}")
+        wrong += differing(averages, other_averages) + differing(weights, other_weights)
+    return wrong
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
+def test_whoever_looks_sees_whole_weights(overlap: str, tmp_path: Path) -> None:
+    assert values(run_ranks(_look, 2, tmp_path, overlap)) == [[], []]
+
+
+def _save(rank: int, folder: Path) -> list[str]:
+    """Checkpoints of every step, weights and states, with and without overlap."""
+    for overlap in ("off", "backward", "forward"):
+        saving = L.pytorch.callbacks.ModelCheckpoint(
+            folder / overlap, filename="{step}", every_n_train_steps=1, save_top_k=-1
+        )
+        with slow_steps(0.002 * rank):
+            fit(rank, 2, module_of(), Case(overlap), callbacks=[saving], enable_checkpointing=True)
+    return []
+
+
+def test_checkpoints_hold_whole_weights_and_states(tmp_path: Path) -> None:
+    values(run_ranks(_save, 2, tmp_path, tmp_path / "saved"))
+    names = sorted(path.name for path in (tmp_path / "saved" / "off").iterdir())
+    assert len(names) == STEPS
+    for name in names:
+        expected, *others = (
+            torch.load(tmp_path / "saved" / overlap / name, weights_only=False)
+            for overlap in ("off", "backward", "forward")
+        )
+        for found in others:
+            assert differing(expected["state_dict"], found["state_dict"]) == []
+            (one,), (other,) = expected["optimizer_states"], found["optimizer_states"]
+            assert one["state"].keys() == other["state"].keys()
+            for index, state in one["state"].items():
+                assert differing(state, other["state"][index]) == []

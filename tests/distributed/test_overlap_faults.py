@@ -1,0 +1,127 @@
+"""A rank that fails in its part of a step: all ranks leave soon, and nobody saves half of a step."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_protrain.runtime.hoststep import Steps
+from tests.distributed.test_overlap import Case, differing, fit, module_of, slow_steps
+from tests.distributed.test_parity import Module
+from tests.ranks import BOUND, kill_this_rank, run_ranks, values
+
+# The batch at which something happens.
+AT = 3
+
+
+class Saving(L.Callback):
+    """When the run breaks off, keeps what could be saved, or why it could not."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] | str = ""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        try:
+            state = trainer.strategy.lightning_module_state_dict()
+            self.found = {name: value.detach().clone() for name, value in state.items()}
+        except RuntimeError as error:
+            self.found = str(error)
+
+
+class Faulty(Module):
+    """Fails on rank 1, in one of several ways."""
+
+    fault, rank = "", 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        fails = self.rank == 1 and batch_idx == AT
+        if fails and self.fault == "raise in forward":
+            time.sleep(0.2)  # The other one is in its forward.
+            raise ValueError("boom")
+        (tokens,) = batch
+        hidden = self.model.embedding(tokens[:, :-1])
+        if fails and self.fault == "raise in backward":
+            hidden.register_hook(self._raise)
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        return torch.nn.functional.cross_entropy(self.model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _raise(self, gradient: Tensor) -> None:
+        raise ValueError("boom")
+
+
+def _fail_in_step(module: Faulty) -> None:
+    """On the worker of rank 1, when some chunks of the step at `AT` have been stepped and others have not."""
+    finish, calls = Steps.finish, 0
+
+    def failing(steps: Steps, portion: Any) -> None:
+        nonlocal calls
+        calls += module.trainer.global_step >= AT
+        if calls == 2 and module.fault == "raise in step":
+            raise ValueError("boom")
+        if calls == 2 and module.fault == "kill in step":
+            time.sleep(0.5)  # Everybody waits for it.
+            kill_this_rank()
+        finish(steps, portion)
+
+    if module.rank == 1:
+        Steps.finish = failing  # type: ignore[method-assign]  # This process ends with the test.
+
+
+def _train(rank: int, overlap: str, fault: str) -> Any:
+    expected, _ = fit(rank, 2, module_of(), Case(None), max_steps=AT)
+    module, saving = module_of(cls=Faulty), Saving()
+    module.fault, module.rank = fault, rank
+    _fail_in_step(module)
+    begin = time.monotonic()
+    try:
+        with slow_steps(0.01 if fault == "raise in forward" else 0.0):
+            fit(rank, 2, module, Case(overlap), callbacks=[saving])
+    except (RuntimeError, ValueError) as error:
+        found = saving.found if isinstance(saving.found, str) else differing(expected, saving.found)
+        return f"{type(error).__name__}: {error}", found, time.monotonic() - begin
+    return "", [], 0.0
+
+
+FAILED = "rank 1 failed (training at step "
+
+
+def is_refused(found: Any) -> bool:
+    """Whether weights that belong to no step were not saved."""
+    return isinstance(found, str) and ("The weights are torn" in found or "is missing" in found)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("fault", ["raise in forward", "raise in backward", "raise in step"])
+def test_a_rank_that_raises_ends_all(fault: str, overlap: str, tmp_path: Path) -> None:
+    (other, saved_there, long), (error, saved, _) = values(run_ranks(_train, 2, tmp_path, overlap, fault))
+    assert error.startswith("ValueError: boom")
+    assert f"ends on rank 0: {FAILED}" in other
+    assert "with ValueError: boom" in other
+    assert long < BOUND
+    if fault == "raise in step" or (fault, overlap) == ("raise in backward", "backward"):
+        assert is_refused(saved_there)
+        assert is_refused(saved)
+    else:  # Steps that have been launched are made.
+        assert saved == []
+        # Behind backward nobody knows of a step that others may have begun.
+        assert saved_there == [] or (overlap == "backward" and is_refused(saved_there))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_an_owner_that_is_killed_is_named_with_what_it_leaves_undone(overlap: str, tmp_path: Path) -> None:
+    alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step")
+    assert killed.error == "killed"
+    assert alone.seconds < BOUND
+    error, saved, _ = alone.value
+    assert re.match(r"RuntimeError: Training at step \d ends on rank 0: rank 1 is gone without a word", error), error
+    assert is_refused(saved)
+    # Behind backward rank 0 may have been waiting for averages.
+    assert overlap == "backward" or re.search(r"its part of step \d of 'model\.", error), error

@@ -1,0 +1,189 @@
+"""Numbers that go up: who reads waits for those who write, and the other way round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_protrain.runtime.owners import num_counters
+from lightning_protrain.runtime.turns import Turns, turns_of
+
+# Three chunks: one that both of two ranks own, one of rank 0, one of rank 1.
+OWNERS = [(0, 1, 0), (0,), (1,)]
+UNITS = ["embedding", "layers.0", "layers.1"]
+BOTH, FIRST, SECOND = range(3)
+
+
+class Memory:
+    """Of a node whose ranks are threads."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.counters = memoryview(bytearray(8 * num_counters(len(OWNERS), num_ranks))).cast("q")
+        self._lock = threading.Lock()
+        self.entered = 0
+        self.held = [True] * num_ranks
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._lock:
+            self.entered += 1
+            yield
+
+    def is_held(self, place: int) -> bool:
+        return self.held[place]
+
+
+class Attendance:
+    """Waits without a store; a rank that holds nothing is missing."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, str]] = []
+
+    def wait_for_rank(self, rank: int, reached: Callable[[], bool], is_there: Callable[[], bool], what: str) -> None:
+        self.waits.append((rank, what))
+        until = time.monotonic() + 20
+        while not reached():
+            if not is_there():
+                raise RuntimeError(f"rank {rank} is gone, and {what} is missing")
+            assert time.monotonic() < until, what
+            time.sleep(1e-4)
+
+
+def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[Turns]]:
+    memory: Any = Memory(num_ranks)
+    turns = []
+    for place in range(num_ranks):
+        ranks: Any = SimpleNamespace(
+            local_rank=place, local_size=num_ranks, first_of_node=first, attendance=Attendance()
+        )
+        shares: Any = [SimpleNamespace(memory=memory, owners=owners) for owners in OWNERS]
+        turns.append(turns_of(shares, UNITS, ranks))
+    return memory, turns
+
+
+def waits(*actions: Callable[[], object]) -> list[bool]:
+    """Of each action, in a thread of its own, whether it is still waiting after a moment."""
+    pool = ThreadPoolExecutor(len(actions))
+    futures: list[Future[object]] = [pool.submit(action) for action in actions]
+    time.sleep(0.03)
+    found = [not future.done() for future in futures]
+    pool.shutdown(wait=False)
+    PENDING.extend(futures)
+    return found
+
+
+PENDING: list[Future[object]] = []
+
+
+@pytest.fixture(autouse=True)
+def _all_ends() -> Iterator[None]:
+    """What a test has left waiting must have been let go by it."""
+    PENDING.clear()
+    yield
+    for future in PENDING:
+        future.exception(timeout=20)
+
+
+def test_a_reader_waits_for_every_other_owner() -> None:
+    _, (zero, one) = node()
+    zero.begin(False)
+    one.begin(False)
+    assert waits(
+        lambda: zero.wait_until_stepped(BOTH, 2),
+        lambda: zero.wait_until_stepped(FIRST, 2),
+        lambda: zero.wait_until_stepped(SECOND, 2),
+    ) == [True, False, True]
+    zero.announce([BOTH, FIRST], 2)
+    assert not PENDING[0].done()
+    one.announce([BOTH], 2)
+    assert PENDING[0].exception(timeout=20) is None
+    assert not PENDING[2].done()
+    one.announce([SECOND], 2)
+
+
+def test_a_later_step_stands_for_an_earlier_one() -> None:
+    _, (zero, one) = node()
+    one.announce([SECOND], 7)
+    assert waits(lambda: zero.wait_until_stepped(SECOND, 6), lambda: zero.wait_until_stepped(SECOND, 8)) == [
+        False,
+        True,
+    ]
+    one.announce([SECOND], 8)
+
+
+def test_an_owner_waits_until_all_have_left() -> None:
+    _, (zero, one, two) = node(3)
+    for each in (zero, one, two):
+        each.begin(False)
+    zero.leave()
+    one.leave()
+    assert waits(lambda: zero.wait_until_left(2), lambda: two.wait_until_left(2)) == [True, False]
+    two.leave()
+
+
+@pytest.mark.parametrize(("others", "agreed"), [((True, True), True), ((True, False), False), ((False, False), False)])
+def test_steps_run_behind_backward_where_all_ranks_may(others: tuple[bool, ...], agreed: bool) -> None:
+    _, (zero, *rest) = node(3)
+    for _ in range(3):  # What was said of a step before does not count.
+        for each in (zero, *rest):
+            each.begin(True)
+    zero.begin(True)
+    for turns, behind in zip(rest, others, strict=True):
+        turns.begin(behind)
+    assert zero.all_behind_backward() is agreed
+
+
+def test_who_has_not_begun_is_waited_for() -> None:
+    _, (zero, one) = node()
+    zero.begin(True)
+    assert waits(zero.all_behind_backward) == [True]
+    one.begin(True)
+    assert PENDING[0].result(timeout=20) is True
+
+
+def test_numbers_are_written_and_seen_alone() -> None:
+    memory, (zero, one) = node()
+    one.begin(False)
+    one.leave()
+    one.announce([BOTH, FIRST, SECOND], 2)
+    assert memory.entered == 3
+    zero.wait_until_left(2)
+    zero.wait_until_stepped(SECOND, 2)
+    assert memory.entered == 5
+
+
+def test_who_is_missing_is_named_once_and_not_waited_for_again() -> None:
+    memory, (zero, one) = node(first=4)
+    memory.held[1] = False
+    with pytest.raises(RuntimeError, match=r"rank 5 is gone, and its part of step 3 of 'layers.1' is missing"):
+        zero.wait_until_stepped(SECOND, 4)
+    failure = zero.failure
+    memory.held[1] = True
+    with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
+        zero.wait_until_stepped(BOTH, 4)
+    assert caught.value is failure
+    assert len(zero._ranks.attendance.waits) == 1  # type: ignore[attr-defined]
+    one.announce([SECOND], 4)
+    zero.wait_until_stepped(SECOND, 4)  # What has been done is done.
+
+
+def test_who_gives_up_lets_its_threads_go() -> None:
+    _, (zero, _one) = node()
+    assert waits(lambda: zero.wait_until_stepped(BOTH, 2)) == [True]
+    zero.give_up()
+    with pytest.raises(RuntimeError, match="broken off on this rank"):
+        PENDING[0].result(timeout=20)
+
+
+def test_counters_of_other_chunks_are_our_mistake() -> None:
+    memory: Any = Memory()
+    ranks: Any = SimpleNamespace(local_rank=0, local_size=2)
+    with pytest.raises(AssertionError, match="counters of other chunks"):
+        Turns(memory, ranks, OWNERS[:2], UNITS[:2])

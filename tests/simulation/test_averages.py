@@ -1,0 +1,371 @@
+"""Ranks average gradients on simulated devices: exact on any schedule, and every fence that is taken away is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_protrain.device import StreamDevice
+from lightning_protrain.planner.plan import Sharding
+from lightning_protrain.runtime import reduction
+from lightning_protrain.runtime.comm import Communicator
+from lightning_protrain.runtime.reduction import Reduction
+from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.simulation.device import Rates
+from lightning_protrain.simulation.streams import RaceError, SimulatedStream
+from tests.plans import alternating, half, place
+from tests.runtime.applied import ROWS, WIDTH, Block
+from tests.simulation.ranked import Case, Skipping, assert_exact, train
+
+SHARD = Sharding.SHARD
+CASES = {
+    "replicate": Case(),
+    "replicate, accumulate": Case(accumulate=3),
+    "replicate, clip": Case(clips=True, plan=half),
+    "replicate, accumulate, clip, bfloat16": Case(accumulate=3, clips=True, reduce_dtype=torch.bfloat16),
+    "replicate, one by one": Case(plan=lambda module: place(module, chunk_bytes=1), skips=False),
+    "replicate, mixture": Case(plan=alternating, accumulate=3),
+    "replicate, two nodes": Case(nodes=2),
+    "replicate, behind backward": Case(overlap=Overlap.BACKWARD, plan=half, num_steps=4),
+    "replicate, behind backward, accumulate": Case(overlap=Overlap.BACKWARD, accumulate=3),
+    "replicate, behind forward, clip": Case(overlap=Overlap.FORWARD, clips=True, accumulate=3),
+    "shard": Case(sharding=SHARD),
+    "shard, accumulate, clip": Case(sharding=SHARD, accumulate=3, clips=True),
+    "shard, mixture, bfloat16": Case(sharding=SHARD, plan=alternating, reduce_dtype=torch.bfloat16),
+    "shard, half, clip": Case(sharding=SHARD, plan=half, clips=True, accumulate=3),
+    "shard, two nodes": Case(sharding=SHARD, nodes=2, accumulate=3),
+    "shard, behind backward": Case(sharding=SHARD, overlap=Overlap.BACKWARD, plan=half, accumulate=3),
+    "shard, behind forward, clip": Case(sharding=SHARD, overlap=Overlap.FORWARD, clips=True),
+    "shard, two nodes, bfloat16": Case(sharding=SHARD, nodes=2, reduce_dtype=torch.bfloat16, clips=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_are_free_of_races_and_exact_as_late_as_it_goes(name: str) -> None:
+    assert_exact(CASES[name], train(CASES[name]))
+
+
+schedules = given(st.sampled_from(sorted(CASES)), st.integers(0, 10**6))
+# Without looking for a simpler one: a schedule is a seed.
+anything = partial(settings, deadline=None, phases=[Phase.explicit, Phase.generate])
+
+
+@anything(max_examples=6)
+@schedules
+def test_ranks_are_free_of_races_and_exact_on_any_schedule(name: str, seed: int) -> None:
+    assert_exact(CASES[name], train(CASES[name], seed=seed))
+
+
+@pytest.mark.slow
+@anything(max_examples=100)
+@schedules
+def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: int) -> None:
+    assert_exact(CASES[name], train(CASES[name], seed=seed))
+
+
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+
+
+BEGIN, END, SEND, LAND = Communicator.begin, Communicator.end, Reduction._send, Reduction._land
+INIT, WAIT_STREAM = reduction._Region.__init__, SimulatedStream.wait_stream
+
+
+def follows_nobody(self: SimulatedStream, other: SimulatedStream) -> None:
+    if self.name not in ("everyone", "node", "peers"):
+        WAIT_STREAM(self, other)
+
+
+def never_waits(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+    return
+
+
+def never_waits_on_rank_1(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+    if self.ranks.rank != 1:
+        END(self, work, flat, owner)
+
+
+def waits_for_the_first(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+    first = vars(self).setdefault("first", work)
+    END(self, first, flat, owner)
+
+
+def receives_first(self: Reduction) -> None:
+    bucket = self._sent[0]
+    for region in bucket.regions:
+        self._land_region(bucket, region)
+    LAND(self)
+
+
+def writes_what_is_sent(self: Reduction, index: int) -> None:
+    SEND(self, index)
+    for region in self._sent[-1].regions:
+        region.sent.mul_(1.0)
+
+
+def reads_what_is_sent(self: Reduction, index: int) -> None:
+    SEND(self, index)
+    for region in self._sent[-1].regions:
+        region.sent.isfinite()
+
+
+def frees_what_is_sent(self: Reduction, index: int) -> None:
+    SEND(self, index)
+    for region in self._sent[-1].regions:
+        self._device.resize(region.sent.untyped_storage(), 0)
+
+
+def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any) -> None:
+    INIT(self, owner, slots, device)
+    same = vars(device).setdefault("same", {}).setdefault(self.flat.shape, self.flat)
+    self.sent = self.flat = same
+
+
+def sums_between_nodes_first(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+    if owner == self.ranks.local_rank:
+        self._begin_between_nodes(flat)
+    return dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+
+
+def sums_between_nodes_without_waiting(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+    work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+    return self._begin_between_nodes(flat) if owner == self.ranks.local_rank else work
+
+
+def waits_for_the_node_only(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+    work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+    if owner == self.ranks.local_rank:
+        with self._device.aside:
+            work.wait()
+            self._begin_between_nodes(flat)
+    return work
+
+
+BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
+    "a collective that does not wait for compute": (
+        SimulatedStream,
+        "wait_stream",
+        follows_nobody,
+        Case(),
+        "everyone writes in all_reduce what compute wrote",
+    ),
+    "a reduction that does not wait for compute": (
+        SimulatedStream,
+        "wait_stream",
+        follows_nobody,
+        Case(sharding=SHARD),
+        "everyone writes in reduce what compute wrote",
+    ),
+    "averages that leave the device before they are there": (
+        Communicator,
+        "end",
+        never_waits,
+        Case(),
+        "down reads in copy what everyone wrote in all_reduce",
+    ),
+    "sums that are cast before they are there": (
+        Communicator,
+        "end",
+        never_waits,
+        Case(reduce_dtype=torch.bfloat16),
+        "compute reads in aten::copy_ what everyone wrote in all_reduce",
+    ),
+    "one rank that does not wait": (
+        Communicator,
+        "end",
+        never_waits_on_rank_1,
+        Case(),
+        "down reads in copy what everyone wrote in all_reduce",
+    ),
+    "an owner that does not wait": (
+        Communicator,
+        "end",
+        never_waits,
+        Case(sharding=SHARD),
+        "down reads in copy what everyone wrote in reduce",
+    ),
+    "a wait for another chunk": (
+        Communicator,
+        "end",
+        waits_for_the_first,
+        Case(),
+        "down reads in copy what everyone wrote in all_reduce",
+    ),
+    "a bucket that lands before it is waited for": (
+        Reduction,
+        "_land",
+        receives_first,
+        Case(skips=False),
+        "down reads in copy what everyone wrote in all_reduce",
+    ),
+    "a bucket that is written after it was sent": (
+        Reduction,
+        "_send",
+        writes_what_is_sent,
+        Case(),
+        "compute writes in aten::mul_ what everyone wrote in all_reduce",
+    ),
+    "a bucket that is read after it was sent": (
+        Reduction,
+        "_send",
+        reads_what_is_sent,
+        Case(),
+        "compute reads in .* what everyone wrote in all_reduce",
+    ),
+    "a bucket that is freed while it is sent": (
+        Reduction,
+        "_send",
+        frees_what_is_sent,
+        Case(),
+        "compute writes in resize what everyone wrote in all_reduce",
+    ),
+    "a bucket in memory that is being sent": (
+        reduction._Region,
+        "__init__",
+        takes_the_same_memory,
+        Case(),
+        "compute writes in .* what everyone wrote in all_reduce",
+    ),
+    "a sum between nodes before that of the node": (
+        Communicator,
+        "begin",
+        sums_between_nodes_first,
+        Case(sharding=SHARD, nodes=2),
+        "node writes in reduce what peers wrote in all_reduce",
+    ),
+    "a sum between nodes that does not wait for that of the node": (
+        Communicator,
+        "begin",
+        sums_between_nodes_without_waiting,
+        Case(sharding=SHARD, nodes=2),
+        "peers writes in all_reduce what node wrote in reduce",
+    ),
+    "a sum between nodes that nobody waits for": (
+        Communicator,
+        "begin",
+        waits_for_the_node_only,
+        Case(sharding=SHARD, nodes=2),
+        "down reads in copy what peers wrote in all_reduce",
+    ),
+    "a step before the averages are on the host": (
+        StreamDevice,
+        "land",
+        lambda self, fence: None,
+        Case(),
+        "host .* what down",
+    ),
+    "a step behind backward before the averages are on the host": (
+        StreamDevice,
+        "land",
+        lambda self, fence: None,
+        Case(overlap=Overlap.BACKWARD),
+        " what down",
+    ),
+}
+
+
+@cache
+def check_control(case: Case) -> None:
+    """Without a bug nothing is caught."""
+    assert_exact(case, train(case))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement, case, match = BUGS[bug]
+    check_control(case)
+    monkeypatch.setattr(owner, name, replacement)
+    for seed in (None, 0, 1):
+        with pytest.raises(RaceError, match=match):
+            train(case, seed=seed)
+
+
+# --- the virtual clock ------------------------------------------------------------------------------------------------
+
+
+NUM_BLOCKS = 24
+FLOPS, UNLIMITED = 1e6, 1e15
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return Skipping([Block() for _ in range(NUM_BLOCKS)])
+
+
+def seconds(case: Case, ratio: float) -> tuple[float, float, float]:
+    """Of one step, and how much of it any rank computes and communicates for offloaded chunks.
+
+    Args:
+        case: What is trained.
+        ratio: What a block's gradients take on the network over what its backward takes to compute.
+    """
+    size = ROWS * WIDTH * 2 * WIDTH
+    backward = 2 * 2 * 2 * size / FLOPS
+    nbytes = 4 * (sum(parameter.numel() for parameter in Block().parameters()) + len(list(Block().parameters())))
+    rates = Rates(UNLIMITED, UNLIMITED, FLOPS, UNLIMITED, UNLIMITED, nbytes / (ratio * backward), latency=0.0)
+    found = train(case, rates, build=deep)
+    device = found[0].device
+    streams = [stream for name, stream in device._copying.items() if name in ("everyone", "node", "peers")]
+    communicating = max(stream.busy for stream in streams)
+    step = max(trained.ends[-1] - trained.ends[-2] for trained in found)
+    return step, device.compute_stream().busy / case.num_steps, communicating / case.num_steps
+
+
+def bound(computing: float, communicating: float) -> float:
+    """What cannot be undercut: nothing is sent in forward, which is a third of all computing."""
+    return max(computing, computing / 3 + communicating)
+
+
+TOGETHER = {
+    "replicate": Case(skips=False, num_steps=2),
+    "shard": Case(skips=False, num_steps=2, sharding=SHARD),
+    "shard, two nodes": Case(skips=False, num_steps=2, sharding=SHARD, nodes=2),
+    "bfloat16": Case(skips=False, num_steps=2, reduce_dtype=torch.bfloat16),
+}
+
+
+QUICK = [("replicate", 0.5), ("replicate", 2.0), ("shard, two nodes", 0.5)]
+OTHERS = [(name, ratio) for name in TOGETHER for ratio in (0.5, 2.0) if (name, ratio) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"), [*QUICK, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+)
+def test_sending_and_computing_overlap(name: str, ratio: float) -> None:
+    step, computing, communicating = seconds(TOGETHER[name], ratio)
+    assert name == "bfloat16" or (communicating > computing) is (ratio == 2.0)
+    assert bound(computing, communicating) <= step <= 1.05 * bound(computing, communicating)
+
+
+def begins_and_waits(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+    work = BEGIN(self, flat, owner)
+    work.wait()
+    return work
+
+
+def waits_for_the_node_while_computing(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+    work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+    if owner != self.ranks.local_rank:
+        return work
+    work.wait()
+    return self._begin_between_nodes(flat)
+
+
+@pytest.mark.parametrize(
+    ("begin", "name"),
+    [
+        (begins_and_waits, "replicate"),
+        (waits_for_the_node_while_computing, "shard, two nodes"),
+    ],
+)
+def test_waiting_too_early_shows_on_the_clock(begin: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Communicator, "begin", begin)
+    step, computing, communicating = seconds(TOGETHER[name], 0.5)
+    assert step > 1.2 * bound(computing, communicating)

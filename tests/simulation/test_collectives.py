@@ -1,0 +1,303 @@
+"""Collectives of simulated devices do what those of NCCL do in PyTorch: when they run, who waits, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_protrain.simulation.collectives import SimulatedGroup
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from lightning_protrain.simulation.network import SimulatedNetwork
+from lightning_protrain.simulation.streams import RaceError
+
+RATES = Rates(memory=1e6, network=1e3, latency=0.5)
+
+
+class Rank:
+    """One of several, with a device and a group of all."""
+
+    def __init__(self, network: SimulatedNetwork, rank: int, rates: Rates = RATES) -> None:
+        self.rank = rank
+        self.device = SimulatedDevice(rates)
+        self.group = SimulatedGroup("all", network, self.device, rank, range(network.world_size))
+
+    def tensor(self, *values: float) -> Tensor:
+        """On the device."""
+        tensor = torch.tensor(values)
+        self.device.set_place(tensor, "device")
+        return tensor
+
+    def look(self, tensor: Tensor) -> list[float]:
+        """What lies there now, whoever is about to write it."""
+        with self.device.unattributed():
+            return tensor.clone().tolist()  # type: ignore[no-any-return]
+
+
+def on_ranks(work: Callable[[Rank], Any], world_size: int = 2, rates: Callable[[int], Rates] = lambda _: RATES) -> Any:
+    """What `work` returns on each rank."""
+    network = SimulatedNetwork(world_size)
+
+    def run(number: int) -> Any:
+        rank = Rank(network, number, rates(number))
+        with rank.device:
+            return work(rank)
+
+    return network.run(run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sum_is_there_when_it_has_been_waited_for_and_not_before(world_size: int) -> None:
+    def work(rank: Rank) -> Any:
+        flat = rank.tensor(1.0, 10.0**rank.rank)
+        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
+        before = rank.look(flat)
+        handle.wait()
+        return before, rank.look(flat.mul(1.0)), handle.is_completed()
+
+    nothing, total = [pytest.approx(float("nan"), nan_ok=True)] * 2, [world_size, float("1" * world_size)]
+    for before, after, completed in on_ranks(work, world_size):
+        assert before == nothing
+        assert after == total
+        assert not completed  # The host has not waited.
+
+
+def test_the_sum_of_a_reduction_is_on_its_root_only() -> None:
+    def work(rank: Rank) -> list[float]:
+        flat = rank.tensor(1.0 + rank.rank)
+        dist.reduce(flat, group=rank.group, group_dst=1, async_op=True).wait()
+        return rank.look(flat)
+
+    first, second = on_ranks(work)
+    assert first == [pytest.approx(float("nan"), nan_ok=True)]
+    assert second == [3.0]
+
+
+def test_one_that_is_not_async_runs_on_the_compute_stream() -> None:
+    def work(rank: Rank) -> list[float]:
+        flat = rank.tensor(1.0)
+        dist.all_reduce(flat, group=rank.group)
+        assert rank.device.compute_stream().time == 0.5 + 4 / 1e3
+        assert rank.device.host_stream.time == 0
+        return flat.mul(2.0).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(work) == [[4.0], [4.0]]
+
+
+@pytest.mark.parametrize("touch", ["read", "write", "upload", "download"])
+def test_nobody_may_touch_the_tensor_until_it_has_been_waited_for(touch: str) -> None:
+    touches: dict[str, Callable[[Rank, Tensor, Tensor], Any]] = {
+        "read": lambda rank, flat, host: flat.mul(2.0),
+        "write": lambda rank, flat, host: flat.mul_(2.0),
+        "upload": lambda rank, flat, host: rank.device.upload(host, flat),
+        "download": lambda rank, flat, host: rank.device.download(flat, host),
+    }
+
+    def work(waits: bool, rank: Rank) -> None:
+        flat, host = rank.tensor(1.0), rank.device.host.empty_like(torch.ones(1)).fill_(0.0)
+        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
+        if waits:
+            handle.wait()
+        touches[touch](rank, flat, host)
+
+    on_ranks(lambda rank: work(True, rank))
+    with pytest.raises(RaceError, match=r"what all wrote in all_reduce, and no fence is between them"):
+        on_ranks(lambda rank: work(False, rank))
+
+
+def test_the_host_may_write_to_what_was_downloaded_only_behind_both_fences() -> None:
+    def work(rank: Rank) -> float:
+        flat, host = rank.tensor(1.0), rank.device.host.empty_like(torch.ones(1))
+        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
+        rank.device.land(rank.device.download(flat, host))
+        return host.add_(1.0).item()
+
+    assert on_ranks(work) == [3.0, 3.0]
+
+
+def test_it_waits_for_what_the_compute_stream_has_been_given() -> None:
+    def work(rank: Rank) -> list[float]:
+        host = rank.device.host.empty_like(torch.ones(2)).fill_(rank.rank + 1.0)
+        flat = rank.tensor(0.0, 0.0)
+        rank.device.wait(rank.device.upload(host, flat))
+        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
+        return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(work) == [[3.0, 3.0]] * 2
+
+
+def test_an_upload_that_nobody_waits_for_is_no_part_of_it() -> None:
+    def work(rank: Rank) -> None:
+        host = rank.device.host.empty_like(torch.ones(1)).fill_(1.0)
+        flat = rank.tensor(0.0)
+        rank.device.upload(host, flat)
+        dist.all_reduce(flat, group=rank.group, async_op=True)
+
+    with pytest.raises(RaceError, match="all writes in all_reduce what up wrote in copy"):
+        on_ranks(work)
+
+
+def test_it_sends_what_lies_there_when_it_runs() -> None:
+    """What the checker would refuse: a write after the sending."""
+
+    def work(rank: Rank) -> list[float]:
+        flat = rank.tensor(1.0, 1.0)
+        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
+        if rank.rank == 0:
+            with rank.device.unattributed():
+                flat[0] = 5.0
+        handle.wait()
+        return rank.look(flat)
+
+    assert on_ranks(work) == [[6.0, 2.0]] * 2
+
+
+def test_it_holds_its_tensor_until_it_has_been_waited_for() -> None:
+    def work(rank: Rank) -> None:
+        handle = dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
+        handle.wait()
+        dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
+        rank.device.close()
+
+    on_ranks(work)
+
+
+def test_those_of_a_group_run_in_order() -> None:
+    """The second reads what the first has written, and the compute stream has waited for the second only."""
+
+    def work(rank: Rank) -> list[float]:
+        flat = rank.tensor(1.0)
+        dist.all_reduce(flat, group=rank.group, async_op=True)
+        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
+        dist.all_reduce(flat, group=rank.group)
+        return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(work) == [[8.0]] * 2
+
+
+def test_ranks_run_theirs_although_others_are_later() -> None:
+    """Each rank waits for the sums of another group first; none of them runs before somebody needs it."""
+    network = SimulatedNetwork(3)
+
+    def work(number: int) -> list[float]:
+        rank = Rank(network, number)
+        pairs = [(0, 1), (1, 2), (0, 2)]
+        groups = {
+            pair: SimulatedGroup(f"pair {pair}", network, rank.device, number, pair) for pair in pairs if number in pair
+        }
+        with rank.device:
+            flats = {pair: rank.tensor(number + 1.0) for pair in groups}
+            # One after the other, in the same order everywhere; and each behind the one before.
+            handles = [dist.all_reduce(flats[pair], group=group, async_op=True) for pair, group in groups.items()]
+            for handle in handles if number != 1 else handles[::-1]:
+                handle.wait()
+            return [flats[pair].mul(1.0).item() for pair in groups]
+
+    assert network.run(work) == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
+
+
+def test_sums_of_sums_run_in_the_order_of_their_streams() -> None:
+    """A late sum of another rank is made before what is behind it takes part."""
+    network = SimulatedNetwork(2)
+
+    def work(number: int) -> list[float]:
+        rank = Rank(network, number)
+        other = SimulatedGroup("other", network, rank.device, number, range(2))
+        with rank.device:
+            flat = rank.tensor(number + 1.0)
+            first = dist.all_reduce(flat, group=rank.group, async_op=True)
+            with rank.device.aside:
+                first.wait()
+                second = dist.all_reduce(flat, group=other, async_op=True)
+            second.wait()
+            return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
+
+    assert network.run(work) == [[6.0], [6.0]]
+
+
+# --- host tensors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("operation", "expected"), [(dist.ReduceOp.SUM, 3), (dist.ReduceOp.MAX, 2)])
+def test_host_tensors_are_summed_when_the_host_waits(operation: Any, expected: int) -> None:
+    def work(rank: Rank) -> tuple[bool, int]:
+        told = torch.tensor([rank.rank + 1])
+        handle = dist.all_reduce(told, operation, group=rank.group, async_op=True)
+        before = told.item()
+        assert handle.is_completed()
+        handle.wait()
+        assert rank.device.host_stream.time == 0
+        return before == expected, int(told.item())
+
+    assert on_ranks(work) == [(False, expected)] * 2
+
+
+# --- mistakes of ranks ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_send_different_things_are_told_so() -> None:
+    def work(rank: Rank) -> None:
+        dist.all_reduce(rank.tensor(*[1.0] * (1 + rank.rank)), group=rank.group, async_op=True)
+
+    with pytest.raises(RuntimeError, match=r"collective 1 of all 0 is another one on each rank: rank 0: .*\(1,\)"):
+        on_ranks(work)
+
+
+def test_a_rank_that_sends_nothing_is_noticed() -> None:
+    def work(rank: Rank) -> None:
+        if rank.rank == 0:
+            dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
+
+    with pytest.raises(RuntimeError, match="Rank 0 waits for collective 1 of all 0, and no other rank goes on"):
+        on_ranks(work)
+
+
+# --- the virtual clock ------------------------------------------------------------------------------------------------
+
+
+def test_it_takes_latency_and_bytes_beside_compute() -> None:
+    def work(rank: Rank) -> tuple[float, float, float]:
+        flat, other = rank.tensor(*[1.0] * 100), rank.tensor(*[1.0] * 250_000)
+        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
+        other.add_(1.0)  # A second, or a little more.
+        computed = rank.device.compute_stream().time
+        handle.wait()
+        return computed, rank.device.compute_stream().time, rank.device.host_stream.time
+
+    for computed, ended, host in on_ranks(work):
+        assert computed >= 1.0 > 0.5 + 400 / 1e3
+        assert (ended, host) == (computed, 0.0)
+
+
+def test_it_begins_when_the_last_rank_is_ready_and_ends_everywhere_at_once() -> None:
+    """The second device computes at a tenth of the speed."""
+
+    def work(rank: Rank) -> float:
+        flat = rank.tensor(*[1.0] * 100)
+        flat.add_(1.0)
+        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
+        return rank.device.compute_stream().time
+
+    first, second = on_ranks(work, rates=lambda rank: Rates(memory=1e3 / 10**rank, network=1e3, latency=0.5))
+    alone = on_ranks(work, rates=lambda _: Rates(memory=1e3 / 10, network=1e3, latency=0.5))
+    assert first == second == alone[0]
+
+
+def test_those_of_a_group_take_their_time_one_after_the_other_and_those_of_two_do_not() -> None:
+    network = SimulatedNetwork(2)
+
+    def work(number: int) -> tuple[float, float]:
+        rank = Rank(network, number)
+        other = SimulatedGroup("other", network, rank.device, number, range(2))
+        with rank.device:
+            for group in (rank.group, rank.group, other):
+                handle = dist.all_reduce(rank.tensor(1.0), group=group, async_op=True)
+            handle.wait()
+            between = rank.device.compute_stream().time
+            return between, rank.device.elapsed
+
+    assert network.run(work) == [(pytest.approx(0.504), pytest.approx(1.008))] * 2
