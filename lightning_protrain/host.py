@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,6 +143,18 @@ class HostWorker:
             torch.set_num_threads(before)
         return self._pool.submit(work)
 
+    def share(self, rank: int, ranks: int) -> None:
+        """Leaves cores that it is bound to to the workers of others, before its first job.
+
+        Args:
+            rank: Which of those that share them.
+            ranks: How many there are.
+        """
+        if self._cores:
+            assert self._pool is None, "cores are shared out after the first job"
+            self._cores = _share(self._cores, rank, ranks)
+            self.threads = len(self._cores)
+
     def close(self) -> None:
         """Waits for all jobs and ends the thread; a later job would start another one."""
         if self._pool is not None:
@@ -178,10 +190,14 @@ def worker_cores(
     listed = nodes / f"node{node}" / "cpulist"
     if node is not None and node >= 0 and listed.is_file():
         allowed = (allowed & _parse_cores(listed.read_text())) or allowed
-    cores = sorted(allowed)
-    share = max(len(cores) // local_ranks, 1)
-    start = local_rank * share % len(cores)
-    return frozenset(cores[start : start + share])
+    return _share(allowed, local_rank, local_ranks)
+
+
+def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
+    """One part of as many equal ones; at least one core, which others may have, too."""
+    ordered, size = sorted(cores), max(len(cores) // ranks, 1)
+    start = rank * size % len(ordered)
+    return frozenset(ordered[start : start + size])
 
 
 def _parse_cores(text: str) -> set[int]:

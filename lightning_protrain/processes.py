@@ -16,10 +16,11 @@ from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_protrain.companions import accepting_companions
+from lightning_protrain.device import Device, open_device
 from lightning_protrain.peers import PeerAccess, peers_found
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -137,6 +138,12 @@ class ProcessStrategy(ParallelStrategy):
             _init_dist_connection(environment, self._backend(), timeout=self._timeout, device_id=device_id)
         if found.link != "unknown":
             self._peers = found
+
+    def open_device(self) -> Device:
+        """The device of this rank; the ranks of a machine share out the cores on which the host steps optimizers."""
+        device = open_device(self.root_device, rank_zero_info)
+        device.worker.share(self.local_rank, max(self.num_processes, 1))
+        return device
 
     @property
     def peers(self) -> PeerAccess | None:

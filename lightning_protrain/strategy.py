@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import Device, open_device
+from lightning_protrain.device import Device
 from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -231,7 +231,7 @@ class ProTrainStrategy(DataParallelStrategy):
             refuse_own_checkpointing(model)
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
-        self._device = open_device(self.root_device, rank_zero_info)
+        self._device = self.open_device()
         sharding = self.choose_sharding()
         self.end_outlines(sharding)
         if fitting:

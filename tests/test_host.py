@@ -270,6 +270,18 @@ def test_the_worker_is_bound_to_its_cores() -> None:
     assert os.sched_getaffinity(0) == cores
 
 
+def test_workers_of_several_ranks_share_cores() -> None:
+    cores = frozenset(range(8))
+    workers = [HostWorker(8, cores) for _ in range(3)]
+    for rank, worker in enumerate(workers):
+        worker.share(rank, len(workers))
+    assert [sorted(worker._cores) for worker in workers] == [[0, 1], [2, 3], [4, 5]]
+    assert [worker.threads for worker in workers] == [2, 2, 2]
+    free = HostWorker()
+    free.share(1, 2)
+    assert (free._cores, free.threads) == (frozenset(), None)
+
+
 @pytest.mark.parametrize(
     ("allowed", "ranks", "rank", "listed", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,8 @@ import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainStrategy, processes
+from lightning_protrain.host import HostWorker
 from lightning_protrain.processes import ProcessStrategy
 
 
@@ -85,3 +87,12 @@ def test_collectives_of_one_process() -> None:
     assert strategy.reduce(tensor) is tensor
     assert strategy.broadcast("anything") == "anything"
     assert strategy.barrier() is None
+
+
+def test_ranks_of_a_machine_share_out_the_cores_of_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = trainer_with("protrain", devices=2).strategy
+    assert isinstance(strategy, ProcessStrategy)
+    monkeypatch.setattr(ProcessStrategy, "local_rank", 1)
+    monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
+    worker = strategy.open_device().worker
+    assert (sorted(worker._cores), worker.threads) == ([4, 5, 6, 7], 4)
