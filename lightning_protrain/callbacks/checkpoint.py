@@ -84,8 +84,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         **kwargs: Any,
     ) -> None:
         self._known_best: str | None = None
-        more: dict[str, Any] = {"asynchronous": asynchronous, "frozen": frozen, **kwargs}
-        super().__init__(*args, save_on_preemption=save_on_preemption, **more)
+        super().__init__(*args, asynchronous=asynchronous, frozen=frozen, **kwargs)
+        self.save_on_preemption = save_on_preemption
         self.run = check_run(DEFAULT_RUN if run is None else run)
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]

@@ -32,12 +32,12 @@ class ParameterInfo:
     trainable: bool
     streamed_dtype: str | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def streamed_nbytes(self) -> int:
         """Bytes of its elements on the device when it is streamed."""
         return self.nbytes if self.streamed_dtype is None else 2 * self.numel
