@@ -39,7 +39,7 @@ ODD = (math.inf, -math.inf, math.nan, 0.0, 1e-45, -1e-40, 1e20, 3e38)
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_without_overrides() -> Iterator[None]:
+def quiet_and_without_overrides() -> Iterator[None]:
     known = vars(bnb.optim.GlobalOptimManager.get_instance())
     held = {name: value.copy() for name, value in known.items() if isinstance(value, dict | list)}
     with warnings.catch_warnings():
@@ -270,6 +270,17 @@ def test_weights_stay_in_their_memory_and_order(kind: str) -> None:
     assert_same(expected, found)
 
 
+def step_all(optimizer: Any, held: Parameters, index: int, alone: bool) -> None:
+    """One step of all parameters, each by itself or as the library does it."""
+    for parameter in held:
+        if alone:
+            step_alone(optimizer, parameter, gradient_of(parameter, index))
+        else:
+            parameter.grad = gradient_of(parameter, index)
+    if not alone:
+        optimizer.step()
+
+
 def test_each_group_has_its_own_hyperparameters() -> None:
     results = []
     for alone in (False, True):
@@ -280,13 +291,7 @@ def test_each_group_has_its_own_hyperparameters() -> None:
         ]
         optimizer = bnb.optim.AdamW8bit(groups)
         for index in range(3):
-            for parameter in held:
-                if alone:
-                    step_alone(optimizer, parameter, gradient_of(parameter, index))
-                else:
-                    parameter.grad = gradient_of(parameter, index)
-            if not alone:
-                optimizer.step()
+            step_all(optimizer, held, index, alone)
             optimizer.param_groups[1]["lr"] *= 0.5
         results.append(torch.cat([parameter.detach().view(-1) for parameter in held]))
     assert torch.equal(*results)
@@ -305,13 +310,7 @@ def test_an_override_is_that_of_the_parameter(registered: bool) -> None:
             manager.register_parameters(held)
         optimizer = bnb.optim.AdamW8bit(held)
         for index in range(3):
-            for parameter in held:
-                if alone:
-                    step_alone(optimizer, parameter, gradient_of(parameter, index))
-                else:
-                    parameter.grad = gradient_of(parameter, index)
-            if not alone:
-                optimizer.step()
+            step_all(optimizer, held, index, alone)
         assert [optimizer.state[each]["state1"].dtype for each in held] == [torch.float32, torch.uint8, torch.uint8]
         results.append(torch.cat([parameter.detach().view(-1) for parameter in held]))
     assert torch.equal(*results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,19 +23,10 @@ from lightning_protrain.runtime.eightbit import (
     refuse_without_host_step,
 )
 from lightning_protrain.runtime.moments import BLOCK
-from tests.runtime.test_blockwise import OPTIMIZERS, WITH_TABLES, parameters
+from tests.runtime.test_blockwise import OPTIMIZERS, WITH_TABLES, parameters, quiet_and_without_overrides
 
+__all__ = ["quiet_and_without_overrides"]  # Around these tests, too.
 Parameters = list[nn.Parameter]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_and_without_overrides() -> Iterator[None]:
-    known = vars(bnb.optim.GlobalOptimManager.get_instance())
-    held = {name: value.copy() for name, value in known.items() if isinstance(value, dict | list)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-        yield
-    known.update(held)
 
 
 def steps(optimizer: Any, count: int = 3) -> None:

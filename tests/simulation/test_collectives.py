@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_protrain.simulation.collectives import SimulatedGroup
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
@@ -157,13 +159,20 @@ def test_it_sends_what_lies_there_when_it_runs() -> None:
 
 
 def test_it_holds_its_tensor_until_it_has_been_waited_for() -> None:
-    def work(rank: Rank) -> None:
-        handle = dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
+    def work(rank: Rank) -> list[bool]:
+        flat = rank.tensor(1.0)
+        memory = StorageWeakRef(flat.untyped_storage())
+        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
+        del flat
+        held = not memory.expired()
         handle.wait()
         dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
         rank.device.close()
+        del handle
+        gc.collect()
+        return [held, memory.expired()]
 
-    on_ranks(work)
+    assert on_ranks(work) == [[True, True]] * 2
 
 
 def test_those_of_a_group_run_in_order() -> None:
