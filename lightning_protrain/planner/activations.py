@@ -26,7 +26,9 @@ Assignment = Callable[[int, int], Sequence[BlockPolicy]]
 
 @dataclass(frozen=True)
 class Levels:
-    """Activations under U layouts of policies, before chunks are placed, (S, U); see `Activations`.
+    """Activations under U layouts of policies, before chunks are placed, (U, S); see `Activations`.
+
+    A row of each layout, as candidates take whole rows.
 
     Attributes:
         forward: Levels in forward.
@@ -46,8 +48,8 @@ class Levels:
 
     def beside(self, others: Levels) -> Levels:
         """These and others."""
-        columns = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
-        return Levels(*(np.concatenate(pair, axis=-1) for pair in columns))
+        rows = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
+        return Levels(*(np.concatenate(pair) for pair in rows))
 
 
 class Activations:
@@ -115,24 +117,23 @@ class Activations:
             persistent: How many of the first chunks are resident, (K,).
         """
         all_gradients = self._gradients.total[persistent]
-        backward = levels.backward[:, pair]
+        forward, backward = levels.forward.take(pair, axis=0), levels.backward.take(pair, axis=0)
         if self._casts.any():
             streamed_from = self._first_streamed[persistent]
-            own = np.arange(len(backward))[:, None] >= streamed_from
-            credit = _credit(levels.forward_credit[:, pair], streamed_from, own, levels.forward_own[:, pair])
-            highest = (levels.forward[:, pair] - credit).max(axis=0)
-            backward -= _credit(levels.backward_credit[:, pair], streamed_from, own, self._without_casts)
-        else:
-            highest = levels.forward.max(axis=0)[pair]
+            own = np.arange(forward.shape[1]) >= streamed_from[:, None]
+            forward -= _credit(levels.forward_credit.take(pair, axis=0), streamed_from)
+            forward -= levels.forward_own.take(pair, axis=0) * own
+            backward -= _credit(levels.backward_credit.take(pair, axis=0), streamed_from)
+            backward -= self._without_casts * own
         reserved = levels.reserve[pair] + LOSS_COPIES
-        highest = self._fragmented(highest + reserved) + all_gradients
+        highest = self._fragmented(forward.max(axis=1) + reserved) + all_gradients
         if self._accumulates:
-            highest = np.maximum(highest, self._fragmented(backward.max(axis=0) + reserved) + all_gradients)
+            highest = np.maximum(highest, self._fragmented(backward.max(axis=1) + reserved) + all_gradients)
         else:
-            backward += reserved
+            backward += reserved[:, None]
             backward = self._fragmented(backward)
             backward += self._gradients.at(self._positions, persistent)
-            highest = np.maximum(highest, backward.max(axis=0))
+            highest = np.maximum(highest, backward.max(axis=1))
         step: Integers = self._fragmented(self._temporaries[persistent]) + all_gradients
         return np.maximum(highest, step)
 
@@ -149,7 +150,8 @@ class Activations:
         freed = _choose(checkpoints, swaps, saved, at.swap_saving, np.where(self._inside, np.minimum(saved, 0), 0))
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
         forward = self._forward(checkpoints, swaps, there + at.window(freed, swaps))
-        return Levels(*forward, *self._backward(checkpoints, swaps, there), reserve)
+        found = *forward, *self._backward(checkpoints, swaps, there)
+        return Levels(*[np.ascontiguousarray(levels.T) for levels in found], reserve=reserve)
 
     def _forward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers, Integers]:
         """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones.
@@ -166,14 +168,14 @@ class Activations:
         return levels, before(_choose(checkpoints, swaps, nothing, nothing, kept)), own
 
     def _backward_levels(self) -> tuple[Integers, Integers]:
-        """Levels in backward if everything is kept or run again, and how far they go down without own casts, (S, 1)."""
+        """Levels in backward if everything is kept or run again, (S, 1), and what they lose without own casts, (S,)."""
         at, inside = self._positions, self._inside
         kept, again = at.backward_peak + np.where(inside, at.newly_held, 0), at.recomputation()
         highest = np.where(inside, np.maximum(kept, again), at.backward_peak)
         without = np.where(
             inside, np.maximum(kept - at.backward_casts, again - at.forward_casts), kept - at.backward_casts
         )
-        return highest[:, None], (highest - without)[:, None]
+        return highest[:, None], highest - without
 
     def _backward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers]:
         """Levels in backward, (S, U), and casts before, as in forward."""
@@ -285,12 +287,12 @@ class _Gradients:
         self._before = np.searchsorted(latest, np.arange(never), side="left")
 
     def at(self, positions: Positions, persistent: Integers) -> Integers:
-        """Gradients at the peak of the backward of every segment if the first `persistent` chunks stay, (S, K)."""
-        until = self._ordered[np.minimum(persistent, self._until[:, None])]
-        own = until - self._ordered[np.minimum(persistent, self._before[:, None])]
-        np.minimum(own, positions.own_gradients[:, None], out=own)
+        """Gradients at the peak of the backward of every segment if the first `persistent` chunks stay, (K, S)."""
+        until = self._ordered.take(np.minimum(persistent[:, None], self._until))
+        own = until - self._ordered.take(np.minimum(persistent[:, None], self._before))
+        np.minimum(own, positions.own_gradients, out=own)
         own -= until
-        own += (self._ordered + self._always)[persistent]
+        own += (self._ordered + self._always)[persistent][:, None]
         return own
 
 
@@ -300,10 +302,10 @@ def _choose(checkpoints: Flags, swaps: Flags, checkpointed: Integers, swapped: I
     return chosen
 
 
-def _credit(sums: Integers, streamed_from: Integers, reached: Flags, own: Integers) -> Integers:
-    """What is not there if weights are streamed from a segment on: sums since then, and the segment's own, (S, K)."""
-    since: Integers = np.maximum(sums - sums[streamed_from, np.arange(sums.shape[1])], 0)
-    return since + np.where(reached, own, 0)
+def _credit(sums: Integers, streamed_from: Integers) -> Integers:
+    """What is not there if weights are streamed from a segment on, but for its own: sums since then, in place, (K, S)."""
+    sums -= np.take_along_axis(sums, streamed_from[:, None], axis=1)
+    return np.maximum(sums, 0, out=sums)
 
 
 def _first_streamed(positions: Positions, sizes: Sizes, streamed: frozenset[str]) -> Integers:

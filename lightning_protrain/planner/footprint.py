@@ -29,6 +29,7 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 # Of so many guesses of the fewest offloaded chunks that fit, one halves.
 HALVED = 4
+UNKNOWN = 1 << 60
 
 
 class Footprint:
@@ -76,6 +77,8 @@ class Footprint:
         self._chunks, self._checkpoint_copy = tuple(chunks), checkpoint_copy
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
+        # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
+        self._fewest = np.full((2, 0), UNKNOWN, dtype=np.int64)
         self._column = np.full((num_blocks + 1) ** 2, -1, dtype=np.int64)
         self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
@@ -137,9 +140,21 @@ class Footprint:
             num_checkpoint: Checkpointing blocks.
             known: Chunks that are offloaded at least: the result is of interest from there on.
             budget: Bytes of the device.
-            beside: Bytes of the fewest chunk buffers if the first p are resident, (N + 1,).
+            beside: Bytes of the fewest chunk buffers if the first p are resident, (N + 1,); as the budget, the same in
+                every call.
         """
         levels, columns = self._levels_of(num_swap, num_checkpoint)
+        more = levels.reserve.size - self._fewest.shape[1]
+        self._fewest = found, since = np.pad(self._fewest, ((0, 0), (0, more)), constant_values=UNKNOWN)
+        if (new := np.flatnonzero(since[columns] > known)).size:
+            chosen = columns[new]
+            np.minimum.at(since, chosen, known[new])
+            found[chosen] = self._search_fewest(levels, chosen, num_swap[new], since[chosen], budget, beside)
+        return np.maximum(found[columns], known)
+
+    def _search_fewest(
+        self, levels: Levels, columns: Integers, num_swap: Integers, known: Integers, budget: int, beside: Integers
+    ) -> Integers:
         fixed, states = _least_after(self._fixed + beside), _least_after(self._states + beside)
         # Of resident chunks, `fits` fit (-1: none), `over` are too many; often all there may be fit.
         fits, over, step = np.full_like(known, -1), len(beside) - known, 0
