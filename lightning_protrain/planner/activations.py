@@ -151,7 +151,7 @@ class Activations:
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
         forward = self._forward(checkpoints, swaps, there + at.window(freed, swaps))
         found = *forward, *self._backward(checkpoints, swaps, there)
-        return Levels(*[np.ascontiguousarray(levels.T) for levels in found], reserve=reserve)
+        return Levels(*(np.ascontiguousarray(levels.T) for levels in (*found, reserve)))
 
     def _forward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers, Integers]:
         """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones.
@@ -303,7 +303,7 @@ def _choose(checkpoints: Flags, swaps: Flags, checkpointed: Integers, swapped: I
 
 
 def _credit(sums: Integers, streamed_from: Integers) -> Integers:
-    """What is not there if weights are streamed from a segment on, but for its own: sums since then, in place, (K, S)."""
+    """What is not there if weights are streamed from a segment on, but for its own: sums since then, (K, S)."""
     sums -= np.take_along_axis(sums, streamed_from[:, None], axis=1)
     return np.maximum(sums, 0, out=sums)
 
