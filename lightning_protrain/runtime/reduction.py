@@ -10,6 +10,8 @@ collectives does not depend on the data.
 
 A bucket is sent when backward has gone beyond the last call that reads its chunk, and lands when the next one has been
 sent, so that sending and computing overlap; there are three at a time at most, while backward follows the plan's order.
+What earlier micro-batches have left is uploaded when the bucket is made, with the first gradient of its chunk, and
+waited for by the compute stream alone; the host keeps it until the bucket has landed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -81,16 +83,39 @@ class _Bucket:
 
     Args:
         regions: What goes where.
+        device: Where they lie.
     """
 
-    def __init__(self, regions: Sequence[_Region]) -> None:
+    def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
         self.filled: set[Slot] = set()
         self._places = {slot: region for region in regions for slot in region.slots}
+        self._device = device
+        self._arriving: dict[Slot, Any] = {}  # Fences that the compute stream has not waited for.
+        self._uploaded: list[tuple[Tensor, Any]] = []
+
+    def upload(self, slot: Slot, older: Tensor) -> None:
+        """Begins with a gradient in host memory, before any is added."""
+        fence = self._arriving[slot] = self._device.upload(older, self._places[slot].view(slot))
+        self._uploaded.append((older, fence))
+        self.filled.add(slot)
+
+    def wait(self) -> None:
+        """What has been uploaded is there for the compute stream."""
+        while self._arriving:
+            self._device.wait(self._arriving.popitem()[1])
+
+    def let_go(self) -> None:
+        """The host may write to what has been uploaded."""
+        for _, fence in self._uploaded:
+            self._device.land(fence)
+        self._uploaded.clear()
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
         view = self._places[slot].view(slot)
+        if slot in self._arriving:
+            self._device.wait(self._arriving.pop(slot))
         if slot in self.filled:
             view.add_(gradient)
         else:
@@ -155,10 +180,7 @@ class Reduction:
             )
         if index not in self._queue:
             raise _too_late(slot)
-        bucket = self._bucket(index)
-        if slot not in bucket.filled:
-            self._add_older(bucket, slot)
-        bucket.add(slot, gradient)
+        self._bucket(index).add(slot, gradient)
 
     def refuse_mixing(self, slot: Slot) -> None:
         """Before a gradient of this rank is added on the host to what may be an average already.
@@ -198,6 +220,8 @@ class Reduction:
 
     def forget(self) -> None:
         """Drops what is under way, after an exception."""
+        for bucket in (*self._filling.values(), *self._sent):
+            bucket.let_go()
         self._queue.clear()
         self._filling.clear()
         self._sent.clear()
@@ -214,23 +238,19 @@ class Reduction:
         for slot in chunk.slots:
             if _takes_gradient(slot):
                 owners.setdefault(chunk.owner(slot), []).append(slot)
-        return _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()])
-
-    def _add_older(self, bucket: _Bucket, slot: Slot) -> None:
-        """Takes what earlier micro-batches of this rank have left."""
-        older = slot.host.grad
-        if older is None or (slot in self._averages and self._averages[slot]() is older):
-            return
-        bucket.add(slot, older)
-        slot.host.grad = None
+        bucket = _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()], self._device)
+        for slot in chain.from_iterable(owners.values()):
+            older = slot.host.grad
+            if older is None or (slot in self._averages and self._averages[slot]() is older):
+                continue
+            bucket.upload(slot, older)
+            slot.host.grad = None
+        return bucket
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
         del self._filling[index]
-        for region in bucket.regions:
-            for slot in region.slots:
-                if slot not in bucket.filled:
-                    self._add_older(bucket, slot)
+        bucket.wait()
         for region in bucket.regions:
             region.end_filling(bucket.filled)
             region.flat.mul_(1.0 / self._communicator.ranks.world_size)
@@ -240,6 +260,7 @@ class Reduction:
 
     def _land(self) -> None:
         bucket = self._sent.popleft()
+        bucket.let_go()
         for region in bucket.regions:
             self._communicator.end(region.work, region.sent, region.owner)
             if region.owner is None or region.owner == self._communicator.ranks.local_rank:

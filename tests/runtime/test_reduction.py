@@ -303,6 +303,62 @@ def test_a_chunk_is_sent_when_nothing_may_add_to_it() -> None:
     assert not rank.reduction.runs
 
 
+def test_what_was_frozen_with_a_gradient_keeps_it() -> None:
+    rank = one_rank(Case([[(2,), (2,)]]))
+    frozen = rank.slots[0, 1].host
+    frozen.grad = torch.full((2,), 3.0)
+    frozen.requires_grad_(False)
+    rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
+    assert rank.received == [(0, 0)]
+    assert torch.equal(frozen.grad, torch.full((2,), 3.0))
+
+
+class Copies(CPUDevice):
+    """A device that does what it is told when it is waited for, and remembers the order."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU.torch_device)
+        self.log: list[str] = []
+
+    def upload(self, source: Tensor, target: Tensor, after: Any = None) -> Any:
+        self.log.append("upload")
+        return source, target
+
+    def wait(self, fence: Any) -> None:
+        self.log.append("wait")
+        fence[1].copy_(fence[0])
+
+    def land(self, fence: Any) -> None:
+        self.log.append("land")
+
+
+def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_been_sent() -> None:
+    rank = one_rank(Case([[(2,), (3,)]]))
+    rank.reduction._device = device = Copies()
+    for slot in rank.slots.values():
+        slot.host.grad = torch.full_like(slot.host, 3.0)
+    rank.reduction.begin()
+    rank.reduction.add(0, rank.slots[0, 1], torch.ones(3))
+    assert device.log == ["upload", "upload", "wait"]
+    rank.reduction.finish()
+    assert device.log[:3] == ["upload", "upload", "wait"]
+    assert device.log[-2:] == ["land", "land"]
+    assert "land" not in device.log[:-2]
+    expected = {(0, 0): torch.full((2,), 3.0), (0, 1): torch.full((3,), 4.0)}
+    for place, slot in rank.slots.items():
+        assert torch.equal(slot.host.grad, expected[place])  # type: ignore[arg-type]
+
+
+def test_after_an_exception_no_upload_reads_what_the_host_has() -> None:
+    rank = one_rank(Case([[(2,)]]))
+    rank.reduction._device = device = Copies()
+    rank.slots[0, 0].host.grad = torch.ones(2)
+    rank.reduction.begin()
+    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    rank.reduction.forget()
+    assert device.log == ["upload", "wait", "land"]
+
+
 def test_what_is_frozen_is_not_sent() -> None:
     rank = one_rank(Case([[(2,), (3,)], [(4,)]]))
     rank.slots[0, 0].host.requires_grad_(False)

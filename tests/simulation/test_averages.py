@@ -122,6 +122,12 @@ def frees_what_is_sent(self: Reduction, index: int) -> None:
         self._device.resize(region.sent.untyped_storage(), 0)
 
 
+def adds_before_it_is_there(self: reduction._Bucket, slot: Any, gradient: Tensor) -> None:
+    view = self._places[slot].view(slot)
+    view.copy_(view + gradient if slot in self.filled else gradient)
+    self.filled.add(slot)
+
+
 def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any) -> None:
     INIT(self, owner, slots, device)
     same = vars(device).setdefault("same", {}).setdefault(self.flat.shape, self.flat)
@@ -225,6 +231,20 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         frees_what_is_sent,
         Case(),
         "compute writes in resize what everyone wrote in all_reduce",
+    ),
+    "older gradients that are added to before they are there": (
+        reduction._Bucket,
+        "add",
+        adds_before_it_is_there,
+        Case(accumulate=3),
+        "compute reads in .* what up wrote in copy",
+    ),
+    "older gradients that are sent before they are there": (
+        reduction._Bucket,
+        "wait",
+        lambda self: None,
+        Case(accumulate=3),
+        "compute .* what up wrote in copy",
     ),
     "a bucket in memory that is being sent": (
         reduction._Region,
