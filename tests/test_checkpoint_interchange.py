@@ -145,7 +145,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "plain"])
-@pytest.mark.parametrize(("model", "optimizer"), zip(MODELS, [*OPTIMIZERS, "adamw"], strict=True))
+@pytest.mark.parametrize(("model", "optimizer"), list(zip(MODELS, [*OPTIMIZERS, "adamw"], strict=True)))
 def test_the_files_hold_the_same(model: str, optimizer: str, plan: str, tmp_path: Path) -> None:
     files = [_save(model, optimizer, who, 5, tmp_path / "same") for who in ("plain", plan)]
     assert files[0] == files[1], "the path is part of the checkpoint"

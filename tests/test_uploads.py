@@ -26,7 +26,7 @@ def uploads(jobs: dict[str, Future[Any]], issued: list[str]) -> dict[str, Pendin
     return found
 
 
-@pytest.mark.parametrize("order", itertools.permutations(NAMES), ids="".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(NAMES)), ids="".join)
 def test_they_are_issued_in_order_as_soon_as_that_can_be(order: tuple[str, ...]) -> None:
     issued: list[str] = []
     jobs: dict[str, Future[Any]] = {name: Future() for name in NAMES}
@@ -39,7 +39,7 @@ def test_they_are_issued_in_order_as_soon_as_that_can_be(order: tuple[str, ...])
     assert all(upload.is_issued for upload in found.values())
 
 
-@pytest.mark.parametrize("order", itertools.permutations(NAMES), ids="".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(NAMES)), ids="".join)
 @pytest.mark.parametrize("broken", NAMES)
 def test_one_whose_job_raises_holds_up_nobody(broken: str, order: tuple[str, ...]) -> None:
     issued: list[str] = []

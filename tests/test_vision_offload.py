@@ -51,7 +51,7 @@ def in_the_tower(name: str) -> bool:
 
 
 @pytest.mark.parametrize("plan", ["offload", "kept", "alternating"])
-@pytest.mark.parametrize(("name", "order"), product(NAMES, ORDERS))
+@pytest.mark.parametrize(("name", "order"), list(product(NAMES, ORDERS)))
 def test_batches_of_text_alone(name: str, order: str, plan: str) -> None:
     plain, found = make(name, order), make(name, order)
     fit(plain)
@@ -60,7 +60,7 @@ def test_batches_of_text_alone(name: str, order: str, plan: str) -> None:
     assert_same(plain, found)
 
 
-@pytest.mark.parametrize(("name", "order"), product(["llava", "qwen2.5-vl"], ORDERS))
+@pytest.mark.parametrize(("name", "order"), list(product(["llava", "qwen2.5-vl"], ORDERS)))
 def test_a_search_with_a_batch_of_either_kind(name: str, order: str) -> None:
     """What the tower may take is reserved where the batch that is profiled does not run it."""
     plain, found = make(name, order), make(name, order)
