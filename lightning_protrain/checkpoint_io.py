@@ -20,8 +20,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
+from lightning_protrain.checkpoint.digests import DEFAULT, Digest
 from lightning_protrain.checkpoint.discovery import resolve
-from lightning_protrain.checkpoint.draft import Digest, refuse_foreign
+from lightning_protrain.checkpoint.draft import refuse_foreign
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.locks import RunLock
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
@@ -52,13 +53,13 @@ class ProTrainCheckpointIO(CheckpointIO):
     Args:
         run: Name of the run. Two runs of one name in one folder refuse to save at the same time.
         layout: `"folder"`, or `"file"` for what `torch.save` writes, which every Trainer reads.
-        digest: `"crc32"`; `"sha256"` takes several times as long as the disk.
+        digest: `"xxh3_128"`, `"crc32"`, or `"sha256"`, which takes longer than the writing.
 
     Raises:
         ValueError: A name or an algorithm that there cannot be.
     """
 
-    def __init__(self, run: str = "run", layout: Layout = "folder", digest: str = "crc32") -> None:
+    def __init__(self, run: str = "run", layout: Layout = "folder", digest: str = DEFAULT) -> None:
         if layout not in ("folder", "file"):
             raise ValueError(f'layout={layout!r}: give "folder" or "file".')
         Digest(digest)

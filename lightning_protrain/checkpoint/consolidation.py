@@ -73,7 +73,7 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
     descriptor = files.create(staged)
     try:
         try:
-            file = DraftFile(files, descriptor, "crc32")
+            file = DraftFile(files, descriptor)
             torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
             file.finish()
         finally:

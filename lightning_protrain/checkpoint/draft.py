@@ -3,8 +3,9 @@
 [Note: Commit]
 1. A folder with a name of [Note: States] is made in the folder of the target. TMPDIR, links and locks play no part.
 2. Each file is created, never opened, written once, and digested while it is written; the disk begins on what is
-   written at once. When all are written, each is synced.
-3. The manifest is the last file. It is synced, then the folder, then the folder's own name.
+   written at once.
+3. The manifest is the last file. When it is written, all are synced, so that a journal may take them together; then the
+   folder is, then the folder's own name.
 4. What has the target's name is renamed to its `.old` name, and that is synced. Both are whole now.
 5. The folder is renamed to the target, and that is synced. The checkpoint is published: the save has succeeded.
 6. What was replaced is removed, its manifest first. Nothing that fails from 5 on is an error of the save.
@@ -14,48 +15,20 @@ A crash between 4 and 5 leaves the old one under its `.old` name, where it is fo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_protrain.checkpoint.digests import DEFAULT, Digest
 from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, STATE, FileEntry, Manifest, is_remains
+from lightning_protrain.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, is_remains
 from lightning_protrain.checkpoint.names import check_file, check_name, check_run, reserved_name
 from lightning_protrain.checkpoint.retention import erase, retire
 
-# Bytes that are handed to the system at once: they are still in the processor's cache when they are digested.
+# Bytes that are handed to the system at once, right after they are digested: then they are in the processor's cache.
 PIECE = 4 << 20
-
-
-class Digest:
-    """Running digest of one file; `str` of it is what the manifest has.
-
-    Args:
-        algorithm: `"crc32"` finds what breaks by accident, `"sha256"` also what was made to look the same; the second
-            one takes several times as long as writing.
-    """
-
-    def __init__(self, algorithm: str) -> None:
-        if algorithm not in DIGESTS:
-            raise ValueError(f"digest={algorithm!r}: give one of {', '.join(map(repr, DIGESTS))}.")
-        self._algorithm = algorithm
-        self._crc = 0
-        self._sha = hashlib.sha256() if algorithm == "sha256" else None
-
-    def update(self, data: memoryview | bytes | bytearray) -> None:
-        """Adds bytes."""
-        if self._sha is None:
-            self._crc = zlib.crc32(data, self._crc)
-        else:
-            self._sha.update(data)
-
-    def __str__(self) -> str:
-        digits = f"{self._crc:08x}" if self._sha is None else self._sha.hexdigest()
-        return f"{self._algorithm}:{digits}"
 
 
 class DraftFile:
@@ -67,7 +40,7 @@ class DraftFile:
         algorithm: Of its digest.
     """
 
-    def __init__(self, files: Files, descriptor: int, algorithm: str) -> None:
+    def __init__(self, files: Files, descriptor: int, algorithm: str = DEFAULT) -> None:
         self._files = files
         self._descriptor = descriptor
         self._digest = Digest(algorithm)
@@ -120,7 +93,7 @@ class Draft:
         digest: Algorithm, see `Digest`.
     """
 
-    def __init__(self, folder: Path, target: Path, run: str, files: Files, digest: str = "crc32") -> None:
+    def __init__(self, folder: Path, target: Path, run: str, files: Files, digest: str = DEFAULT) -> None:
         Digest(digest)
         self.folder = folder
         self.target = target
@@ -134,23 +107,11 @@ class Draft:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[DraftFile]:
-        """A new file of the checkpoint, in `entries` when the block ends, and durable after `settle`."""
+        """A new file of the checkpoint, in `entries` when the block ends, and durable with all others."""
         assert name not in {MANIFEST, *self.entries}
-        descriptor = self._files.create(self.folder / check_file(name))
-        self._open.append(descriptor)
-        file = DraftFile(self._files, descriptor, self._digest)
+        file = self._create(check_file(name))
         yield file
         self.entries[name] = file.end()
-
-    def settle(self) -> None:
-        """Everything that was written is on the disk when it returns.
-
-        Raises:
-            OSError: The disk.
-        """
-        for descriptor in self._open:
-            self._files.sync(descriptor)
-        self._close()
 
     def publish(self, manifest: Manifest) -> None:
         """Makes it the checkpoint of its target's name; on an error everything is as it was, but for the draft.
@@ -161,8 +122,7 @@ class Draft:
         """
         refuse_foreign(self.target)
         parent = self.target.parent
-        self.settle()
-        self._write_manifest(manifest)
+        self._seal(manifest)
         self._files.sync_directory(self.folder)
         if not os.path.lexists(self.target):
             self._files.rename(self.folder, self.target)
@@ -189,14 +149,18 @@ class Draft:
         with contextlib.suppress(OSError):
             erase(self.folder, self._files)
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        descriptor = self._files.create(self.folder / MANIFEST)
-        try:
-            file = DraftFile(self._files, descriptor, self._digest)
-            file.write(manifest.to_text().encode())
-            file.finish()
-        finally:
-            self._files.close(descriptor)
+    def _seal(self, manifest: Manifest) -> None:
+        file = self._create(MANIFEST)
+        file.write(manifest.to_text().encode())
+        file.end()
+        for descriptor in self._open:
+            self._files.sync(descriptor)
+        self._close()
+
+    def _create(self, name: str) -> DraftFile:
+        descriptor = self._files.create(self.folder / name)
+        self._open.append(descriptor)
+        return DraftFile(self._files, descriptor, self._digest)
 
     def _close(self) -> None:
         while self._open:
@@ -204,7 +168,7 @@ class Draft:
 
 
 @contextlib.contextmanager
-def open_draft(target: Path, run: str, files: Files, digest: str = "crc32") -> Iterator[Draft]:
+def open_draft(target: Path, run: str, files: Files, digest: str = DEFAULT) -> Iterator[Draft]:
     """A draft for `target`, removed again if the block raises.
 
     Args:

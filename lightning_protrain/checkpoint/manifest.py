@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_protrain.checkpoint.digests import DIGESTS
 from lightning_protrain.checkpoint.names import check_file, check_run
 
 MANIFEST = "manifest.json"
@@ -32,8 +33,6 @@ FORMAT = 1
 MOST_MANIFEST_BYTES = 16 << 20
 _MOST = (1 << 63) - 1
 _HEX = frozenset("0123456789abcdef")
-# Characters of a digest, by algorithm.
-DIGESTS = {"crc32": 8, "sha256": 64}
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class FileEntry:
 
     Attributes:
         size: In bytes.
-        digest: `"crc32:..."` or `"sha256:..."`, in hexadecimal digits.
+        digest: Its algorithm, a colon, hexadecimal digits: `"xxh3_128:..."`; see `Digest`.
     """
 
     size: int

@@ -128,6 +128,4 @@ def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | N
     manifest = read_manifest(folder)
     content = reshard(load_folder(folder), world_size)
     target.parent.mkdir(parents=True, exist_ok=True)
-    return save_folder(
-        content, target, manifest.run, manifest.step, files or Files(), digest="crc32", record=dict(manifest.record)
-    )
+    return save_folder(content, target, manifest.run, manifest.step, files or Files(), record=dict(manifest.record))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_protrain.checkpoint.digests import DEFAULT
 from lightning_protrain.checkpoint.discovery import Listing, find
 from lightning_protrain.checkpoint.draft import open_draft
 from lightning_protrain.checkpoint.files import Files
@@ -47,7 +48,7 @@ def save_folder(
     step: int,
     files: Files,
     parent: Manifest | None = None,
-    digest: str = "crc32",
+    digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Saves `content` as a checkpoint; it is durable when this returns, and nothing has changed if it raises.
@@ -76,7 +77,7 @@ def save_payload(
     step: int,
     files: Files,
     parent: Manifest | None = None,
-    digest: str = "crc32",
+    digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """The second half of `save_folder`, for what is split already.

@@ -17,7 +17,9 @@ GOOD = Manifest("run", 7, 3, "0123456789abcdef", {"a.pt": FileEntry(5, "crc32:00
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(lambda name: name != "manifest.json")
 counts = st.integers(0, (1 << 63) - 1)
-entries = st.builds(FileEntry, counts, st.from_regex(r"crc32:[0-9a-f]{8}", fullmatch=True))
+entries = st.builds(
+    FileEntry, counts, st.from_regex(r"xxh3_128:[0-9a-f]{32}|crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}", fullmatch=True)
+)
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -130,6 +132,11 @@ def test_no_file_can_be_listed_that_is_not_in_the_folder(name: str) -> None:
         {"files": {"a": [1, "md5:00"]}},
         {"files": {"a": [1, None]}},
         {"files": {"a": [1, "crc32:0000000G"]}},
+        {"files": {"a": [1, "xxh3_128:" + 31 * "0"]}},
+        {"files": {"a": [1, "xxh3_128:" + 31 * "0" + "A"]}},
+        {"files": {"a": [1, "xxh3_64:" + 16 * "0"]}},
+        {"files": {"a": [1, "sha256:" + 32 * "0"]}},
+        {"files": {"a": [1, 32 * "0"]}},
         {"format": 2},
         {"format": ...},
     ],
@@ -139,6 +146,12 @@ def test_no_content_but_that_of_a_manifest_is_believed_with_a_digest_that_fits(c
     assert Manifest.from_text(_signed()) == GOOD
     with pytest.raises(ValueError, match=r"its content is not that|another format"):
         Manifest.from_text(_signed(**changes))
+
+
+@pytest.mark.parametrize("digest", ["md5:00", "xxh3_64:0000000000000000", "xxh3_128:00"])
+def test_a_digest_that_there_is_not_is_named(digest: str) -> None:
+    with pytest.raises(ValueError, match=f"digest='{digest}' is none of xxh3_128, crc32, sha256"):
+        Manifest.from_text(_signed(files={"a": [1, digest]}))
 
 
 @pytest.mark.parametrize("record", [{"x": float("nan")}, {"x": {1: 2}}, {"x": (1,)}, {"x": object()}, {"x": {1, 2}}])

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, _sign
+from lightning_protrain.checkpoint import verifying
+from lightning_protrain.checkpoint.digests import DIGESTS, Digest
+from lightning_protrain.checkpoint.manifest import MANIFEST, FileEntry, Manifest, _sign
 from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS
 from lightning_protrain.checkpoint.verifying import open_regular, read_manifest, verify
-from tests.checkpoint.contents import flip, load, same, save
+from tests.checkpoint.contents import content, flip, load, same, save
 
 FILES = (MANIFEST, "state.pt", TENSORS, WEIGHTS)
 
@@ -30,18 +31,63 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "step=1"
 
 
+@pytest.fixture(params=DIGESTS)
+def digested(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """One checkpoint for each algorithm."""
+    save(tmp_path, 1, digest=request.param)
+    return tmp_path / "step=1"
+
+
 def _faulty(folder: Path, name: str) -> bool:
     """Whether this file, and no other one, is found to be wrong."""
     return [fault.file for fault in verify(folder)] == [name]
 
 
-def test_a_good_one_has_no_faults(folder: Path) -> None:
+def test_a_good_one_has_no_faults(digested: Path, request: pytest.FixtureRequest) -> None:
+    assert verify(digested) == []
+    assert sorted(os.listdir(digested)) == sorted(FILES)
+    (algorithm,) = {entry.algorithm for entry in read_manifest(digested).files.values()}
+    assert f"[{algorithm}]" in request.node.name
+
+
+def test_the_default_is_the_fast_one_and_what_was_saved_with_another_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert {entry.algorithm for entry in read_manifest(tmp_path / "step=1").files.values()} == {"xxh3_128"}
+    for digest in DIGESTS:
+        save(tmp_path, 1, name=digest, digest=digest)
+        assert same(load(tmp_path / digest), content(1))
+
+
+def test_files_of_one_checkpoint_may_have_different_digests(folder: Path) -> None:
+    for name, algorithm in zip(sorted(set(FILES) - {MANIFEST}), DIGESTS, strict=True):
+        _vouch(folder, name, algorithm)
+    assert {entry.algorithm for entry in read_manifest(folder).files.values()} == set(DIGESTS)
     assert verify(folder) == []
-    assert sorted(os.listdir(folder)) == sorted(FILES)
+    flip(folder / WEIGHTS, 1)
+    assert _faulty(folder, WEIGHTS)
+
+
+@pytest.mark.parametrize("algorithm", DIGESTS)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17, 100])
+def test_what_is_read_in_pieces_is_compared_to_the_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, size: int
+) -> None:
+    monkeypatch.setattr(verifying, "PIECE", 8)
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    digest = Digest(algorithm)
+    digest.update(data)
+    entry = FileEntry(size, str(digest))
+    assert verifying._compare(tmp_path / "file", entry) is None
+    for bit in range(8 * size):
+        flip(tmp_path / "file", bit)
+        assert "its content was changed" in str(verifying._compare(tmp_path / "file", entry))
+        flip(tmp_path / "file", bit)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_found(folder: Path, name: str) -> None:
+def test_every_flipped_bit_is_found(digested: Path, name: str) -> None:
+    folder = digested
     bits = 8 * (folder / name).stat().st_size
     missed = []
     for bit in {0, bits - 1, *random.Random(name).sample(range(bits), 64)}:
@@ -53,7 +99,8 @@ def test_every_flipped_bit_is_found(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_truncation_is_found(folder: Path, name: str) -> None:
+def test_every_truncation_is_found(digested: Path, name: str) -> None:
+    folder = digested
     data = (folder / name).read_bytes()
     sizes = {0, 1, len(data) // 2, len(data) - 1, *random.Random(name).sample(range(len(data)), 64)}
     found = []
@@ -102,10 +149,8 @@ def test_the_files_of_another_step_are_found(folder: Path, name: str) -> None:
     assert named == ({name} if name != MANIFEST else set(FILES) - {MANIFEST})
 
 
-@pytest.mark.parametrize("digest", ["crc32", "sha256"])
-def test_two_files_that_were_swapped_are_found(tmp_path: Path, digest: str) -> None:
-    save(tmp_path, 1, digest=digest)
-    folder = tmp_path / "step=1"
+def test_two_files_that_were_swapped_are_found(digested: Path) -> None:
+    folder = digested
     (folder / WEIGHTS).rename(folder / "x")
     (folder / TENSORS).rename(folder / WEIGHTS)
     (folder / "x").rename(folder / TENSORS)
@@ -167,12 +212,25 @@ def test_no_file_of_tensors_is_refused_if_the_manifest_vouches_for_it(folder: Pa
         load(folder)
 
 
-def _vouch(folder: Path, name: str) -> None:
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["digest"]
-    data = (folder / name).read_bytes()
-    content["files"][name] = [len(data), f"crc32:{zlib.crc32(data):08x}"]
-    (folder / MANIFEST).write_text(_sign(content))
+@pytest.mark.parametrize("digest", ["md5:00", "xxh3_64:0000000000000000", "XXH3_128:" + 32 * "0"])
+def test_an_algorithm_that_there_is_not_is_named(folder: Path, digest: str) -> None:
+    _list(folder, WEIGHTS, digest)
+    (fault,) = verify(folder)
+    assert fault.file == MANIFEST
+    assert f"digest='{digest}' is none of xxh3_128, crc32, sha256" in fault.what
+
+
+def _vouch(folder: Path, name: str, algorithm: str = "crc32") -> None:
+    digest = Digest(algorithm)
+    digest.update((folder / name).read_bytes())
+    _list(folder, name, str(digest))
+
+
+def _list(folder: Path, name: str, digest: str) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["digest"]
+    manifest["files"][name] = [(folder / name).stat().st_size, digest]
+    (folder / MANIFEST).write_text(_sign(manifest))
 
 
 def test_the_manifest_must_be_small_enough(folder: Path) -> None:
