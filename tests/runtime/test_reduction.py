@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,55 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.runtime.reduction import Reduction, _Region
 from lightning_protrain.runtime.slot import Slot
+from tests.runtime.sending import Communicator, Network
 
 CPU = CPUDevice(torch.device("cpu"))
-
-
-class Network:
-    """What ranks in threads send: sums in the order of the ranks; whoever is no owner gets rubbish, as from gloo."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._arrived = threading.Condition()
-        self._sent: dict[int, dict[int, tuple[Tensor, int | None]]] = {}
-
-    def send(self, number: int, rank: int, flat: Tensor, owner: int | None) -> None:
-        with self._arrived:
-            self._sent.setdefault(number, {})[rank] = flat.clone(), owner
-            self._arrived.notify_all()
-
-    def total(self, number: int, owner: int | None) -> Tensor:
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: len(self._sent[number]) == self.num_ranks, timeout=20), "a rank hangs"
-            sent = self._sent[number]
-        assert {each for _, each in sent.values()} == {owner}, "ranks have sent different things at the same time"
-        total = sent[0][0].clone()
-        for rank in range(1, self.num_ranks):
-            total += sent[rank][0]
-        return total
-
-
-class Communicator:
-    """Of one rank in a thread."""
-
-    def __init__(self, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
-        self.ranks = SimpleNamespace(world_size=network.num_ranks, local_rank=rank)
-        self.dtype = dtype
-        self.sizes: list[tuple[int | None, int]] = []
-        self.under_way = self.most_under_way = 0
-        self._network, self._rank = network, rank
-
-    def begin(self, flat: Tensor, owner: int | None) -> int:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        self.sizes.append((owner, flat.nbytes))
-        self._network.send(len(self.sizes) - 1, self._rank, flat, owner)
-        return len(self.sizes) - 1
-
-    def end(self, work: int, flat: Tensor, owner: int | None) -> None:
-        self.under_way -= 1
-        total = self._network.total(work, owner)
-        flat.copy_(total if owner in (None, self._rank) else torch.full_like(flat, torch.nan))
 
 
 class Case(NamedTuple):
