@@ -180,7 +180,9 @@ class Reduction:
             )
         if index not in self._queue:
             raise _too_late(slot)
-        self._bucket(index).add(slot, gradient)
+        bucket = self._bucket(index)
+        self._take_older(bucket, slot)
+        bucket.add(slot, gradient)
 
     def refuse_mixing(self, slot: Slot) -> None:
         """Before a gradient of this rank is added on the host to what may be an average already.
@@ -240,16 +242,25 @@ class Reduction:
                 owners.setdefault(chunk.owner(slot), []).append(slot)
         bucket = _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()], self._device)
         for slot in chain.from_iterable(owners.values()):
-            older = slot.host.grad
-            if older is None or (slot in self._averages and self._averages[slot]() is older):
-                continue
-            bucket.upload(slot, older)
-            slot.host.grad = None
+            self._take_older(bucket, slot)
         return bucket
+
+    def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
+        """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
+        older = slot.host.grad
+        if older is None or (slot in self._averages and self._averages[slot]() is older):
+            return
+        if slot in bucket.filled:
+            bucket.add(slot, older.to(self._device.torch_device))
+        else:
+            bucket.upload(slot, older)
+        slot.host.grad = None
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
         del self._filling[index]
+        for slot in chain.from_iterable(region.slots for region in bucket.regions):
+            self._take_older(bucket, slot)
         bucket.wait()
         for region in bucket.regions:
             region.end_filling(bucket.filled)

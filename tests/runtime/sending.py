@@ -1,12 +1,15 @@
-"""Ranks in threads that send to each other."""
+"""Ranks in threads that send to each other, and a device that tells what it was told."""
 
 from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_protrain.device import CPUDevice
 
 
 class Network:
@@ -54,3 +57,22 @@ class Communicator:
         self.under_way -= 1
         total = self._network.total(work, owner)
         flat.copy_(total if owner in (None, self._rank) else torch.full_like(flat, torch.nan))
+
+
+class Copies(CPUDevice):
+    """A device that does what it is told when it is waited for, and remembers the order."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[str] = []
+
+    def upload(self, source: Tensor, target: Tensor, after: Any = None) -> Any:
+        self.log.append("upload")
+        return source, target
+
+    def wait(self, fence: Any) -> None:
+        self.log.append("wait")
+        fence[1].copy_(fence[0])
+
+    def land(self, fence: Any) -> None:
+        self.log.append("land")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.runtime.reduction import Reduction, _Region
 from lightning_protrain.runtime.slot import Slot
-from tests.runtime.sending import Communicator, Network
+from tests.runtime.sending import Communicator, Copies, Network
 
 CPU = CPUDevice(torch.device("cpu"))
 
@@ -266,25 +266,6 @@ def test_what_was_frozen_with_a_gradient_keeps_it() -> None:
     assert torch.equal(frozen.grad, torch.full((2,), 3.0))
 
 
-class Copies(CPUDevice):
-    """A device that does what it is told when it is waited for, and remembers the order."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU.torch_device)
-        self.log: list[str] = []
-
-    def upload(self, source: Tensor, target: Tensor, after: Any = None) -> Any:
-        self.log.append("upload")
-        return source, target
-
-    def wait(self, fence: Any) -> None:
-        self.log.append("wait")
-        fence[1].copy_(fence[0])
-
-    def land(self, fence: Any) -> None:
-        self.log.append("land")
-
-
 def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_been_sent() -> None:
     rank = one_rank(Case([[(2,), (3,)]]))
     rank.reduction._device = device = Copies()
@@ -300,6 +281,22 @@ def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_
     expected = {(0, 0): torch.full((2,), 3.0), (0, 1): torch.full((3,), 4.0)}
     for place, slot in rank.slots.items():
         assert torch.equal(slot.host.grad, expected[place])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_what_comes_to_the_host_after_its_chunk_has_begun_counts(older: bool, used: bool) -> None:
+    """A weight that is used outside its block has a gradient there before that of the block."""
+    rank = one_rank(Case([[(2,), (2,)]]))
+    host = rank.slots[0, 1].host
+    host.grad = torch.full((2,), 3.0) if older else None
+    rank.reduction.begin()
+    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    host.grad = torch.full((2,), 5.0)
+    if used:
+        rank.reduction.add(0, rank.slots[0, 1], torch.ones(2))
+    rank.reduction.finish()
+    assert torch.equal(host.grad, torch.full((2,), 5.0 + 3.0 * older + used))
 
 
 def test_after_an_exception_no_upload_reads_what_the_host_has() -> None:
