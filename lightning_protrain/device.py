@@ -1,4 +1,4 @@
-"""Where bytes live and how they move: the only file that names `torch.cuda`.
+"""Where bytes live and how they move: beside `device_peers.py` the only file that names `torch.cuda`.
 
 [Note: Streams]
 All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that

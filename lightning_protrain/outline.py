@@ -10,6 +10,10 @@ memory, so what the ranks share costs none before it is the shared one, and only
 Two other ways are no better. Ranks that each read their own part read what transformers makes of several tensors (the
 experts of a layer, tied weights, new rows of an embedding) more than once, and draw other random numbers. Files that
 are mapped by all are shared only where nothing is cast, and the mapped pages count beside the weights.
+
+[Note: Returned memory]
+glibc keeps what is freed below a threshold, which grows with what a process frees, up to 32 MiB. While weights are
+loaded the threshold is held low, so each larger tensor is mapped by itself, and goes back to the system when it dies.
 """
 
 from __future__ import annotations

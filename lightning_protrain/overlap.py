@@ -2,8 +2,8 @@
 
 [Note: Passive hooks]
 A hook is *passive* if it neither reads nor writes weights: those of Lightning and of this package are known, except
-callbacks that average or prune; a user's hook may do anything. Before one that is not passive, the step has ended; and
-after one, no copy of a weight is trusted, see [Note: Distrust].
+callbacks that average, prune or unfreeze; a user's hook may do anything. Before one that is not passive, the step has
+ended.
 """
 
 from __future__ import annotations

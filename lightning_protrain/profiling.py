@@ -28,6 +28,7 @@ _NO_BATCH = (
     "no batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
     "that cannot be copied)"
 )
+_OTHER_BATCH = "Give the data module a method `largest_batch`, or plan without data (`data: null`)."
 # What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. One that is wrong in
 # itself raises again when it is run.
 _STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -96,9 +97,10 @@ def profile_training_step(
         return replace(profile, samples=samples, tokens=tokens)
     except UntraceableError as error:
         if needed_for:
+            knob, given, _ = needed_for.partition("=")
+            instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
             raise ValueError(
-                f"{needed_for} needs to know what a training step saves, and it is not known: {error} Leave "
-                f"{needed_for.partition('=')[0]} out (num_checkpoint_blocks needs no profile)."
+                f"{needed_for} needs to know what a training step saves, and it is not known: {error} {instead}"
             ) from error
         _say_unknown(str(error))
     except _STEP_ERRORS as error:

@@ -58,9 +58,9 @@ class ProTrainStrategy(DataParallelStrategy):
 
     Args:
         plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
-            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else offload. Or a `Plan`, or the path
-            of one saved with `Plan.save`.
-        device_memory: Bytes of model states that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a
+            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else the fastest plan that does. Or a
+            `Plan`, or the path of one saved with `Plan.save`.
+        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a
             GPU has free; no limit on the CPU.
         host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
@@ -173,7 +173,7 @@ class ProTrainStrategy(DataParallelStrategy):
 
     @property
     def budget(self) -> int | None:
-        """Bytes of model states that the device may hold; None without a limit."""
+        """Bytes that the plan had to fit into; None without a limit."""
         return self._budget
 
     @property
@@ -284,13 +284,12 @@ class ProTrainStrategy(DataParallelStrategy):
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare_host_bytes: int) -> None:
         assert self._device is not None
+        self._device.forget_peak()  # What profiling has taken before is not the plan's.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        manual = not model.automatic_optimization
-        self._runtime = apply_plan(
-            model, plan, layout, self._device, rank_zero_info, manual, spare_host_bytes, self.ranks, self.reduce_dtype
-        )
+        how = self._device, rank_zero_info, not model.automatic_optimization, spare_host_bytes
+        self._runtime = apply_plan(model, plan, layout, *how, self.ranks, self.reduce_dtype)
         self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
 

@@ -374,3 +374,5 @@ def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixtur
     assert pytest.raises(ValueError, match=message).matches(ValueError(said[0]))
     with pytest.raises(ValueError, match=rf"num_x=3 needs to know .* not known: .*{message}.* Leave num_x out"):
         fit(make(), callbacks=[Profiling("num_x=3")])
+    with pytest.raises(ValueError, match=rf"^A plan needs to know .*{message}.* plan without data \(`data: null`\)\.$"):
+        fit(make(), callbacks=[Profiling("A plan")])

@@ -14,6 +14,9 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_protrain import strategy
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.optimizer import state_bytes_per_element
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import fit
@@ -177,3 +180,17 @@ def test_measuring_the_optimizer_is_no_step_that_a_global_hook_sees() -> None:
     finally:
         handle.remove()
     assert steps == []
+
+
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_the_measured_peak_is_not_that_of_what_came_before(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def place(*args: Any, **kwargs: Any) -> Any:
+        seen.append("place")
+        return apply_plan(*args, **kwargs)
+
+    monkeypatch.setattr(CPUDevice, "forget_peak", lambda self: seen.append("forget"))
+    monkeypatch.setattr(strategy, "apply_plan", place)
+    _weights(Dense(), strategy=ProTrainStrategy(plan=plan))
+    assert seen == ["forget", "place"]

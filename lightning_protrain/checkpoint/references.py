@@ -179,14 +179,15 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
     if where is None:
         raise ValueError(
             f"{name} does not hold its {len(references.weights)} frozen weights, nor where they came from: resume from "
-            'it, or name the folder of the model. ProTrainCheckpoint(frozen="store") holds all.'
+            'it, or use `lightning-protrain consolidate --source FOLDER`. ProTrainCheckpoint(frozen="store") holds all.'
         )
     try:
         found = resolve(references.weights, where)
     except FileNotFoundError as error:
         raise ValueError(
             f"{name} does not hold its frozen weights, which came from {where!r}, and they are not there any more: "
-            f"{error}. Put the model back, or name the folder that has it now."
+            f"{error}. Put the model back, or use `lightning-protrain consolidate --source FOLDER` with the folder "
+            "that has it now."
         ) from error
     lost = [key for key in references.weights if key not in found]
     if lost:

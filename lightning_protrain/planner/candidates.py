@@ -1,6 +1,6 @@
 """What many plans over the same chunks do at every position of a step: `columns_of` for all of them at once.
 
-[Note: In order]
+[Note: Order of chunks]
 If the step uses every offloaded chunk in one run in forward (see [Note: Runs]), in the order of the chunks, then what
 is there at any time are the `num_buffers` chunks used last, and all that `traffic` finds out chunk by chunk are
 differences of sums: a chunk takes the place of the one that many before it; backward finds the last ones there. A chunk
@@ -48,7 +48,7 @@ class _Uploads:
 
 
 class Candidates:
-    """Plans over the same chunks, of which the first p are resident; see [Note: In order].
+    """Plans over the same chunks, of which the first p are resident; see [Note: Order of chunks].
 
     Args:
         profile: One step with its backward.

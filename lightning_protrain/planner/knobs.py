@@ -78,6 +78,8 @@ class Knobs:
             ValueError: A knob that is not in `allowed` is set.
         """
         ignored = [f"{name}={getattr(self, name)}" for name in self.given if name not in allowed]
+        if self.forbids_alone and not set(self.forbids_alone) & set(allowed):
+            ignored[ignored.index("num_keep_offloaded_blocks=0")] += " (or forbid_keep_offload_with_fused_lora=True)"
         if ignored:
             raise ValueError(
                 f"plan={plan} decides everything itself and would ignore {', '.join(ignored)}. "

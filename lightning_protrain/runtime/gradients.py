@@ -1,10 +1,10 @@
 """Gradients leave the device as they land.
 
 [Note: Landing]
-Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that the
-device holds one gradient at a time. With an older gradient on the host (accumulation) the sum is made there, in the
-same order as autograd makes it. When all gradients of a chunk are on their way, waiting for them and adding them up is
-the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
+Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that it
+leaves the device as soon as it has landed. With an older gradient on the host (accumulation) the sum is made there, in
+the same order as autograd makes it. When all gradients of a chunk are on their way, waiting for them and adding them up
+is the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
 waits only for host memory.
 
 [Note: In flight]

@@ -27,6 +27,9 @@ def test_knobs_that_are_given() -> None:
 def test_a_plan_beside_knobs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"plan=a Plan .* ignore num_chunk_buffers=3, chunk_bytes=9"):
         Knobs(num_chunk_buffers=3, chunk_bytes=9).refuse("a Plan")
+    forbidden = r"num_swap_blocks=1, num_keep_offloaded_blocks=0 \(or forbid_keep_offload_with_fused_lora=True\)\. "
+    with pytest.raises(ValueError, match=forbidden):
+        Knobs(num_swap_blocks=1).without_keep_offloaded().refuse("a Plan")
 
 
 def test_to_forbid_kept_blocks_with_offloaded_chunks_pins_their_number() -> None:
