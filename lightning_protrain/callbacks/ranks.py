@@ -16,21 +16,12 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def refuse_different(value: str | None, what: str) -> None:
-    """Every rank calls it with what it means.
+def refuse_unequal(values: list[str | None], what: str) -> None:
+    """Every rank calls it with what all ranks mean.
 
     Args:
-        value: Of this rank.
+        values: By rank, see `gather`.
         what: Begins the message: `"The ranks have loaded different checkpoints"`.
-
-    Raises:
-        ValueError: Another rank means something else.
-    """
-    refuse_unequal(gather(value), what)
-
-
-def refuse_unequal(values: list[str | None], what: str) -> None:
-    """The same, for values that are gathered already.
 
     Raises:
         ValueError: They are not all the same.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Required, TypedDict
 
 import numpy as np
@@ -99,15 +99,3 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     size = min(max(round(count * val_fraction), 1), count - 1)
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])
-
-
-def split_rows(
-    rows: Sequence[Conversation], val_fraction: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
-    """The rows that `split_indices` chooses, as lists.
-
-    Raises:
-        ValueError: Fewer than two rows.
-    """
-    train, validation = split_indices(len(rows), val_fraction, seed)
-    return [rows[int(index)] for index in train], [rows[int(index)] for index in validation]

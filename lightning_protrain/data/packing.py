@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from lightning_protrain.data.examples import Encoded
-
 # Not among them, as they mix segments: those with recurrent or convolutional layers (mamba, qwen3_next, lfm2), with
 # ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
 PACKING_MODEL_TYPES = frozenset({
@@ -158,8 +156,3 @@ def check_packing(config: PretrainedConfig) -> None:
             "tokens would see those of other conversations. Set packing to false; length grouping saves most of the "
             "padding too."
         )
-
-
-def packable(encoded: Encoded) -> bool:
-    """Whether an example may share a row with others: text alone."""
-    return encoded.images == 0 and not encoded.extras

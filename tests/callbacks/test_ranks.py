@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.ranks import gather, refuse_different
+from lightning_protrain.callbacks.ranks import gather, refuse_unequal
 from tests.ranks import run_ranks, values
 
 
 def test_alone_it_is_nothing() -> None:
     assert gather(5) == [5]
-    refuse_different("a", "x")
+    refuse_unequal(["a"], "x")
 
 
 def test_values_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_values_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 def _means(rank: int, names: tuple[str | None, ...]) -> None:
-    refuse_different(names[rank], "They differ")
+    refuse_unequal(gather(names[rank]), "They differ")
 
 
 @pytest.mark.parametrize(("names", "differ"), [(("a", "a"), False), ((None, None), False), (("a", None), True)])

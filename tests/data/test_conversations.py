@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_protrain.data.conversations import fingerprint, split_indices, split_rows, text_of
+from lightning_protrain.data.conversations import fingerprint, split_indices, text_of
 from tests.data.conftest import conversation
 
 GOOD = conversation("Why?", "Because.")
@@ -46,23 +46,19 @@ def test_the_text_of_a_message(content: Any, text: str) -> None:
 
 @given(count=st.integers(2, 60), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 2**32))
 def test_a_split_is_a_partition_in_order(count: int, fraction: float, seed: int) -> None:
-    rows = [conversation(str(i), "x") for i in range(count)]
-    train, val = split_rows(rows, fraction, seed)
-    numbers = [[int(row["messages"][0]["content"]) for row in part] for part in (train, val)]
-    assert sorted(numbers[0] + numbers[1]) == list(range(count))
-    assert all(part == sorted(part) and part for part in numbers)
+    parts = split_indices(count, fraction, seed)
+    train, val = [part.tolist() for part in parts]
+    assert sorted(train + val) == list(range(count))
+    assert all(part == sorted(part) and part for part in (train, val))
     assert abs(len(val) - count * fraction) <= 1
-    assert split_rows(rows, fraction, seed) == (train, val)
-    indices = split_indices(count, fraction, seed)
-    assert [part.tolist() for part in indices] == numbers
-    assert all(part.dtype == np.int64 for part in indices)
+    assert [part.tolist() for part in split_indices(count, fraction, seed)] == [train, val]
+    assert all(part.dtype == np.int64 for part in parts)
 
 
 def test_another_seed_chooses_other_rows() -> None:
-    rows = [conversation(str(i), "x") for i in range(100)]
-    assert split_rows(rows, 0.2, 0)[1] != split_rows(rows, 0.2, 1)[1]
+    assert split_indices(100, 0.2, 0)[1].tolist() != split_indices(100, 0.2, 1)[1].tolist()
 
 
 def test_one_row_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match=r"1 conversation cannot be divided.*Give at least 2"):
-        split_rows([GOOD], 0.5, 0)
+        split_indices(1, 0.5, 0)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_protrain.data.packing import PACKING_MODEL_TYPES, check_packing, pack, packable, single_blocks
-from tests.data.test_examples import encoded
+from lightning_protrain.data.packing import PACKING_MODEL_TYPES, check_packing, pack, single_blocks
 from tests.test_loss import VOCAB, tiny_config
 
 SEGMENTS = [7, 1, 9, 3]
@@ -71,12 +70,6 @@ def test_without_packing_a_row_is_an_example() -> None:
 def test_what_cannot_be_packed_is_refused(lengths: list[int], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(np.array(lengths), 8, **options)
-
-
-def test_images_are_not_packable() -> None:
-    assert packable(encoded(3))
-    assert not packable(encoded(3, images=1))
-    assert not packable(encoded(3, extras={"pixel_values": torch.ones(1)}))
 
 
 def _largest_difference(model_type: str, attention: str) -> float:
