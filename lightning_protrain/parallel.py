@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -44,6 +44,7 @@ from lightning_protrain.replicas import (
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
+from lightning_protrain.wishes import Wishes
 
 # Of one message.
 _BUFFER_BYTES = 250 << 20
@@ -188,9 +189,11 @@ class DataParallelStrategy(ProcessStrategy):
             self._has_outlines = False
             send_values(module, ranks, find_waiting(module, ranks), self.root_device)
 
-    def copies(self, sharding: Sharding) -> int:
-        """How many ranks of this machine hold what is offloaded, each all of it."""
-        return 1 if sharding is Sharding.SHARD else max(self.num_processes, 1)
+    def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
+        """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
+        here = max(self.num_processes, 1)
+        copies, sharers = (1, here) if sharding is Sharding.SHARD else (here, 1)
+        return replace(wishes, copies=copies, sharers=sharers, ranks=self.world_size)
 
     def agree(self, layout: ModelLayout, model: nn.Module, choice: Plan | str, make: Callable[[], Plan]) -> Plan:
         """The plan of rank 0, when all ranks have found that they train the same.

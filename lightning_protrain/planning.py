@@ -17,7 +17,7 @@ from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import check_fits, format_bytes
+from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, check_plan
 from lightning_protrain.planner.presets import make_plan
@@ -120,7 +120,7 @@ class Case:
             device_bytes = max(device_bytes - self._room_for_buckets(self.layout.units), 0)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
-            check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes)
+            check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
             return self._search(machine or self._measure(self.profile), self.profile, self.training)
@@ -133,6 +133,7 @@ class Case:
             self.state_bytes,
             self.wishes.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
+            self._host_use,
         )
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
@@ -151,10 +152,14 @@ class Case:
         return int(free * (SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES))
 
     def spare_host_bytes(self, plan: Plan) -> int:
-        """What the host may hold beyond what `plan` takes of it on this machine; never negative."""
-        accumulate = self.training.accumulate if self.training is not None else 1
-        taken = sum(host_terms(self.layout, plan, self.state_bytes, accumulate).values())
-        return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0)
+        """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
+        use = self._host_use
+        taken = sum(host_terms(self.layout, plan, self.state_bytes, use.accumulate, sharers=use.sharers).values())
+        return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0) // use.sharers
+
+    @property
+    def _host_use(self) -> HostUse:
+        return HostUse(self.wishes.sharers, self.training.accumulate if self.training is not None else 1)
 
     @property
     def _checkpoint_copy(self) -> int:
@@ -192,6 +197,7 @@ class Case:
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
             checkpoint_copy=self._checkpoint_copy,
+            sharers=self.wishes.sharers,
         )
         plan = self._if_all_fits(problem)
         if plan is None:

@@ -44,10 +44,7 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import DDPOptions, GradSync
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.eightbit import load_by_reference
-from lightning_protrain.runtime.optimizer import (
-    check_one_device,
-    move_state_beside_parameters,
-)
+from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.wishes import make_wishes, read_choice
@@ -192,20 +189,25 @@ class ProTrainStrategy(DataParallelStrategy):
         return self._runtime.num_hooks if self._runtime is not None else 0
 
     @contextmanager
-    def planning_only(self, machines: Mapping[str, HardwareProfile | None]) -> Generator[dict[str, Plan | ValueError]]:
+    def planning_only(
+        self, machines: Mapping[str, HardwareProfile | None], ranks: int = 1, sharers: int = 1
+    ) -> Generator[dict[str, Plan | ValueError]]:
         """Within it, a fit ends when its plan is made, and no weights are.
 
         Args:
             machines: What to plan for, by name; None stands for this machine.
+            ranks: How many of each train together.
+            sharers: How many of them share one copy of what is offloaded, on one machine.
 
         Yields:
             A dict that the fit fills: a plan for each machine, or why there is none.
         """
+        wishes, self._wishes = self._wishes, replace(self._wishes, ranks=ranks, sharers=sharers)
         self._machines, self._answers = machines, {}
         try:
             yield self._answers
         finally:
-            self._machines = None
+            self._machines, self._wishes = None, wishes
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
@@ -239,10 +241,9 @@ class ProTrainStrategy(DataParallelStrategy):
             kind = "cuda" if any((self._machines or {}).values()) else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
-        wishes = replace(self._wishes, copies=self.copies(sharding), ranks=self.world_size)
-        case = describe_case(
-            wishes, trainer, model, self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
-        )
+        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
+        how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
+        case = describe_case(wishes, trainer, model, *how)
         if self._machines is not None:
             self._answers.update(answers(case, self._machines))
             raise _TunerExitException

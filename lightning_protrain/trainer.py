@@ -92,7 +92,8 @@ class PlanningTrainer(Trainer):
             machines = {profile.name: profile for profile in profiles}
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
-        with self.strategy.planning_only(machines) as answers:
+        sharers = here if sharding is Sharding.SHARD else 1
+        with self.strategy.planning_only(machines, num_gpus, sharers) as answers:
             has_data = datamodule is not None or is_overridden("train_dataloader", model)
             if has_data and (batch_size is not None or length is not None):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")

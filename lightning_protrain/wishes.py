@@ -27,6 +27,7 @@ class Wishes:
         hardware: What the machine can do; None: it is measured.
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
+        sharers: How many of them, all on this machine, share one copy of what is offloaded.
     """
 
     choice: Plan | Preset
@@ -38,6 +39,7 @@ class Wishes:
     hardware: HardwareProfile | None
     copies: int = 1
     ranks: int = 1
+    sharers: int = 1
 
 
 def read_choice(plan: Plan | str | os.PathLike[str]) -> Plan | Preset:

@@ -83,6 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
         "runtime.apply",
         "runtime.comm",
         "runtime.owners",
+        "wishes",
     ),
     "batches": ("profiler.model",),
     "profiling": ("batches", "profiler"),

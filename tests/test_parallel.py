@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,15 @@ def test_what_is_no_choice_is_refused(name: str, value: Any, message: str) -> No
 def test_resident_sharding_refuses_a_plan_that_offloads(plan: Any) -> None:
     with pytest.raises(ValueError, match='sharding="resident" keeps everything on the device, and the plan offloads'):
         ProTrainStrategy(sharding="resident", plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "copies", "sharers"), [(Sharding.SHARD, 1, 4), (Sharding.REPLICATE, 4, 1)], ids=["shard", "replicate"]
+)
+def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copies: int, sharers: int) -> None:
+    strategy = strategy_with("auto", 4, 4)
+    wishes = strategy.among_ranks(strategy._wishes, sharding)
+    assert wishes == replace(strategy._wishes, copies=copies, sharers=sharers, ranks=strategy.world_size)
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:

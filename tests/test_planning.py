@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from lightning_protrain import planning
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, answers
@@ -127,6 +130,38 @@ def test_what_a_plan_leaves_to_the_host(choice: str) -> None:
     assert (taken > 0) == (choice == "offload")
     assert replace(found, wishes=replace(found.wishes, host_memory=taken)).spare_host_bytes(plan) == 0
     assert replace(found, wishes=replace(found.wishes, host_memory=taken // 2)).spare_host_bytes(plan) == 0
+
+
+def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> None:
+    found = case(GIB, choice="offload", host_memory=GIB)
+    plan = found.plan()
+    blocks = tuple(replace(block, policy=BlockPolicy.SWAP, swap_bytes=4096) for block in plan.blocks)
+    memory = memory_terms(found.layout, plan.chunks, plan.num_chunk_buffers, found.state_bytes, blocks)
+    swapping = replace(plan, blocks=blocks, memory=memory)
+    training = Training(accumulate=2)
+    shared = replace(found, wishes=replace(found.wishes, sharers=4), training=training)
+    taken = sum(host_terms(found.layout, swapping, found.state_bytes, 2, sharers=4).values())
+    assert shared.spare_host_bytes(swapping) == (GIB - taken) // 4
+    least = host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks, HostUse(4, 2))
+    assert least > host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks)
+    for limit, fits in ((least, True), (least - 1, False)):
+        limited = replace(shared, wishes=replace(shared.wishes, choice=swapping, host_memory=limit))
+        with nullcontext() if fits else pytest.raises(ValueError, match="host memory"):
+            limited.plan()
+
+
+def test_a_search_counts_all_ranks_that_share_a_host() -> None:
+    tiny = replace(CPU, name="tiny", device_bytes=60_000)
+    one = case(GIB, host_memory=GIB)
+    four = replace(one, wishes=replace(one.wishes, sharers=4), training=Training(accumulate=2))
+    phase = four.plan(tiny).prediction.phases[-1]
+    assert phase.host["gradients"] > 0
+    assert phase.host[OTHER_RANKS] == 3 * (
+        phase.host["gradients"] + phase.host["landing_gradients"] + phase.host["swapped_activations"]
+    )
+    refused = replace(four, wishes=replace(four.wishes, host_memory=1000))
+    with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the machine"):
+        refused.plan(tiny)
 
 
 def test_swapped_activations_and_accumulated_gradients_are_not_spare() -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_protrain.planner.prediction import CHECKPOINT_COPY, Prediction
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
 # Characters: a terminal is 80 wide, and a longer name of the module around them would hide the names of the units.
 MAX_SHARED_NAME = 12
@@ -108,7 +108,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         budget = plan.prediction.budget
     parts: list[RenderableType] = [unit_table(plan), placement(plan), *sentences, "", memory_table(plan, budget)]
     if plan.prediction is not None:
-        parts += ["", phase_table(plan.prediction), *copy_sentences(plan.prediction), time_sentence(plan.prediction)]
+        parts += ["", phase_table(plan.prediction), *host_sentences(plan.prediction), time_sentence(plan.prediction)]
         parts += plan.prediction.advice
     return Group(*parts)
 
@@ -199,11 +199,15 @@ def phase_table(prediction: Prediction) -> Table:
     return table
 
 
-def copy_sentences(prediction: Prediction) -> list[str]:
-    """What the host keeps to write checkpoints behind the training, if anything."""
-    copied = max(phase.host.get(CHECKPOINT_COPY, 0) for phase in prediction.phases)
-    sentence = f"Of the host, {short_bytes(copied)} are the copy of the checkpoint, from the first save on."
-    return [sentence] if copied else []
+def host_sentences(prediction: Prediction) -> list[str]:
+    """What the host keeps beside the states of one rank, if anything."""
+    kept = {
+        CHECKPOINT_COPY: "the copy of the checkpoint, from the first save on",
+        OTHER_RANKS: "what the other ranks of the machine have of their own: gradients that wait to be added or "
+        "averaged, and swapped activations",
+    }
+    found = {what: max(phase.host.get(term, 0) for phase in prediction.phases) for term, what in kept.items()}
+    return [f"Of the host, {short_bytes(nbytes)} are {what}." for what, nbytes in found.items() if nbytes]
 
 
 def time_sentence(prediction: Prediction) -> str:

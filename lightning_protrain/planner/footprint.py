@@ -48,6 +48,7 @@ class Footprint:
         alpha: As in `memory_timeline`.
         foreach: As in `memory_timeline`.
         checkpoint_copy: As in `memory_timeline`.
+        sharers: As in `memory_timeline`.
 
     Attributes:
         buffers: Bytes of chunk buffers.
@@ -69,12 +70,13 @@ class Footprint:
         alpha: float = 1.0,
         foreach: bool = False,
         checkpoint_copy: int = 0,
+        sharers: int = 1,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
-        self._chunks, self._checkpoint_copy = tuple(chunks), checkpoint_copy
+        self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
         # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
@@ -97,7 +99,7 @@ class Footprint:
     @cached_property
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
-        how = self._state_bytes, self._accumulates, self._asynchronous
+        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
@@ -174,7 +176,7 @@ class Footprint:
         """Bytes on the host, (K,), of plans with `fewest` to `most` resident chunks at least."""
         states, least = self._host
         training, loading = np.where(fewest == most, states[:, most], least[:, most])
-        return np.maximum(training + self.swapped(num_swap, fewest).sum(axis=0), loading)
+        return np.maximum(training + self._sharers * self.swapped(num_swap, fewest).sum(axis=0), loading)
 
     def terms(self, num_swap: int, persistent: int, buffers: int) -> MemoryTerms:
         """What `memory_terms` says of one candidate."""
@@ -240,7 +242,7 @@ def _in_flight(sizes: Sizes) -> Integers:
 
 
 def _host_states(
-    chunks: Sequence[ChunkPlan], sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool
+    chunks: Sequence[ChunkPlan], sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool, sharers: int
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -256,19 +258,30 @@ def _host_states(
     optimizer = np.ceil(state_bytes * _after(np.where(sizes.trainable, sizes.elements, 0))).astype(np.int64)
     states = _after(sizes.resident_bytes(state_bytes) + sizes.gradient_bytes + copied)
     pool = np.zeros(count + 1, dtype=np.int64)
-    growing, waits = _Pool(asynchronous), (sizes.trainable & (accumulates | sizes.low)).tolist()
+    growing, waits = _Pool(asynchronous), (sizes.trainable & (accumulates | (sizes.low & (sharers == 1)))).tolist()
     for index, nbytes in reversed(list(enumerate(sizes.nbytes.tolist()))):
         growing.add(chunks[index].unit, nbytes, waits[index])
         pool[index] = growing.nbytes
     gradients = _after(np.where(sizes.trainable, own_pages, 0))
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
     resident = 0 if asynchronous else whole - _after(weights)
+    if accumulates:
+        states = states + (sharers - 1) * _after(sizes.gradient_bytes)
+    others = _of_other_ranks(sizes, accumulates, gradients, pool, sharers)
     table = np.stack(
-        (np.maximum(states, placed + copies + gradients + optimizer + pool),
+        (np.maximum(states, placed + copies + gradients + optimizer + pool + others),
          np.maximum(whole, placed + largest + resident) + copies)
     )  # fmt: skip
     table[:, -1] = 0, whole
     return table
+
+
+def _of_other_ranks(sizes: Sizes, accumulates: bool, gradients: Integers, pool: Integers, sharers: int) -> Integers:
+    """Their own gradients, as in `host_terms`, if the first p chunks are resident, (N + 1,)."""
+    if accumulates:
+        return (sharers - 1) * (pool + gradients)
+    owners = np.minimum(np.bincount(sizes.chunk, minlength=len(sizes.nbytes)), sharers)
+    return (sharers - 1) * pool + PAGESIZE * _after(np.where(sizes.trainable, owners - 1, 0))
 
 
 class _Pool:

@@ -1,4 +1,12 @@
-"""What a plan takes on the host while it trains, and while the model is placed."""
+"""What a plan takes on the host while it trains, and while the model is placed.
+
+[Note: Sharers]
+Ranks of a machine that share one copy of what is offloaded (*sharers*) need one budget, that of the machine. Weights,
+their copies of lower precision and optimizer states are there once. Swapped activations are each rank's own. Where
+micro-batches are accumulated, so are gradients, which stay with their rank until the last one, and those that wait to
+be added. Averages come to their owners only, cast already, into a block of each rank for each chunk: the same bytes
+once, in so many blocks of whole pages.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +16,17 @@ from math import ceil
 from mmap import PAGESIZE
 
 from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets, unit_bytes
+from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
 
 
 def host_terms(
-    layout: ModelLayout, plan: Plan, state_bytes: float, accumulate: int = 1, asynchronous: bool = True
+    layout: ModelLayout,
+    plan: Plan,
+    state_bytes: float,
+    accumulate: int = 1,
+    asynchronous: bool = True,
+    sharers: int = 1,
 ) -> dict[str, int]:
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
@@ -22,6 +36,7 @@ def host_terms(
     - landing_gradients: gradients that wait to be added to older ones, or to be cast: those of two of the largest
       units, and the chunk that is landing. A block of memory is used again only for one of the same size.
     - swapped_activations: what one call of every block swaps.
+    - other_ranks: what the other sharers have of their own, see [Note: Sharers]; missing where there are none.
 
     Args:
         layout: The model.
@@ -29,13 +44,15 @@ def host_terms(
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         accumulate: Micro-batches in a step.
         asynchronous: Whether copies run beside computation.
+        sharers: Ranks of the machine that share one copy.
     """
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
     elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
-    waiting = [chunk.nbytes for chunk in trainable if accumulate > 1 or chunk.streamed_dtype is not None]
+    casts = sharers == 1
+    waiting = [c.nbytes for c in trainable if accumulate > 1 or (casts and c.streamed_dtype is not None)]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
-    return {
+    terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
         "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in trainable),
@@ -43,6 +60,11 @@ def host_terms(
         "landing_gradients": _pool(waiting, pending),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
     }
+    if sharers > 1:
+        own = terms["landing_gradients"] + terms["swapped_activations"] + (terms["gradients"] if accumulate > 1 else 0)
+        averages = 0 if accumulate > 1 else sum(min(sharers, len(chunk.parameters)) - 1 for chunk in trainable)
+        terms[OTHER_RANKS] = (sharers - 1) * own + averages * PAGESIZE
+    return terms
 
 
 def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
 from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """How ranks use the memory of a machine's host.
+
+    Attributes:
+        sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in host.py.
+        accumulate: Micro-batches in a step.
+    """
+
+    sharers: int = 1
+    accumulate: int = 1
+
+    @property
+    def gradients(self) -> int:
+        """How many times the gradients of offloaded chunks are there."""
+        return self.sharers if self.accumulate > 1 else 1
+
+
+ALONE = HostUse()
 
 
 def format_bytes(nbytes: int) -> str:
@@ -97,15 +119,28 @@ def memory_terms(
 
 
 def host_bytes(
-    layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float, blocks: Sequence[BlockPlan] = ()
+    layout: ModelLayout,
+    chunks: Sequence[ChunkPlan],
+    state_bytes: float,
+    blocks: Sequence[BlockPlan] = (),
+    use: HostUse = ALONE,
 ) -> int:
     """Bytes of pinned and plain host memory.
 
     Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
     offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there.
+
+    Args:
+        layout: The model.
+        chunks: All its chunks, residency decided.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        blocks: All its blocks; without any nothing is swapped.
+        use: Who else uses the host.
     """
-    states = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if not chunk.resident)
-    return states + sum(block.swap_bytes for block in blocks)
+    offloaded = [chunk for chunk in chunks if not chunk.resident]
+    states = sum(_state_bytes(layout, chunk, state_bytes) for chunk in offloaded)
+    gradients = sum(resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable)
+    return states + (use.gradients - 1) * gradients + use.sharers * sum(block.swap_bytes for block in blocks)
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
@@ -147,7 +182,12 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
 
 
 def check_fits(
-    plan: Plan, layout: ModelLayout, device_budget: int | None, host_budget: int | None = None, state_bytes: float = 0.0
+    plan: Plan,
+    layout: ModelLayout,
+    device_budget: int | None,
+    host_budget: int | None = None,
+    state_bytes: float = 0.0,
+    use: HostUse = ALONE,
 ) -> None:
     """Refuses a plan that cannot run in its own bounds or does not fit the machine; `check_plan` comes first.
 
@@ -178,7 +218,7 @@ def check_fits(
             f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
             f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
         )
-    check_host(host_bytes(layout, plan.chunks, state_bytes, plan.blocks), host_budget)
+    check_host(host_bytes(layout, plan.chunks, state_bytes, plan.blocks, use), host_budget)
 
 
 def check_host(needed: int, host_budget: int | None) -> None:

@@ -57,6 +57,7 @@ def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
         problem.alpha,
         problem.foreach,
         problem.checkpoint_copy,
+        problem.sharers,
     )
 
 

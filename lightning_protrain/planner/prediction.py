@@ -11,6 +11,8 @@ from typing import Any, Self
 TOLERANCE = 0.05
 # Among the terms of the host: the copy of a checkpoint that is written behind the training.
 CHECKPOINT_COPY = "checkpoint_copy"
+# The same: what the other ranks of a machine have of their own, where all of them share one copy of the rest.
+OTHER_RANKS = "other_ranks"
 
 
 @dataclass(frozen=True)

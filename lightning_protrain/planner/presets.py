@@ -12,7 +12,15 @@ from typing import Literal, get_args
 
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import check_host, format_bytes, host_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import (
+    ALONE,
+    HostUse,
+    check_host,
+    format_bytes,
+    host_bytes,
+    memory_terms,
+    minimum_chunk_buffers,
+)
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.planner.policies import check_counts, lay_out, spread
 from lightning_protrain.profiler.records import ModelLayout
@@ -30,6 +38,7 @@ class _Case:
     host_budget: int | None
     state_bytes: float
     saved_bytes: Mapping[str, int] | None
+    use: HostUse
 
     def plan(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], num_chunk_buffers: int) -> Plan:
         """The plan of these decisions."""
@@ -83,7 +92,7 @@ class _Case:
         Raises:
             ValueError: Its offloaded chunks and swapped activations do not fit the host budget.
         """
-        check_host(host_bytes(self.layout, plan.chunks, self.state_bytes, plan.blocks), self.host_budget)
+        check_host(host_bytes(self.layout, plan.chunks, self.state_bytes, plan.blocks, self.use), self.host_budget)
         return plan
 
 
@@ -96,6 +105,7 @@ def make_plan(
     state_bytes: float,
     min_num_params: int,
     saved_bytes: Mapping[str, int] | None = None,
+    use: HostUse = ALONE,
 ) -> Plan:
     """Makes a plan that fits, or says why there is none.
 
@@ -112,13 +122,14 @@ def make_plan(
         min_num_params: Parameters from which on a unit outside blocks is large, such as an embedding.
         saved_bytes: Bytes that autograd saves in one forward of each block, by its name: of every storage once, without
             weights and buffers, rounded up to whole pages. Needed for `num_swap_blocks` alone.
+        use: Who else uses the host.
 
     Raises:
         ValueError: The plan does not fit, a knob contradicts the model or another knob, or it would be ignored.
     """
     if preset not in get_args(Preset):
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")
-    case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes)
+    case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes, use)
     if preset == "resident":
         knobs.refuse('"resident"', allowed=knobs.forbids_alone)
         return _resident(case)

@@ -40,6 +40,7 @@ class Problem:
         foreach: Whether the optimizer steps all resident parameters at once.
         chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
+        sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -56,6 +57,7 @@ class Problem:
     foreach: bool = False
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
     checkpoint_copy: int = 0
+    sharers: int = 1
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""
@@ -157,6 +159,7 @@ class Packing:
             problem.alpha,
             problem.foreach,
             problem.checkpoint_copy,
+            problem.sharers,
         )
 
     def keeps(self, num_swap: Integers, num_checkpoint: Integers, persistent: Integers) -> Integers:

@@ -56,6 +56,7 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
         sentences = [
             *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
+            *_sharing_sentences(problem),
             *_copy_sentences(problem),
         ]
     raise NoFeasiblePlan(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
@@ -117,10 +118,19 @@ def _copy_sentences(problem: Problem) -> list[str]:
     return [f"{format_bytes(problem.checkpoint_copy)} of the host are {COPY}"]
 
 
+def _sharing_sentences(problem: Problem) -> list[str]:
+    """Of what the host would need, what comes with each rank."""
+    if problem.sharers == 1:
+        return []
+    what = "each has swapped activations and gradients that wait to be added of its own"
+    return [f"That is for all {problem.sharers} ranks of the machine: {what}."]
+
+
 def _host_sentences(problem: Problem, budget: int, needed: int) -> list[str]:
     return [
         f"No plan fits: the host would need at least {format_bytes(needed)}, {format_bytes(budget)} are available.",
         f"{format_bytes(needed - budget)} are short.",
+        *_sharing_sentences(problem),
         f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",
         *_copy_sentences(problem),
     ]

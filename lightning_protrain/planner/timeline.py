@@ -95,6 +95,7 @@ def memory_timeline(
     alpha: float = 1.0,
     foreach: bool = False,
     checkpoint_copy: int = 0,
+    sharers: int = 1,
 ) -> MemoryTimeline:
     """What `plan` takes, phase by phase.
 
@@ -108,11 +109,13 @@ def memory_timeline(
         alpha: Fragmentation factor of a caching allocator, for activations and temporaries on an asynchronous device.
         foreach: Whether the optimizer steps all resident parameters at once, with temporaries as large as they are.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint, which is kept from the first save on.
+        sharers: Ranks of a machine that share one copy of what is offloaded; then the host is that of all of them.
 
     Raises:
         ValueError: The profile has no backward.
     """
-    model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha, checkpoint_copy)
+    copies = checkpoint_copy, sharers
+    model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha, *copies)
     phases = (model.loading(), model.forward(), model.backward(), model.step(foreach), model.evaluation())
     return MemoryTimeline(phases, model.reserve.names)
 
@@ -130,6 +133,7 @@ class _Model:
         accumulate: int,
         alpha: float,
         checkpoint_copy: int,
+        sharers: int,
     ) -> None:
         self.reserve = Reserve.of(profile, layout)
         # Casts of these are not made: the copy comes in their place.
@@ -159,7 +163,7 @@ class _Model:
             "optimizer_states": states,
             "module_buffers": layout.buffer_bytes,
         }
-        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous)
+        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous, sharers)
         if checkpoint_copy:
             self._host[CHECKPOINT_COPY] = checkpoint_copy
         policies = [plan.policy(block.name) for block in layout.blocks]

@@ -37,6 +37,9 @@ class GradientMemory:
     Args:
         memory: Where blocks come from.
         sizes: Bytes of each gradient.
+
+    Attributes:
+        has_been_used: Whether a block has ever been taken.
     """
 
     def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
@@ -44,6 +47,7 @@ class GradientMemory:
         self._offsets, self._nbytes = chunk_offsets(sizes)
         self._block: weakref.ref[np.ndarray[Any, Any]] | None = None
         self._free: set[int] = set()
+        self.has_been_used = False
 
     def empty_like(self, gradient: Tensor, place: int) -> Tensor:
         """An uninitialised host tensor of the shape, strides and dtype of `gradient`, which must be dense.
@@ -70,5 +74,6 @@ class GradientMemory:
         """A block in which every place is free. The array keeps it through a tensor, as NumPy alone would not."""
         block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self._nbytes), dtype=torch.uint8).numpy()
         self._block = weakref.ref(block)
+        self.has_been_used = True
         self._free = set(range(len(self._offsets)))
         return block

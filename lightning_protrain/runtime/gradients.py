@@ -48,6 +48,7 @@ class _Sum:
     index: int
     slot: Slot
     part: Tensor
+    cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
 
 
 class _InFlight:
@@ -138,6 +139,12 @@ class Landing:
         # Where gradients stay, and where those wait that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
         self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
+        # Where averages stay that come to their owners only; without owners it is the same place.
+        owned = [[slot.host.nbytes if slot.owned else 0 for slot in chunk.slots] for chunk in chunks]
+        self._averages = [
+            stays if all(slot.owned for slot in chunk.slots) else GradientMemory(device.host, sizes)
+            for stays, chunk, sizes in zip(self._stays, chunks, owned, strict=True)
+        ]
         self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
         self._missing: dict[int, set[Slot]] = {}
         # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
@@ -243,14 +250,19 @@ class Landing:
             grad = grad.to(host.device)
             host.grad = grad if older is None else older.add_(grad)
         elif older is None and grad.dtype == host.dtype:
-            host.grad = target = self._stays[index].empty_like(grad, place)
+            host.grad = target = self._stay(index).empty_like(grad, place)
             fence = self._device.download(grad, target)
             self._fences.setdefault(index, []).append(fence)
             self._latest[index] = fence
         else:
             part = self._waits[index].empty_like(grad, place)
             fence = self._device.download(grad, part)
-            self._sums.append(_Sum(fence, index, slot, part))
+            cast = None
+            if (
+                older is None
+            ):  # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+                cast = self._stay(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
+            self._sums.append(_Sum(fence, index, slot, part, cast))
             self._sum_bytes += part.nbytes
             self._latest[index] = fence
             if fence is None:
@@ -260,6 +272,16 @@ class Landing:
         if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)
         self._add(self._pending_bytes)
+
+    def _stay(self, index: int) -> GradientMemory:
+        """Where a gradient of the chunk stays.
+
+        An average takes no more than those that this rank owns do, unless gradients of its own are collected, which
+        have left a block for all of the chunk when averages land.
+        """
+        stays = self._stays[index]
+        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
+        return self._averages[index] if averages else stays
 
     def _hand_over(self, index: int, slot: Slot) -> None:
         """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
@@ -323,7 +345,8 @@ class Landing:
         self._land_latest(item.index)
         host = item.slot.host
         if host.grad is None:
-            host.grad = item.part.to(host.dtype)  # As autograd does behind a cast.
+            # As autograd does behind a cast.
+            host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
         elif host.grad.is_sparse:
             host.grad = item.part + host.grad
         else:

@@ -13,7 +13,7 @@ from lightning_protrain.planner.clock import Columns, simulate
 from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import host_bytes, memory_terms, minimum_chunk_buffers, resident_bytes
+from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms, minimum_chunk_buffers, resident_bytes
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.profiler.records import ModelLayout
@@ -108,8 +108,8 @@ def _keeps(layout: ModelLayout, chunks: list[ChunkPlan], blocks: list[BlockPlan]
 def _host(problem: Problem, plan: Plan) -> int:
     layout, machine, again = problem.layout, problem.hardware, problem.training.accumulate
     return max(
-        host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks),
-        sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous).values()),
+        host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, HostUse(problem.sharers, again)),
+        sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous, problem.sharers).values()),
         sum(loading_terms(layout, plan, machine.asynchronous).values()),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_protrain.planner.explain import short_seconds, time_sentence, unit_table
+from lightning_protrain.planner.explain import host_sentences, short_seconds, time_sentence, unit_table
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 
@@ -77,6 +77,15 @@ def test_everything_is_said() -> None:
         "Warning: buy memory.",
     ):
         assert line in lines, line
+
+
+def test_what_the_host_has_beside_the_states_of_one_rank_is_said() -> None:
+    assert host_sentences(PREDICTION) == []
+    others = {"checkpoint_copy": 3 * MIB, "other_ranks": 5 * MIB}
+    phases = (*PREDICTION.phases, PhasePrediction("backward", "", {}, others))
+    copied, shared = host_sentences(replace(PREDICTION, phases=phases))
+    assert copied == "Of the host, 3.0 MiB are the copy of the checkpoint, from the first save on."
+    assert shared.startswith("Of the host, 5.0 MiB are what the other ranks of the machine have of their own: ")
 
 
 def test_without_a_prediction_nothing_is_expected() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from mmap import PAGESIZE
 
+import pytest
+
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import transformer
 
@@ -57,3 +60,35 @@ def test_resident() -> None:
 
 def test_loading_has_one_chunk_twice() -> None:
     assert loading_terms(LAYOUT, plan_of(LAYOUT), True)["parameters"] == (PAGES + 4) * PAGESIZE
+
+
+LOW = LAYOUT.streaming({"layers.0.up", "layers.0.down"}, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "sharers", "pages"),
+    [
+        # What is swapped, 3 times; two blocks have two matrices each, whose averages may come to two owners.
+        (LAYOUT, 1, 4, 3 * 2 + 2),
+        (LOW, 1, 4, 3 * 2 + 2),
+        # Also gradients of earlier micro-batches, and of those the ones that wait to be added.
+        (LAYOUT, 2, 4, 3 * (2 + PAGES + PAGES)),
+        (LAYOUT, 2, 2, 2 + PAGES + PAGES),
+    ],
+    ids=["averaged", "cast", "accumulated", "two ranks"],
+)
+def test_ranks_that_share_one_copy_have_the_rest_of_their_own(
+    layout: ModelLayout, accumulate: int, sharers: int, pages: int
+) -> None:
+    plan = plan_of(layout, swap_bytes=2 * PAGESIZE)
+    alone = host_terms(layout, plan, 8.0, accumulate)
+    if accumulate == 1:
+        alone["landing_gradients"] = 0  # Averages are cast on the device.
+    shared = host_terms(layout, plan, 8.0, accumulate, sharers=sharers)
+    assert shared == {**alone, OTHER_RANKS: pages * PAGESIZE}
+
+
+def test_nothing_is_shared_by_one_rank() -> None:
+    plan = plan_of(LAYOUT, swap_bytes=4096)
+    assert host_terms(LAYOUT, plan, 8.0, sharers=1) == host_terms(LAYOUT, plan, 8.0)
+    assert OTHER_RANKS not in host_terms(LAYOUT, plan, 8.0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks
 from lightning_protrain.planner.memory import (
+    HostUse,
     check_fits,
     format_bytes,
     host_bytes,
@@ -134,6 +135,23 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     assert memory_terms(layout, place(layout, 0b01), 1, 8.0).resident_states == 256
     assert host_bytes(layout, place(layout, 0b01), 8.0) == 2 * 256 + 8 * 64
     assert memory_terms(layout, place(layout, 0b10), 1, 8.0).gradients_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("use", "more"),
+    [
+        (HostUse(), 0),
+        (HostUse(accumulate=3), 0),
+        (HostUse(sharers=4), 3 * 100),
+        (HostUse(sharers=4, accumulate=3), 3 * (100 + 256)),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_host_swap_and_collect_gradients_each(use: HostUse, more: int) -> None:
+    layout = layout_of([parameter("a.w", 64, trainable=False), parameter("b.w", 64)], {"a": ["a.w"], "b": ["b.w"]})
+    blocks = [BlockPlan("a", BlockPolicy.SWAP, 100), BlockPlan("b", BlockPolicy.KEEP)]
+    needed = host_bytes(layout, place(layout, 0b00), 8.0, blocks, use)
+    assert needed == 256 + 2 * 256 + 8 * 64 + 100 + more
 
 
 @pytest.mark.parametrize(("state_bytes", "expected"), [(0.0, 512), (8.0, 512 + 512), (2.03, 512 + 130)])

@@ -11,7 +11,7 @@ import pytest
 from lightning_protrain.planner import space
 from lightning_protrain.planner.branch import whole
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.memory import HostUse, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find, search
@@ -71,10 +71,12 @@ def budgets(source: random.Random, found: list[Candidate]) -> tuple[int | None, 
     return device, source.choice([None, None, hosts[-1], source.choice(hosts), source.choice(hosts)])
 
 
-def check(seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int, repeats: bool = False) -> bool:
+def check(
+    seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int, repeats: bool = False, **changes: Any
+) -> bool:
     """Holds one search against all plans; whether there is one that fits."""
     source = random.Random(seed)
-    problem = random_problem(seed, most_blocks, most_chunks)
+    problem = replace(random_problem(seed, most_blocks, most_chunks), **changes)
     if repeats:
         problem = with_repeats(random.Random(seed), problem)
     everything = list(all_candidates(problem, Knobs()))
@@ -102,7 +104,8 @@ def check(seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int,
     assert fastest <= found.seconds <= 1.01 * fastest
     assert found.plan == fitting[best].plan
     check_plan(found.plan, problem.layout, "bfloat16")
-    check_fits(found.plan, problem.layout, device, host, problem.state_bytes)
+    use = HostUse(problem.sharers, problem.training.accumulate)
+    check_fits(found.plan, problem.layout, device, host, problem.state_bytes, use)
     return True
 
 
@@ -119,6 +122,11 @@ def test_the_search_finds_what_trying_all_plans_finds() -> None:
 def test_units_that_are_called_again_change_nothing() -> None:
     fitting = [check(seed, kinds_of_pins(random.Random(seed)), 4, 8, repeats=True) for seed in range(100, 140)]
     assert 20 <= sum(fitting) < 40
+
+
+def test_ranks_that_share_a_host_are_all_counted() -> None:
+    fitting = [check(seed, (), 4, 8, sharers=4) for seed in range(200, 230)]
+    assert 15 <= sum(fitting) < 30
 
 
 @pytest.mark.slow
