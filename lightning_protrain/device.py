@@ -31,15 +31,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device_peers import numa_node, pci_address
 from lightning_protrain.host import HostMemory, HostWorker, Job, worker_cores
 from lightning_protrain.uploads import PendingUpload, event_of
 
@@ -252,10 +253,7 @@ class StreamDevice(Device):
     def download(self, source: Tensor, target: Tensor) -> Event:
         # The host runs ahead: without a bound all gradients would pile up on the device. What the compute stream has
         # waited for may be let go: whoever gets the memory next computes after that.
-        most = max(self.hold_bytes - source.nbytes, 0)
-        while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
-            self.compute_stream().wait_event(self._held[0][0])
-            self._held.popleft()
+        self._let_go(max(self.hold_bytes - source.nbytes, 0))
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)
         self.counters.downloaded_bytes += source.nbytes
@@ -275,6 +273,7 @@ class StreamDevice(Device):
         while self._uploads:
             _block(self._uploads[0])
             self._uploads.popleft()
+        self._let_go()
 
     def swap_out(self, source: Tensor, target: Tensor) -> Event:
         self.counters.swapped_out_bytes += source.nbytes
@@ -294,6 +293,12 @@ class StreamDevice(Device):
             stream.record_event().synchronize()
         self._held.clear()
         super().close()
+
+    def _let_go(self, most: float = float("inf")) -> None:
+        """Holds no source whose copy has ended, and no more than `most` bytes of the others."""
+        while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
+            self.compute_stream().wait_event(self._held[0][0])
+            self._held.popleft()
 
     def _swap(self, stream: Stream, source: Tensor, target: Tensor) -> Event:
         stream.wait_stream(self.compute_stream())
@@ -318,8 +323,9 @@ class CUDADevice(StreamDevice):
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
         memory = HostMemory(self._lock, self._unlock)
         super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
-        cores = worker_cores(node=_numa_node(torch_device))
-        self.worker = HostWorker(len(cores), cores)
+        cores = worker_cores(node=numa_node(torch_device))
+        # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
+        self.worker = HostWorker(len(cores), cores, partial(torch.cuda.set_device, torch_device))
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._say = say
         self._pageable = False
@@ -337,10 +343,10 @@ class CUDADevice(StreamDevice):
         return free + reserved
 
     def describe(self) -> dict[str, str]:
-        return {"name": torch.cuda.get_device_name(self.torch_device), "address": str(_pci_address(self.torch_device))}
+        return {"name": torch.cuda.get_device_name(self.torch_device), "address": str(pci_address(self.torch_device))}
 
     def new_host_memory(self) -> HostMemory:
-        return HostMemory(lambda *block: int(torch.cuda.cudart().cudaHostRegister(*block, 0)) == 0, self._unlock)
+        return HostMemory(lambda *block: self._register(*block) == 0, self._unlock)
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)
@@ -355,8 +361,7 @@ class CUDADevice(StreamDevice):
     def _lock(self, address: int, size: int) -> bool:
         if self._pageable:
             return False
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        if code != 0:
+        if (code := self._register(address, size)) != 0:
             self._pageable = True
             self._say(
                 f"Host memory cannot be page-locked (cudaHostRegister returned {code} for {size} bytes): transfers run "
@@ -364,23 +369,18 @@ class CUDADevice(StreamDevice):
             )
         return code == 0
 
+    def _register(self, address: int, size: int) -> int:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if code != 0:
+            # CUDA keeps the error for whoever asks next, which is PyTorch after the next kernel; it raises it once.
+            with suppress(RuntimeError):
+                torch.ones(1, device=self.torch_device)
+        return code
+
     def _unlock(self, address: int) -> None:
         code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code != 0:
             raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
-
-
-def _pci_address(torch_device: torch.device) -> str | None:
-    properties = torch.cuda.get_device_properties(torch_device)
-    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    domain, bus, device = (f"{part or 0:02x}" for part in parts)
-    return None if None in parts else f"{domain:0>4}:{bus}:{device}.0"
-
-
-def _numa_node(torch_device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node."""
-    told = devices / str(_pci_address(torch_device)) / "numa_node"
-    return int(told.read_text()) if told.is_file() else None
 
 
 def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:

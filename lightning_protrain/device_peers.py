@@ -1,8 +1,9 @@
-"""What PyTorch knows of the ways between the GPUs of a machine; beside `device.py` the only file that names CUDA."""
+"""Where the GPUs of a machine are, and the ways between them; beside `device.py` the only file that names CUDA."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,3 +28,22 @@ def nvlink_counts() -> Sequence[Sequence[int]] | None:
     except RuntimeError:  # No NVML, or a build without CUDA.
         return None
     return found
+
+
+def pci_address(gpu: torch.device) -> str | None:
+    """Its place on the bus, as Linux writes it; None where PyTorch does not tell it."""
+    properties = torch.cuda.get_device_properties(gpu)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = (f"{part or 0:02x}" for part in parts)
+    return None if None in parts else f"{domain:0>4}:{bus}:{device}.0"
+
+
+def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node.
+
+    Args:
+        gpu: Which one.
+        devices: Where Linux describes what is on the bus.
+    """
+    told = devices / str(pci_address(gpu)) / "numa_node"
+    return int(told.read_text()) if told.is_file() else None

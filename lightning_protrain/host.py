@@ -4,6 +4,12 @@
 A *job* is work given to the host's worker: one thread that runs jobs one after the other in the order in which they
 were given. PyTorch's kernels let go of Python's lock while they run, so a job of few and large kernels costs the main
 thread next to nothing. What a job raises is raised where it is waited for.
+
+[Note: Forks]
+A process that forks (for the workers of a loader) shares its pages with the child until one of them writes. Of pages
+that a device reads and writes, Linux copies all for each child at once, or, before version 5.9, gives the first who
+writes other ones than the device has. So what is page-locked is not there in children; it is again in those that are
+forked after the run.
 """
 
 from __future__ import annotations
@@ -69,19 +75,21 @@ class HostMemory:
         flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
         return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
 
-    def lock_block(self, block: mmap.mmap) -> None:
-        """Page-locks memory of somebody else, where blocks are page-locked, until `close`."""
-        if self._lock is not None:
-            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
-            if self._lock(address, len(block)):
-                self._locked[address] = block
+    def lock_block(self, block: mmap.mmap) -> bool:
+        """Page-locks memory of somebody else, where blocks are page-locked, until `close`; whether it is locked now."""
+        address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+        if self._lock is None or not self._lock(address, len(block)):
+            return False
+        self._locked[address] = block
+        return True
 
     def close(self) -> None:
         """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
         while self._locked:
-            address, _ = next(iter(self._locked.items()))
+            address, block = next(iter(self._locked.items()))
             assert self._unlock is not None
             self._unlock(address)
+            block.madvise(mmap.MADV_DOFORK)
             del self._locked[address]
         self._free.clear()
         self._open = False
@@ -89,7 +97,8 @@ class HostMemory:
     def _new_block(self, size: int) -> mmap.mmap:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.allocated_bytes += size
-        self.lock_block(block)
+        if self.lock_block(block):
+            block.madvise(mmap.MADV_DONTFORK)  # see [Note: Forks]
         return block
 
     def take_back(self, block: mmap.mmap) -> None:
@@ -126,11 +135,18 @@ class HostWorker:
     Args:
         threads: Threads that a kernel of a job may use; None: as many as on the main thread.
         cores: Cores it is bound to; empty: not bound.
+        begin: Called on the thread before its first job.
     """
 
-    def __init__(self, threads: int | None = None, cores: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        threads: int | None = None,
+        cores: frozenset[int] = frozenset(),
+        begin: Callable[[], object] = lambda: None,
+    ) -> None:
         self.threads = threads
         self._cores = cores
+        self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], object]) -> Job:
@@ -166,6 +182,7 @@ class HostWorker:
         torch.set_num_threads(threads)  # of this thread: OpenMP counts for each thread on its own
         if self._cores:
             os.sched_setaffinity(0, self._cores)
+        self._begin()
 
 
 def worker_cores(

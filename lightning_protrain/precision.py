@@ -131,7 +131,8 @@ class ProTrainPrecision(Precision):
         result = closure()
         skipped = result is None and model.automatic_optimization
         if not skipped:
-            self.scaler.unscale_(optimizer)
+            with _scale_on_host(self.scaler):
+                self.scaler.unscale_(optimizer)
             if self._updates is not None:
                 found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
                 self._updates.agree_on_overflow(found)
@@ -157,6 +158,22 @@ class ProTrainPrecision(Precision):
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self._updates.clip_norm(self.main_params(optimizer), clip_val)
+
+
+@contextmanager
+def _scale_on_host(scaler: torch.amp.GradScaler) -> Generator[None]:
+    """Within it the scale is in host memory: PyTorch sends it from there to where gradients are, or finds it there.
+
+    The other way, from a GPU to gradients on the host, it does not wait for the copy, and would divide by whatever lay
+    where the scale is about to come.
+    """
+    there = scaler._scale
+    if there is not None:
+        scaler._scale = there.cpu()
+    try:
+        yield
+    finally:
+        scaler._scale = there
 
 
 def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:

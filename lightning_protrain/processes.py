@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -9,7 +10,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
@@ -136,6 +141,9 @@ class ProcessStrategy(ParallelStrategy):
         device_id = device if device.type != "cpu" else None
         with peers_found(*asked) as found:
             _init_dist_connection(environment, self._backend(), timeout=self._timeout, device_id=device_id)
+        if device.type == "cuda":
+            # NCCL wants to be told of the end, and Lightning does so only for a backend called "nccl".
+            atexit.register(_destroy_dist_connection)
         if found.link != "unknown":
             self._peers = found
 

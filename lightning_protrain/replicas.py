@@ -120,7 +120,11 @@ class FlatAverage:
             torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
             for parameter, grad in zip(group, grads, strict=True)
         ]
-        flags = torch.tensor([float(grad is not None) for grad in grads]).to(parts[0])
+        # Made on the device: a copy of them from the host would wait for all of backward.
+        flags = parts[0].new_ones(len(group))
+        for at, grad in enumerate(grads):
+            if grad is None:
+                flags[at : at + 1].zero_()
         flat = torch.cat([*parts, flags]).mul_(1.0 / dist.get_world_size())
         dist.all_reduce(flat)
         absent = [at for at, grad in enumerate(grads) if grad is None]

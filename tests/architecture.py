@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "host": (),
     "counters": (),
     "uploads": ("host",),
-    "device": ("counters", "host", "uploads"),
+    "device": ("counters", "device_peers", "host", "uploads"),
     "simulation": ("simulation", "device", "host", "profiler.machine"),
     "loss": (),
     "metrics": ("loss",),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import CPUDevice, Device, StreamDevice, _numa_node, open_device
+from lightning_protrain.device import CPUDevice, CUDADevice, Device, StreamDevice, open_device
 from lightning_protrain.host import HostMemory
 from tests.runtime.applied import PLANS, Net, applied, batches, mean_square
 
@@ -198,6 +198,19 @@ def test_a_source_is_held_until_its_download_has_ended() -> None:
     assert not device._held
 
 
+def test_settling_holds_no_source_whose_download_has_ended() -> None:
+    """Else the last gradients of a backward would stay on the device until the next one."""
+    device = LateDevice()
+    device.hold_bytes = 16
+    first, _ = (device.download(torch.zeros(2), torch.zeros(2)) for _ in range(2))
+    device.settle()
+    assert [tensor.nbytes for _, tensor in device._held] == [8, 8]
+    device.land(first)
+    device.settle()
+    assert [tensor.nbytes for _, tensor in device._held] == [8]
+    device.close()
+
+
 def test_sources_do_not_pile_up() -> None:
     """The compute stream waits for what must go, and for nothing else; the host for nothing at all."""
     device = LateDevice()
@@ -246,15 +259,49 @@ def test_a_copy_on_the_cpu_comes_after_its_job() -> None:
     device.close()
 
 
-@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", -1), (None, None)])
-def test_the_node_of_a_gpu_is_read_from_linux(
-    told: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """What stands for `torch.cuda`, where page-locking fails."""
+    cuda = mock.MagicMock()
+    cuda.cudart().cudaHostRegister.return_value = 2
+    cuda.get_device_properties.return_value = SimpleNamespace()
+    for name in ("Stream", "stream", "set_device", "cudart", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+def test_the_worker_of_a_gpu_works_for_that_gpu(gpu: mock.MagicMock) -> None:
+    """A thread that is not told uses GPU 0, and every rank of a machine would take memory of it."""
+    device = CUDADevice(torch.device("cuda", 3), print)
+    threads: list[threading.Thread] = []
+    gpu.set_device.side_effect = lambda _: threads.append(threading.current_thread())
+    seen: list[threading.Thread] = []
+    device.worker.submit(lambda: seen.append(threading.current_thread())).result()
+    device.worker.close()
+    gpu.set_device.assert_called_once_with(torch.device("cuda", 3))
+    assert threads == seen
+
+
+def test_no_kernel_is_blamed_for_memory_that_cannot_be_locked(
+    gpu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    if told is not None:
-        (tmp_path / "0000:3b:00.0").mkdir()
-        (tmp_path / "0000:3b:00.0" / "numa_node").write_text(told)
-    assert _numa_node(torch.device("cuda:0"), tmp_path) == node
-    del properties.pci_bus_id
-    assert _numa_node(torch.device("cuda:0"), tmp_path) is None
+    """CUDA reports an error that nobody has asked for at the next launch, where PyTorch raises it."""
+    pending = [2]
+
+    def launch(*_: object, **__: object) -> None:
+        if pending:
+            raise RuntimeError(f"CUDA error: {pending.pop()}")
+
+    sentences: list[str] = []
+    device = CUDADevice(torch.device("cuda", 0), sentences.append)
+    monkeypatch.setattr(torch, "ones", launch)
+    device.host.empty(1)
+    assert pending == []
+    pending.append(2)
+    memory = device.new_host_memory()
+    memory.empty(1)
+    assert pending == []
+    assert (device.host.locked_bytes, memory.locked_bytes, len(sentences)) == (0, 0, 1)

@@ -1,14 +1,15 @@
-"""Without GPUs nothing is known of them, and asking says so."""
+"""What is known of GPUs comes from PyTorch and Linux; without any, nothing is, and asking says so."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from lightning_protrain.device_peers import nvlink_counts, reaches
+from lightning_protrain.device_peers import numa_node, nvlink_counts, reaches
 
 DETECT = "torch._C._distributed_c10d._detect_dma_connectivity"
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
@@ -35,3 +36,17 @@ def test_links_are_those_of_the_driver() -> None:
         assert nvlink_counts() is None
     with mock.patch(DETECT, new=None):
         assert nvlink_counts() is None
+
+
+@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", -1), (None, None)])
+def test_the_node_of_a_gpu_is_read_from_linux(
+    told: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    if told is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "numa_node").write_text(told)
+    assert numa_node(torch.device("cuda:0"), tmp_path) == node
+    del properties.pci_bus_id
+    assert numa_node(torch.device("cuda:0"), tmp_path) is None

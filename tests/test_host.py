@@ -172,6 +172,30 @@ def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
     memory.close()
 
 
+def inherited(tensor: Tensor) -> bool:
+    """Whether a process that is forked now would have the memory of `tensor`, as Linux says it."""
+    covers = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            covers = begin <= tensor.data_ptr() < end
+        elif covers and first == "VmFlags:":
+            return "dc" not in rest.split()  # "don't copy"
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.parametrize("most", [1 << 30, 0])
+def test_forked_processes_do_not_get_what_is_locked(most: int) -> None:
+    """Linux would copy all of it for each of them."""
+    locks = Locks(most)
+    memory = HostMemory(locks.lock, locks.unlock)
+    tensor = memory.empty_like(torch.empty(PAGE))
+    assert inherited(tensor) is (most == 0)
+    memory.close()
+    assert inherited(tensor)
+
+
 def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
     locks = Locks(most=2 * PAGE)
     memory = HostMemory(locks.lock, locks.unlock)
@@ -268,6 +292,18 @@ def test_the_worker_is_bound_to_its_cores() -> None:
     worker.close()
     assert seen == [one]
     assert os.sched_getaffinity(0) == cores
+
+
+def test_the_worker_is_told_before_its_first_job() -> None:
+    seen: list[object] = []
+    worker = HostWorker(1, begin=lambda: seen.append(threading.current_thread()))
+    assert seen == []
+    for _ in range(2):
+        worker.submit(lambda: seen.append(threading.current_thread())).result()
+    worker.close()
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    assert threading.current_thread() not in seen
 
 
 def test_workers_of_several_ranks_share_cores() -> None:

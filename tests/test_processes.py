@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from lightning_protrain import ProTrainStrategy, processes
 from lightning_protrain.host import HostWorker
+from lightning_protrain.peers import PeerAccess
 from lightning_protrain.processes import ProcessStrategy
 
 
@@ -63,6 +67,21 @@ def test_another_backend_is_refused(chosen: str, kind: str, monkeypatch: pytest.
     monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
     with pytest.raises(ValueError, match=f"process_group_backend='{chosen}' does not send what is on '{kind}'"):
         strategy._backend()
+
+
+@pytest.mark.parametrize(("kind", "told"), [("cuda", 1), ("cpu", 0)])
+def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = trainer_with("protrain", devices=2).strategy
+    assert isinstance(strategy, ProcessStrategy)
+    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
+    monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
+    monkeypatch.setattr(processes, "peers_found", lambda *_: nullcontext(PeerAccess("unknown")))
+    connect, register = mock.MagicMock(), mock.MagicMock()
+    monkeypatch.setattr(processes, "_init_dist_connection", connect)
+    monkeypatch.setattr("atexit.register", register)
+    ProcessStrategy.setup_environment(strategy)
+    assert connect.call_count == 1
+    assert register.call_args_list == told * [mock.call(processes._destroy_dist_connection)]
 
 
 def test_mps_is_refused() -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console, Group
 
@@ -118,10 +119,10 @@ class PlanMonitor(Callback):
         if prediction is not None:
             logged["predicted_peak_bytes"] = float(prediction.device_bytes)
             logged["predicted_step_seconds"] = prediction.step_seconds
-        pl_module.log_dict({f"{PREFIX}{name}": value for name, value in logged.items()})
+        pl_module.log_dict({f"{PREFIX}{name}": _on_host(value) for name, value in logged.items()})
         if measured is not None:
             several = trainer.world_size > 1
-            pl_module.log(f"{PREFIX}measured_peak_bytes", float(measured), reduce_fx="max", sync_dist=several)
+            pl_module.log(f"{PREFIX}measured_peak_bytes", _on_host(measured), reduce_fx="max", sync_dist=several)
             self._compare(prediction, measured)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,6 +149,11 @@ class PlanMonitor(Callback):
             "method `largest_batch`, for which the plan is made then.",
             stacklevel=2,
         )
+
+
+def _on_host(value: float) -> torch.Tensor:
+    """What Lightning logs without a copy to the device, which would wait for everything that computes there."""
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
 
 
 def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,11 @@ class Site:
         else:
             # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
             setattr(self.module, self.name, new)
+            if isinstance(self.module, nn.RNNBase):
+                # It remembers them a third time, and would move those it finds exchanged to one memory of its own on a
+                # GPU (`flatten_parameters`), out of that of the chunk.
+                place = self.module._flat_weights_names.index(self.name)
+                self.module._flat_weight_refs[place] = weakref.ref(new)
 
 
 @dataclass(eq=False, slots=True)

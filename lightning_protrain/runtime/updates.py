@@ -297,7 +297,7 @@ class Updates:
             anywhere = self._sharing.sum_of_node(here)
             found.setdefault(torch.device("cpu"), torch.zeros(1))
             for each in found.values():
-                each.copy_(anywhere)
+                each.copy_(anywhere[0])
 
     def close(self) -> None:
         """Waits for what runs and ends the threads."""

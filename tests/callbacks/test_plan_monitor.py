@@ -6,8 +6,10 @@ import csv
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
@@ -247,6 +249,18 @@ def _fit_predicted(folder: Path, measured: int | None) -> list[dict[str, str]]:
     fit(Speaker(), chat_data(folder), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
     with (folder / "run" / "version_0" / "metrics.csv").open() as lines:
         return [row for row in csv.DictReader(lines) if row["protrain/streamed_bytes"]]
+
+
+def test_what_is_logged_stays_on_the_host() -> None:
+    """Lightning copies a number to the device, and waits for all that computes there."""
+    strategy, module = PlannedStrategy(LLAMA, 16 * MIB), mock.MagicMock()
+    strategy.measured_peak_bytes = MIB
+    PlanMonitor().on_train_batch_end(
+        mock.MagicMock(strategy=strategy, world_size=1, global_step=1), module, None, None, 0
+    )
+    values = [*module.log_dict.call_args.args[0].values(), module.log.call_args.args[1]]
+    assert len(values) > 3
+    assert {getattr(value, "device", None) for value in values} == {torch.device("cpu")}
 
 
 def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> None:

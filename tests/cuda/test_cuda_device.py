@@ -116,6 +116,13 @@ def test_memory_that_cannot_be_locked_is_said_once_and_works(
     assert bool((other[:PAGE] == 5).all())
 
 
+def test_an_error_of_locking_reaches_no_kernel(device: CUDADevice, sentences: list[str]) -> None:
+    block = device.host.empty_like(torch.empty(PAGE))
+    assert not device._lock(block.data_ptr(), PAGE)  # It is locked already.
+    assert len(sentences) == 1
+    assert torch.ones(2, device=device.torch_device).sum().item() == 2
+
+
 def test_the_budget_counts_what_the_allocator_keeps(device: CUDADevice) -> None:
     torch.cuda.empty_cache()
     before = device.free_bytes()

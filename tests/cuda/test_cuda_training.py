@@ -32,6 +32,13 @@ def _exact_matmul() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@pytest.fixture(autouse=True)
+def _workspaces() -> None:
+    """cuBLAS takes them now, for each thread that multiplies: they are no part of what is measured."""
+    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
+    layer(torch.ones(4, WIDTH, device="cuda", requires_grad=True)).sum().backward()
+
+
 def train(module: L.LightningModule, **options: Any) -> L.Trainer:
     return fit(module, **{"accelerator": "cuda", "devices": 1, **options})
 
@@ -59,6 +66,17 @@ def test_parity_of_the_loop(plan: str, options: dict[str, Any]) -> None:
     train(expected, limit_train_batches=9, **options)
     train(found, strategy=ProTrainStrategy(plan=plans()[plan](make())), limit_train_batches=9, **options)
     torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", ["offload", "half", "kept"])
+def test_parity_with_scaled_gradients(plan: str) -> None:
+    """The scale is on the device, and gradients are in both places."""
+    make = zoo()["reused"]
+    expected, found = make(optimizer="sgd"), make(optimizer="sgd")
+    options = {"precision": "16-mixed", "gradient_clip_val": 0.5}
+    train(expected, **options)
+    train(found, strategy=ProTrainStrategy(plan=plans()[plan](make())), **options)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -174,7 +192,7 @@ def test_gradients_do_not_pile_up_on_the_device(monkeypatch: pytest.MonkeyPatch)
 
     train(module, strategy=strategy, callbacks=[Watch()], limit_train_batches=2)
     largest = max(parameter.nbytes for parameter in module.parameters())
-    assert strategy.plan is None
+    assert held
     assert max(held) <= 4 * largest
 
 

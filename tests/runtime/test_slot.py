@@ -25,8 +25,10 @@ def test_a_class_with_its_own_setattr_is_told() -> None:
     mine, twin = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
     Site(lstm, "weight_ih_l0").exchange(mine, twin)
     assert lstm._flat_weights[0] is twin
+    assert not lstm._weights_have_changed()  # Else its next forward moves the twin out of its chunk, on a GPU.
     Site(lstm, "weight_ih_l0").exchange(twin, mine)
     assert lstm._flat_weights[0] is mine
+    assert not lstm._weights_have_changed()
 
 
 def slot_of(host: nn.Parameter) -> Slot:
