@@ -258,9 +258,8 @@ class Landing:
             part = self._waits[index].empty_like(grad, place)
             fence = self._device.download(grad, part)
             cast = None
-            if (
-                older is None
-            ):  # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+            if older is None:
+                # Here and not where it is cast, which may be on the worker: memory is given by one thread.
                 cast = self._stay(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
             self._sums.append(_Sum(fence, index, slot, part, cast))
             self._sum_bytes += part.nbytes
