@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_protrain.companions import accepting_companions
 from lightning_protrain.device import Device, open_device
+from lightning_protrain.device_peers import numa_node
 from lightning_protrain.peers import PeerAccess, peers_found
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -150,7 +151,10 @@ class ProcessStrategy(ParallelStrategy):
     def open_device(self) -> Device:
         """The device of this rank; the ranks of a machine share out the cores on which the host steps optimizers."""
         device = open_device(self.root_device, rank_zero_info)
-        device.worker.share(self.local_rank, max(self.num_processes, 1))
+        # A worker has the cores beside its GPU: only ranks whose GPUs hang on the same node want the same ones.
+        nodes = [_node_of(each) for each in self.parallel_devices or (self.root_device,)]
+        beside = [rank for rank, node in enumerate(nodes) if node == nodes[self.local_rank]]
+        device.worker.share(beside.index(self.local_rank), len(beside))
         return device
 
     @property
@@ -204,6 +208,10 @@ class ProcessStrategy(ParallelStrategy):
                 f'"{"cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"}".'
             )
         return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
+
+
+def _node_of(device: torch.device) -> int | None:
+    return numa_node(device) if device.type == "cuda" else None
 
 
 def _has_group() -> bool:

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "fsdp_refusals": ("callbacks.export",),
     "fsdp2": ("fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "peers", "runtime.recompute"),
     "wishes": ("planner", "profiler.blocks", "profiler.machine"),
-    "processes": ("companions", "device", "peers"),
+    "processes": ("companions", "device", "device_peers", "peers"),
     "consensus": ("callbacks.ranks", "planner.plan", "profiler.records"),
     "owned_states": ("runtime.comm",),
     "replicas": (),

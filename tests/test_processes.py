@@ -115,3 +115,16 @@ def test_ranks_of_a_machine_share_out_the_cores_of_their_workers(monkeypatch: py
     monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     worker = strategy.open_device().worker
     assert (sorted(worker._cores), worker.threads) == ([4, 5, 6, 7], 4)
+
+
+@pytest.mark.parametrize(("rank", "cores"), [(1, [4, 5, 6, 7]), (2, [0, 1, 2, 3])])
+def test_only_ranks_whose_gpus_hang_on_one_node_share_its_cores(
+    rank: int, cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = trainer_with("protrain", devices=4).strategy
+    assert isinstance(strategy, ProcessStrategy)
+    strategy.parallel_devices = [torch.device("cuda", index) for index in range(4)]
+    monkeypatch.setattr(ProcessStrategy, "local_rank", rank)
+    monkeypatch.setattr(processes, "numa_node", lambda gpu: gpu.index // 2)
+    monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
+    assert sorted(strategy.open_device().worker._cores) == cores
