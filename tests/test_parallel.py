@@ -18,6 +18,7 @@ from lightning_protrain.parallel import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
 from tests.distributed.test_parity import Module, strategy_of
+from tests.models import fit, zoo
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values
 
@@ -117,6 +118,23 @@ def test_a_rank_that_fails_says_where() -> None:
     strategy._ranks = SimpleNamespace(attendance=attendance)  # type: ignore[assignment]
     strategy.on_exception(KeyError("x"))
     assert notes == ["failed (training at step 3) with KeyError: 'x'"]
+
+
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_backward_takes_no_other_thread(plan: str) -> None:
+    """What is on a GPU would get one of its own, see [Note: One thread]."""
+    module, seen = zoo()["reused"](), []
+    step = module.training_step
+
+    def watched(*args: Any) -> torch.Tensor:
+        loss = step(*args)
+        loss.register_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+        return loss
+
+    module.training_step = watched  # type: ignore[method-assign]
+    fit(module, strategy=ProTrainStrategy(plan=plan), limit_train_batches=2)
+    assert seen == [False, False]
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_one_rank_meets_nobody() -> None:

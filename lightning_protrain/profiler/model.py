@@ -89,7 +89,8 @@ def _recorded_step(
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
     recorder = Recorder(mode, parameters, model.buffers())
     mode.observer = recorder
-    with unchanged(model), mode, torch.enable_grad():
+    # Modes are of a thread, and autograd would take another one for what is on a GPU.
+    with unchanged(model), mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         units = {id(model.get_submodule(unit.name)): unit for unit in layout.units}
         for module in list(model.modules()):
             vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)

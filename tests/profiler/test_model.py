@@ -21,7 +21,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.profiler.records import ModelProfile, castable
 from lightning_protrain.runtime.swap import ActivationSwap
-from tests.models import LanguageModel, Mlp, variants, zoo
+from tests.models import HIDDEN, LanguageModel, Mlp, variants, zoo
 from tests.plans import place
 from tests.profiler.models import CASES, TEXT, tokens
 from tests.profiler.real_run import Context, RealRun
@@ -244,6 +244,19 @@ def test_the_model_is_as_it_was(fails: bool, backward: bool) -> None:
         profile_model(model, describe_model(model), step)
     assert photograph(model) == before
     assert batch.tolist() == [[1, 2], [3, 4]]
+
+
+def test_backward_is_seen_by_the_modes_of_this_thread() -> None:
+    model, seen = Mlp(), []
+
+    def step() -> Tensor:
+        loss = model(torch.ones(1, HIDDEN)).sum()
+        loss.register_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+        return loss
+
+    profile_model(model, describe_model(model, blocks=[Mlp]), step)
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_a_second_profile_is_the_same() -> None:
