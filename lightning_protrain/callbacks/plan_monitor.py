@@ -122,7 +122,8 @@ class PlanMonitor(Callback):
         pl_module.log_dict({f"{PREFIX}{name}": _on_host(value) for name, value in logged.items()})
         if measured is not None:
             several = trainer.world_size > 1
-            pl_module.log(f"{PREFIX}measured_peak_bytes", _on_host(measured), reduce_fx="max", sync_dist=several)
+            if not several or _is_written(trainer):  # Ranks meet for it, and Lightning has them wait for their devices.
+                pl_module.log(f"{PREFIX}measured_peak_bytes", _on_host(measured), reduce_fx="max", sync_dist=several)
             self._compare(prediction, measured)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,6 +150,12 @@ class PlanMonitor(Callback):
             "method `largest_batch`, for which the plan is made then.",
             stacklevel=2,
         )
+
+
+def _is_written(trainer: Trainer) -> bool:
+    """Whether loggers get what is logged after this batch; the same on every rank."""
+    steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    return trainer.log_every_n_steps > 0 and steps % trainer.log_every_n_steps == 0
 
 
 def _on_host(value: float) -> torch.Tensor:

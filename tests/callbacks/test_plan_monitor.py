@@ -263,6 +263,19 @@ def test_what_is_logged_stays_on_the_host() -> None:
     assert {getattr(value, "device", None) for value in values} == {torch.device("cpu")}
 
 
+@pytest.mark.parametrize(("ranks", "told"), [(1, [1, 2, 3, 4]), (2, [2, 4])])
+def test_ranks_meet_for_the_peak_only_where_it_is_written(ranks: int, told: list[int]) -> None:
+    strategy, module, seen = PlannedStrategy(LLAMA, 16 * MIB), mock.MagicMock(), []
+    strategy.measured_peak_bytes = MIB
+    for step in range(1, 5):
+        trainer = mock.MagicMock(strategy=strategy, world_size=ranks, global_step=step, log_every_n_steps=2)
+        trainer.fit_loop.epoch_loop._batches_that_stepped = step - 1
+        PlanMonitor().on_train_batch_end(trainer, module, None, None, 0)
+        seen += [step] if module.log.called else []
+        module.log.reset_mock()
+    assert seen == told
+
+
 def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> None:
     rows = _fit_predicted(tmp_path, 8 * MIB)
     assert {float(row["protrain/predicted_peak_bytes"]) for row in rows} == {8 * MIB}
