@@ -155,7 +155,8 @@ class PlanMonitor(Callback):
 def _is_written(trainer: Trainer) -> bool:
     """Whether loggers get what is logged after this batch; the same on every rank."""
     steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-    return trainer.log_every_n_steps > 0 and steps % trainer.log_every_n_steps == 0
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and steps % every == 0
 
 
 def _on_host(value: float) -> torch.Tensor:
