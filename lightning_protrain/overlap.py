@@ -3,7 +3,7 @@
 [Note: Passive hooks]
 A hook is *passive* if it neither reads nor writes weights: those of Lightning and of this package are known, except
 callbacks that average, prune or unfreeze; a user's hook may do anything. Before one that is not passive, the step has
-ended.
+ended; behind one, no copy in low precision is trusted, see [Note: Distrust].
 """
 
 from __future__ import annotations
@@ -33,10 +33,22 @@ _HOOKS_IN_TRAINING = (
     *("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "configure_gradient_clipping"),
     *("clip_gradients", "on_train_epoch_start", "on_train_epoch_end", "on_save_checkpoint", "state_dict"),
 )
+_EVALUATIONS = ("validation", "test", "predict")
 _HOOKS_IN_EVALUATION = (
-    *(f"on_{kind}_batch_{when}" for kind in ("validation", "test", "predict") for when in ("start", "end")),
+    *(f"on_{kind}_batch_{when}" for kind in _EVALUATIONS for when in ("start", "end")),
     *_HOOKS_ANYWHERE,
 )
+# Besides those: what may run between a step of one kind and a step of the other.
+_WHEN = ("start", "end", "epoch_start", "epoch_end", "model_eval", "model_train", "model_zero_grad")
+_HOOKS_AROUND_EVALUATION = (
+    *(f"on_{kind}_{when}" for kind in _EVALUATIONS for when in _WHEN),
+    *("on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end"),
+)
+_HOOKS_BETWEEN = {
+    True: _HOOKS_IN_TRAINING,
+    False: _HOOKS_IN_EVALUATION,
+    None: (*_HOOKS_IN_TRAINING, *_HOOKS_IN_EVALUATION, *_HOOKS_AROUND_EVALUATION),
+}
 
 
 @dataclass(frozen=True)
@@ -113,19 +125,19 @@ def plan_overlap(
     )
 
 
-def only_passive_hooks(trainer: Trainer, model: LightningModule, training: bool) -> bool:
-    """Whether nothing that may write to weights runs between two steps of a kind, see [Note: Passive hooks].
+def only_passive_hooks(trainer: Trainer, model: LightningModule, training: bool | None) -> bool:
+    """Whether no hook that may write to weights runs between two steps, see [Note: Passive hooks] and [Note: Distrust].
 
     A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
 
     Args:
         trainer: With its callbacks.
         model: Its overridden hooks count.
-        training: Between two training steps; else between two steps of evaluation.
+        training: Between two training steps (True), two steps of evaluation (False), or one of each (None).
     """
-    if training and not model.automatic_optimization:
+    if training is not False and not model.automatic_optimization:
         return False  # A training step contains whole optimizer steps, with what the user does after them.
-    names = _HOOKS_IN_TRAINING if training else _HOOKS_IN_EVALUATION
+    names = _HOOKS_BETWEEN[training]
     for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
         known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
         for name in names:

@@ -31,6 +31,7 @@ from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
     check_choice,
+    only_passive_hooks,
     plan_overlap,
     step_is_followed_by_forward,
 )
@@ -291,6 +292,7 @@ class ProTrainStrategy(DataParallelStrategy):
         self._plan = plan
         how = self._device, rank_zero_info, not model.automatic_optimization, spare_host_bytes
         self._runtime = apply_plan(model, plan, layout, *how, self.ranks, self.reduce_dtype)
+        self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
         self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
 

@@ -273,7 +273,7 @@ def variants() -> dict[str, ModuleFactory]:
     }
 
 
-def fit(module: L.LightningModule, *, seed: int = 0, **options: Any) -> L.Trainer:
+def fit(module: L.LightningModule, *, seed: int = 0, ckpt_path: str | None = None, **options: Any) -> L.Trainer:
     """Trains `module` on one CPU process, silently and without files; `options` go to the Trainer.
 
     The generator is seeded right before, so that what was drawn while building the trainer does not matter.
@@ -281,5 +281,5 @@ def fit(module: L.LightningModule, *, seed: int = 0, **options: Any) -> L.Traine
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options})
     torch.manual_seed(seed)
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer

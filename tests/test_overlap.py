@@ -190,33 +190,43 @@ class MyStopping(EarlyStopping):
 
 
 @pytest.mark.parametrize(
-    ("owner", "training", "evaluation"),
+    ("owner", "training", "evaluation", "between"),
     [
-        ({}, True, True),
-        ({"callbacks": [Timer(), LearningRateMonitor(), EarlyStopping("loss"), PlanMonitor()]}, True, True),
-        ({"callbacks": [EMAWeightAveraging()]}, False, True),
-        ({"callbacks": [StochasticWeightAveraging(0.1)]}, False, True),
-        ({"callbacks": [MyStopping("loss")]}, False, True),
-        ({"callbacks": [BackboneFinetuning()]}, False, True),
-        ({"callbacks": [a_callback("on_validation_batch_end")]}, True, False),
-        ({"callbacks": [a_callback("on_fit_start", "on_train_start", "on_validation_start", "setup")]}, True, True),
-        ({"callbacks": [LambdaCallback(on_before_zero_grad=a_hook)]}, False, True),
-        *(({"module": hooked(**{name: 1})}, False, True) for name in (
+        ({}, True, True, True),
+        ({"callbacks": [Timer(), LearningRateMonitor(), EarlyStopping("loss"), PlanMonitor()]}, True, True, True),
+        ({"callbacks": [EMAWeightAveraging()]}, False, True, False),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, False, True, False),
+        ({"callbacks": [MyStopping("loss")]}, False, True, False),
+        ({"callbacks": [BackboneFinetuning()]}, False, True, False),
+        ({"callbacks": [a_callback("on_validation_batch_end")]}, True, False, False),
+        ({"callbacks": [a_callback("on_fit_start", "setup", "on_exception")]}, True, True, True),
+        ({"callbacks": [LambdaCallback(on_before_zero_grad=a_hook)]}, False, True, False),
+        *(({"module": hooked(**{name: 1})}, False, True, False) for name in (
             "on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "lr_scheduler_step", "optimizer_step",
             "configure_gradient_clipping", "on_before_backward", "on_save_checkpoint", "optimizer_zero_grad"
         )),
-        ({"module": hooked(on_after_batch_transfer=1)}, False, False),
-        ({"module": hooked(on_predict_batch_start=1)}, True, False),
-        ({"module": hooked(on_validation_epoch_end=1, configure_optimizers=1)}, True, True),
-        ({"module": manual()}, False, True),
+        *(({"callbacks": [a_callback(name)]}, True, True, False) for name in (
+            "on_train_start", "on_validation_start", "on_validation_epoch_start", "on_validation_end",
+            "on_sanity_check_end", "on_test_epoch_end", "on_predict_start"
+        )),
+        *(({"module": hooked(**{name: 1})}, True, True, False) for name in (
+            "on_validation_epoch_end", "on_validation_model_eval", "on_validation_model_train",
+            "on_validation_model_zero_grad"
+        )),
+        ({"module": hooked(on_after_batch_transfer=1)}, False, False, False),
+        ({"module": hooked(on_predict_batch_start=1)}, True, False, False),
+        ({"module": hooked(configure_optimizers=1)}, True, True, True),
+        ({"module": manual()}, False, True, False),
     ],
 )  # fmt: skip
-def test_copies_are_trusted_where_no_hook_may_write(owner: dict[str, Any], training: bool, evaluation: bool) -> None:
+def test_copies_are_trusted_where_no_hook_may_write(
+    owner: dict[str, Any], training: bool, evaluation: bool, between: bool
+) -> None:
     callbacks = owner.get("callbacks", [])
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callbacks)
     module = owner.get("module") or hooked()
-    assert only_passive_hooks(trainer, module, training=True) is training
-    assert only_passive_hooks(trainer, module, training=False) is evaluation
+    found = [only_passive_hooks(trainer, module, training=kind) for kind in (True, False, None)]
+    assert found == [training, evaluation, between]
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ the twins' counters do not move, or autograd would report an in-place change.
 [Note: Low precision]
 A float32 weight that autocast would cast in its only use is cast on the host instead: a *copy* of it in the dtype of
 the twin is what is streamed, half the bytes. The host parameter keeps its own memory. The copy is made anew by whoever
-steps the parameter, else at the first fetch after an optimizer step or when the version has changed.
+steps the parameter, else at the first fetch after an optimizer step or after a write, see [Note: Distrust].
 
 [Note: Versions]
 A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the twin's
@@ -26,6 +26,7 @@ offloading. A fetch in backward must give the values of the forward: anything el
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -101,11 +102,12 @@ class Chunk:
         assert self.state is ChunkState.HOST
         self._reads_stepped = after is not None
         if after is None:
-            for slot in self.slots:
-                host = slot.host
-                if host.data_ptr() != slot.pointer:
-                    self._rebind(slot)
-                slot.read_version = host._version
+            with self._looking():
+                for slot in self.slots:
+                    host = slot.host
+                    if host.data_ptr() != slot.pointer:
+                        self._rebind(slot)
+                    slot.read_version = host._version
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
@@ -123,14 +125,15 @@ class Chunk:
         self.note_step()
         changed = []
         outdated = False
-        for slot in self.slots:
-            host = slot.host
-            version = host._version
-            repointed = host.data_ptr() != slot.pointer
-            if repointed or version != slot.seen_version:
-                changed.append(slot)
-            if repointed or version != slot.read_version:
-                outdated = True
+        with self._looking():
+            for slot in self.slots:
+                host = slot.host
+                version = host._version
+                repointed = host.data_ptr() != slot.pointer
+                if repointed or version != slot.seen_version:
+                    changed.append(slot)
+                if repointed or version != slot.read_version:
+                    outdated = True
         if self._share is not None and changed:
             _refuse_changed_by_others(changed)
         if changed and in_backward:
@@ -156,8 +159,10 @@ class Chunk:
     def note_step(self) -> None:
         """The pending step has ended: an upload that came after it has read what is there before anybody looks."""
         if self._reads_stepped:
-            for slot in self.slots:
-                slot.read_version = slot.host._version
+            with self._looking():
+                for slot in self.slots:
+                    # A copy that the step has not made is an old one, if somebody has touched the weight.
+                    slot.read_version = -1 if slot.is_stale else slot.host._version
             self._reads_stepped = False
 
     def release(self) -> None:
@@ -171,11 +176,6 @@ class Chunk:
         self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
-
-    def distrust_copies(self) -> None:
-        """Somebody may have written to `parameter.data`, of which no version tells."""
-        for slot in self.slots if self._low_dtype is not None else ():
-            slot.copied_version = -1
 
     @property
     def share(self) -> Share | None:
@@ -196,13 +196,17 @@ class Chunk:
         if self._low_dtype is not None:
             self._renew_copies()
 
+    def _looking(self) -> AbstractContextManager[None]:
+        """To look at weights is no touch of them where they are watched for long, see [Note: Distrust]."""
+        return nullcontext() if self._low_dtype is None else below_guard()
+
     def _renew_copies(self) -> None:
-        mine = [slot for slot in self.slots if slot.copy is not None and slot.owned]
-        stale = [slot for slot in mine if slot.copied_version != slot.host._version]
-        if stale:
-            self._device.land(self._latest)  # The upload before may still read what is written over here.
-        for slot in stale:
-            slot.renew_copy()
+        with below_guard():
+            stale = [slot for slot in self.slots if slot.is_stale]
+            if stale:
+                self._device.land(self._latest)  # The upload before may still read what is written over here.
+            for slot in stale:
+                slot.renew_copy()
 
     def write_back(self) -> None:
         """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""

@@ -42,7 +42,7 @@ class EarlyFetch:
         self._residency = residency
         self._updates = updates
         self._give_up = give_up
-        self._guard = Guard(self.cancel, GRADIENTS)
+        self._guard = Guard(lambda _: self.cancel(), GRADIENTS, beside=updates.copies.guard)
         self._unguarded = frozenset(
             index for index, chunk in enumerate(chunks) if not all(can_be_watched(slot.host) for slot in chunk.slots)
         )

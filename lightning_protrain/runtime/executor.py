@@ -10,12 +10,6 @@ rule of their own.
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
 of backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
-
-[Note: Distrust]
-A copy in low precision is made anew when the version of its weight has changed; but code that writes through
-`weight.data` changes no version. So no copy is trusted where a scope of another kind, or none, came before, and where
-hooks between two scopes of the kind may write to weights. An optimizer step distrusts what it has stepped, except
-where the step has written the copy itself.
 """
 
 from __future__ import annotations
@@ -111,9 +105,6 @@ class Executor:
         self._cursor = 0
         self.num_calls = 0
         self._scope: _Scope | None = None
-        # Whether nobody writes to weights between two scopes of training, and of evaluation; the kind of the latest.
-        self.trusts_copies = {True: False, False: False}
-        self._latest: bool | None = None
         # What backward goes through.
         self._awaited = Order((), ())
         self._backward: Unit | None = None
@@ -134,9 +125,7 @@ class Executor:
             return
         self.release_all()
         self._scope = _Scope(training)
-        if not (self.trusts_copies[training] and self._latest is training):
-            self._distrust(range(len(self._chunks)))
-        self._latest = training
+        self._updates.copies.begin(training)
         for unit in self.units:
             unit.first_call = None
             unit.num_calls = 0
@@ -286,7 +275,7 @@ class Executor:
     def refresh(self) -> None:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
         self.settle()
-        self._distrust(index for index, chunk in enumerate(self._chunks) if chunk.plan.trainable)
+        self._updates.copies.distrust_stepped()
         self._residency.renew()  # Whatever the versions say: an optimizer may write through `parameter.data`.
 
     def release_all(self) -> None:
@@ -309,7 +298,8 @@ class Executor:
                 if slot.uses is not None:
                     slot.uses.forget()
         self.release_all()
-        self._scope = self._latest = None
+        self._updates.copies.forget()
+        self._scope = None
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -336,14 +326,11 @@ class Executor:
     def _notice_call(self, unit: Unit) -> None:
         """Code that runs a unit outside of any scope may do anything before it, and after it."""
         if self._scope is None or not self._scope.open:
-            self._latest = None
+            self._updates.copies.interrupt()
             self._distrust(unit.chunks)
 
     def _distrust(self, indices: Iterable[int]) -> None:
-        """Has copies made anew by the next fetch; a pending step makes its own, and ends before anybody can look."""
-        for index in indices:
-            if self._updates.job(index) is None:
-                self._chunks[index].distrust_copies()
+        self._updates.copies.distrust(slot for index in indices for slot in self._chunks[index].slots)
 
     def _give_up(self, indices: Iterable[int]) -> None:
         """What has been fetched of these chunks is fetched again when it is needed."""

@@ -221,9 +221,9 @@ class Landing:
         self._begin()
         twin, host = slot.twin, slot.host
         with below_guard():  # Without it each costs a look at the class of the twin.
-            grad = twin.grad
+            grad, trained = twin.grad, host.requires_grad
             twin.grad = None
-        if grad is None or not host.requires_grad:
+        if grad is None or not trained:
             # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
             return
         if slot in self._aside and self._num_uses(slot) > 1:
@@ -244,29 +244,31 @@ class Landing:
         """Sends a gradient to the host, that of this rank or that of all."""
         host, (index, place) = slot.host, self._places[slot]
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
-        older = host.grad
-        if grad.is_sparse:
-            self._land_latest(index)
-            grad = grad.to(host.device)
-            host.grad = grad if older is None else older.add_(grad)
-        elif older is None and grad.dtype == host.dtype:
-            host.grad = target = self._stay(index).empty_like(grad, place)
-            fence = self._device.download(grad, target)
-            self._fences.setdefault(index, []).append(fence)
-            self._latest[index] = fence
-        else:
-            part = self._waits[index].empty_like(grad, place)
-            fence = self._device.download(grad, part)
-            cast = None
-            if older is None:
-                # Here and not where it is cast, which may be on the worker: memory is given by one thread.
-                cast = self._stay(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
-            self._sums.append(_Sum(fence, index, slot, part, cast))
-            self._sum_bytes += part.nbytes
-            self._latest[index] = fence
-            if fence is None:
-                self._add(0)
-        if host._post_accumulate_grad_hooks:
+        with below_guard():
+            older = host.grad
+            if grad.is_sparse:
+                self._land_latest(index)
+                grad = grad.to(host.device)
+                host.grad = grad if older is None else older.add_(grad)
+            elif older is None and grad.dtype == host.dtype:
+                host.grad = target = self._stay(index).empty_like(grad, place)
+                fence = self._device.download(grad, target)
+                self._fences.setdefault(index, []).append(fence)
+                self._latest[index] = fence
+            else:
+                part = self._waits[index].empty_like(grad, place)
+                fence = self._device.download(grad, part)
+                cast = None
+                if older is None:
+                    # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+                    cast = self._stay(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
+                self._sums.append(_Sum(fence, index, slot, part, cast))
+                self._sum_bytes += part.nbytes
+                self._latest[index] = fence
+                if fence is None:
+                    self._add(0)
+            hooked = bool(host._post_accumulate_grad_hooks)
+        if hooked:
             self._call_user_hooks(slot)
         if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)

@@ -5,17 +5,20 @@ While an update is pending, the class of its parameters is a subclass that overr
 operation on one of them, an attribute such as `grad` or `data` included, waits for every pending update, gives the
 classes back and goes on; only what describes the parameter, such as its dtype, is read at once. The objects stay the
 same, so whoever holds them (optimizers, averages, callbacks) is covered, and nothing is paid where nobody looks. The
-worker itself and autograd's engine pass below it.
+worker itself and autograd's engine pass below it. Others watch for reasons of their own ([Note: Early],
+[Note: Distrust]); a parameter that several guards watch has one such class, which tells each of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 # The worker and the runtime themselves pass below the guard within it; it holds for the present thread.
 below_guard = torch._C.DisableTorchFunctionSubclass
@@ -28,52 +31,106 @@ _DESCRIPTIONS = frozenset(
 # Gradients are no weights.
 _GRADIENT: Any = Tensor.grad
 GRADIENTS = frozenset((_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__))
+# Nor is what neither shows values nor leads to their memory.
+_NAMES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn", "nbytes", "itemsize", "is_sparse")
+_METHODS = ("size", "stride", "numel", "dim", "element_size", "is_floating_point", "is_complex")
+NO_VALUES = GRADIENTS.union(
+    (getattr(Tensor, name).__get__ for name in _NAMES),
+    (getattr(Tensor, name) for name in (*_METHODS, "register_hook", "requires_grad_")),
+    (torch.is_floating_point, torch.is_complex, torch.numel),
+)
 
 
 class Guard:
     """Watches parameters, see [Note: Guard].
 
     Args:
-        finish: Waits for all pending updates and calls `leave` for their parameters; it may raise instead.
+        finish: Called with those that are touched; calls `leave` for them, or raises instead.
         free: What may be done without that, beside asking for descriptions.
+        beside: Another guard that may watch the same parameters at the same time.
     """
 
-    def __init__(self, finish: Callable[[], None], free: frozenset[Any] = frozenset()) -> None:
-        self._finish = finish
-        self._free = _DESCRIPTIONS | free
-        self._classes: dict[type, type] = {}
-        self._plain: dict[int, type] = {}
+    def __init__(
+        self,
+        finish: Callable[[Sequence[Tensor]], None],
+        free: frozenset[Any] = frozenset(),
+        beside: Guard | None = None,
+    ) -> None:
+        self.finish = finish
+        self.free = _DESCRIPTIONS | free
+        self._register: _Register = beside._register if beside is not None else _Register()
 
     def watches(self, parameter: Tensor) -> bool:
-        """Whether an update of `parameter` is pending."""
-        return id(parameter) in self._plain
+        """Whether somebody would be told of a touch of `parameter`."""
+        watched = self._register.watched.get(id(parameter))
+        return watched is not None and self in watched.guards
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """From now on, whoever touches one of `parameters` waits."""
+        """From now on, whoever touches one of `parameters` calls `finish` first."""
         for parameter in parameters:
-            plain = type(parameter)
-            self._plain[id(parameter)] = plain
-            parameter.__class__ = self._watched(plain)
+            self._register.add(parameter, self)
 
     def leave(self, parameters: Iterable[Tensor]) -> None:
-        """Their update has ended."""
+        """They may be touched; those that are not watched may be among them."""
         for parameter in parameters:
-            plain = self._plain.pop(id(parameter), None)
-            if plain is not None:
-                parameter.__class__ = plain
+            self._register.discard(parameter, self)
 
-    def _watched(self, plain: type) -> type:
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    """A parameter that is watched, its class before, and by whom."""
+
+    parameter: Tensor
+    plain: type
+    guards: dict[Guard, None] = field(default_factory=dict)
+
+
+class _Register:
+    """What guards of the same parameters watch, by identity."""
+
+    def __init__(self) -> None:
+        self.watched: dict[int, _Watched] = {}
+        self._classes: dict[type, type] = {}
+
+    def add(self, parameter: Tensor, guard: Guard) -> None:
+        watched = self.watched.get(id(parameter))
+        if watched is None:
+            watched = self.watched[id(parameter)] = _Watched(parameter, type(parameter))
+            parameter.__class__ = self._class_of(watched.plain)
+        watched.guards[guard] = None
+
+    def discard(self, parameter: Tensor, guard: Guard) -> None:
+        watched = self.watched.get(id(parameter))
+        if watched is None or guard not in watched.guards:
+            return
+        del watched.guards[guard]
+        if not watched.guards:
+            parameter.__class__ = watched.plain
+            del self.watched[id(parameter)]
+
+    def touch(self, func: Any, arguments: Any) -> None:
+        """Tells the guards of the parameters in `arguments`; of all of them where none is found."""
+        found = [watched for leaf in tree_leaves(arguments) if (watched := self.watched.get(id(leaf))) is not None]
+        touched: dict[Guard, list[Tensor]] = {}
+        for watched in found or self.watched.values():
+            for guard in watched.guards:
+                if func not in guard.free:
+                    touched.setdefault(guard, []).append(watched.parameter)
+        for guard, parameters in touched.items():
+            guard.finish(parameters)
+
+    def _class_of(self, plain: type) -> type:
         if plain not in self._classes:
-            finish, free = self._finish, self._free
+            register = self
 
             def touch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-                if func not in free:
-                    finish()
+                if func not in _DESCRIPTIONS:
+                    register.touch(func, (args, kwargs))
                 with below_guard():
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-                finish()  # Before PyTorch asks for the class, of which the copy will be.
+                register.touch(None, parameter)  # Before PyTorch asks for the class, of which the copy will be.
                 return copy.deepcopy(parameter, memo)
 
             body = {"__torch_function__": classmethod(touch), "__deepcopy__": deepcopy, "__module__": plain.__module__}

@@ -143,7 +143,10 @@ class Residency:
 
     def _fetch(self, index: int, ahead: bool = False) -> None:
         chunk = self._chunks[index]
-        chunk.fetch(self._updates.job(index) if ahead else None)
+        job = self._updates.job(index) if ahead else None
+        chunk.fetch(job)
+        if job is None:
+            self._updates.copies.watch(chunk.slots)
         chunk.prefetched = ahead
         self.live.add(index)
 

@@ -98,13 +98,20 @@ class Slot:
                 "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
                 "its block under autocast."
             )
-        return nn.Parameter(self.host.detach().to(self.twin.device), requires_grad=False)
+        with below_guard():
+            host = self.host.detach()
+        return nn.Parameter(host.to(self.twin.device), requires_grad=False)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the copy is another one than that of the host parameter now; who owns the copy says so."""
+        return self.copy is not None and self.owned and self.copied_version != self.host._version
 
     def renew_copy(self) -> None:
-        """Casts the host parameter again, if it has changed since."""
-        if self.copy is not None and self.copied_version != self.host._version:
-            self.copy.copy_(self.host.detach())
-            self.copied_version = self.host._version
+        """Casts the host parameter again."""
+        assert self.copy is not None
+        self.copy.copy_(self.host.detach())
+        self.copied_version = self.host._version
 
     def step_elsewhere(self) -> None:
         """Another rank steps it now: here its version tells, as it would of a step of this rank."""

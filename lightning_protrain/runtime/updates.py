@@ -32,6 +32,7 @@ from lightning_protrain.runtime.armed import Armed
 from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
+from lightning_protrain.runtime.copies import Copies
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
 from lightning_protrain.runtime.hoststep import HostStep, Update
 from lightning_protrain.runtime.kernels import Clip
@@ -60,6 +61,7 @@ class Updates:
     Attributes:
         torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
         when_touched: Called when somebody has looked at a weight whose step was pending.
+        copies: Trusts copies that steps have made.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
@@ -67,7 +69,8 @@ class Updates:
         self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
-        self._guard = Guard(self._touched)
+        self._guard = Guard(lambda _: self._touched())
+        self.copies = Copies(chunks, self._guard)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
         self._armed: Armed | None = None
@@ -110,9 +113,8 @@ class Updates:
             if overlap is Overlap.BACKWARD and (self._several_backwards or self._has_user_hooks()):
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
-            self._armed = Armed(
-                optimizer, PartGroups(optimizer), overlap, clip_value, take_norms and not self._several_backwards
-            )
+            take_norms = take_norms and not self._several_backwards
+            self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms)
         if self._turns is not None:
             self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
@@ -220,6 +222,7 @@ class Updates:
             self._armed = None
         if turns is not None and (armed is None or self._steps_rest):
             turns.wait_until_left(turns.number)  # The caller steps the rest at once.
+        self.copies.distrust_stepped()
         return armed.parameters if armed is not None else set()
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -322,10 +325,9 @@ class Updates:
     def _touched(self) -> None:
         if self._armed is not None and self._armed.has_begun:
             raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
-        touched = [self._chunks[index] for index in self._pending]
+        touched = [slot for index in self._pending for slot in self._chunks[index].slots]
         self.finish_all()
-        for chunk in touched:
-            chunk.distrust_copies()
+        self.copies.distrust(touched)
         for function in self.when_touched:
             function()
 
@@ -346,6 +348,7 @@ class Updates:
             if not slot.owned and slot.host.requires_grad:
                 slot.step_elsewhere()
         self._guard.watch(slot.host for slot in slots)
+        self.copies.watch(slots)
 
     def _submit(self, index: int, armed: Armed, land: Callable[[], None] | None) -> None:
         slots, turns = self._slots_of(index, armed), self._turns

@@ -277,12 +277,12 @@ def test_a_cast_waits_for_the_upload_of_its_own_copy_alone(waits: bool, monkeypa
         chunk.release()
         if not waits:
             monkeypatch.setattr(device, "land", lambda fence: None)
-            chunk.distrust_copies()
+            runtime.updates.copies.distrust(chunk.slots)
             with pytest.raises(RaceError, match="up may still read"):
                 chunk.fetch()
             return
         other.fetch()
-        chunk.distrust_copies()
+        runtime.updates.copies.distrust(chunk.slots)
         chunk.fetch()
         assert not other._fence.passed
         runtime.remove()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
+from lightning_protrain.runtime.guard import NO_VALUES, Guard, below_guard, can_be_watched
 
 
 class Finish:
@@ -21,9 +21,11 @@ class Finish:
         self.parameters = parameters
         self.guard = Guard(self)
         self.calls = 0
+        self.touched: list[Tensor] = []
 
-    def __call__(self) -> None:
+    def __call__(self, touched: Sequence[Tensor]) -> None:
         self.calls += 1
+        self.touched += touched
         self.guard.leave(self.parameters)
 
 
@@ -83,6 +85,7 @@ def test_every_touch_waits_once(touch: str) -> None:
     finish.guard.watch([parameter, other])
     found = TOUCHES[touch](parameter)
     assert finish.calls == 1
+    assert [id(each) for each in finish.touched] == [id(parameter)]
     assert type(parameter) is type(other) is nn.Parameter
     if isinstance(expected, Tensor):
         assert type(found) is type(expected)
@@ -125,7 +128,7 @@ def test_the_runtime_passes_below() -> None:
 def test_what_refuses_is_heard() -> None:
     parameter = a_parameter()
 
-    def refuse() -> None:
+    def refuse(touched: Sequence[Tensor]) -> None:
         raise RuntimeError("not now")
 
     guard = Guard(refuse)
@@ -157,3 +160,80 @@ def test_what_describes_a_parameter_is_read_at_once(name: str) -> None:
     assert finish.calls == 0
     assert finish.guard.watches(parameter)
     finish.guard.leave([parameter])
+
+
+# --- several guards ---------------------------------------------------------------------------------------------------
+
+
+def two_guards(free: frozenset[Any] = frozenset()) -> tuple[Guard, Guard, list[str]]:
+    """The second finds nothing in what is `free`; each leaves what is touched, and notes its name."""
+    calls: list[str] = []
+
+    def first(touched: Sequence[Tensor]) -> None:
+        calls.append("first")
+        one.leave(touched)
+
+    def second(touched: Sequence[Tensor]) -> None:
+        calls.append("second")
+        other.leave(touched)
+
+    one = Guard(first)
+    other = Guard(second, free, beside=one)
+    return one, other, calls
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_guards_of_a_parameter_come_and_go_in_any_order(first_out: int) -> None:
+    parameter, guards = a_parameter(), two_guards()[:2]
+    for guard in guards:
+        guard.watch([parameter])
+    guards[first_out].leave([parameter])
+    assert [guard.watches(parameter) for guard in guards] == [first_out == 1, first_out == 0]
+    assert type(parameter) is not nn.Parameter
+    guards[1 - first_out].leave([parameter])
+    assert type(parameter) is nn.Parameter
+
+
+def test_every_guard_is_told_of_what_it_watches() -> None:
+    parameter, alone = a_parameter(), a_parameter()
+    one, other, calls = two_guards()
+    one.watch([parameter, alone])
+    other.watch([parameter])
+    torch.stack([torch.ones(4), parameter, alone])
+    assert calls == ["first", "second"]
+    assert type(parameter) is type(alone) is nn.Parameter
+
+
+def test_what_one_guard_allows_another_may_not() -> None:
+    parameter = a_parameter()
+    one, other, calls = two_guards(NO_VALUES)
+    one.watch([parameter])
+    other.watch([parameter])
+    assert parameter._version == 0
+    assert calls == ["first"]
+    assert other.watches(parameter)
+    parameter.data.mul_(2)
+    assert calls == ["first", "second"]
+
+
+ALLOWED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "version": lambda p: p._version,
+    "grad": lambda p: setattr(p, "grad", torch.ones(4)),
+    "size": lambda p: (p.size(), p.numel(), p.dim(), p.stride(), p.element_size(), p.nbytes),
+    "kind": lambda p: (p.is_floating_point(), torch.is_complex(p), p.is_sparse),
+    "hook": lambda p: p.register_hook(lambda gradient: gradient),
+    "requires_grad": lambda p: p.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.keys() | ALLOWED.keys())
+def test_values_and_their_memory_are_not_free(touch: str) -> None:
+    parameter = a_parameter()
+    finish = Finish(parameter)
+    finish.guard = Guard(finish, NO_VALUES)
+    finish.guard.watch([parameter])
+    allowed = touch in {*ALLOWED, "set grad", "clipping", "zero_grad"}
+    (ALLOWED.get(touch) or TOUCHES[touch])(parameter)
+    assert finish.calls == (0 if allowed else 1)
+    finish.guard.leave([parameter])
+    assert type(parameter) is nn.Parameter
