@@ -187,6 +187,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""
+        self.updates.copies.distrust_stepped()
         self.updates.publish()
         self._executor.refresh()
 

@@ -75,6 +75,11 @@ class Copies:
             if not any(self._pending.watches(slot.host) for slot in chunk.slots):
                 self.distrust(chunk.slots)
 
+    def publish(self, chunk: Chunk) -> None:
+        """After a step of a chunk that ranks share: the copies that this rank owns are there for all of them."""
+        chunk.publish()
+        self.watch(chunk.slots)
+
     def forget(self) -> None:
         """After an exception, or before the plan is removed: nothing is watched, or trusted."""
         self._latest = None

@@ -275,7 +275,6 @@ class Executor:
     def refresh(self) -> None:
         """After an optimizer step: what is live holds old values; what is in use is fetched again."""
         self.settle()
-        self._updates.copies.distrust_stepped()
         self._residency.renew()  # Whatever the versions say: an optimizer may write through `parameter.data`.
 
     def release_all(self) -> None:

@@ -284,7 +284,7 @@ class Updates:
         if turns is not None:
             rest = [index for index in range(len(self._chunks)) if index not in self._pending]
             for index in rest:
-                self._chunks[index].publish()
+                self.copies.publish(self._chunks[index])
             turns.announce(rest, turns.number)
             for index in rest:
                 turns.wait_until_stepped(index, turns.number)

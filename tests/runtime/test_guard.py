@@ -226,7 +226,7 @@ ALLOWED: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("touch", TOUCHES.keys() | ALLOWED.keys())
+@pytest.mark.parametrize("touch", {**TOUCHES, **ALLOWED})
 def test_values_and_their_memory_are_not_free(touch: str) -> None:
     parameter = a_parameter()
     finish = Finish(parameter)
