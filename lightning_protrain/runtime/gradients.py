@@ -290,7 +290,8 @@ class Landing:
         missing = self._missing.get(index)
         if missing is None:
             owned = self.reduction is not None and self.reduction.runs  # Averages come to their owners only.
-            trained = [other for other in slots if other.host.requires_grad]
+            with below_guard():
+                trained = [other for other in slots if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
         missing.discard(slot)
         if missing or not self._is_past(index):

@@ -110,7 +110,8 @@ class _Register:
 
     def touch(self, func: Any, arguments: Any) -> None:
         """Tells the guards of the parameters in `arguments`; of all of them where none is found."""
-        found = [watched for leaf in tree_leaves(arguments) if (watched := self.watched.get(id(leaf))) is not None]
+        leaves = arguments[0][:1] if func in NO_VALUES else tree_leaves(arguments)  # To be asked often is cheap.
+        found = [watched for leaf in leaves if (watched := self.watched.get(id(leaf))) is not None]
         touched: dict[Guard, list[Tensor]] = {}
         for watched in found or self.watched.values():
             for guard in watched.guards:
