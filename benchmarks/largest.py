@@ -155,7 +155,7 @@ def learn(config: dict[str, Any], method: Method, precision_name: PrecisionName,
     profile = profile_model(module, layout, step_of(module, batch, sequence), precision.train_step_context)
     if precision.low_dtype_name is not None:
         streamed = streamable(profile, module, precision.low_dtype_name)
-        layout = layout.streaming(streamed, precision.low_dtype_name)
+        layout = replace(layout.streaming(streamed, precision.low_dtype_name), lends_copies=True)
     return Known(layout, profile, state_bytes_per_element([torch.optim.AdamW(trained)]))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.optimizer import steps_parameters_alone
@@ -60,12 +61,15 @@ class OverlapPlan:
         clip_value: Bound of gradient values that steps behind backward apply.
         take_norms: Whether norms of gradients may be taken as they land.
         ends_before: The hook before which a step has ended, e.g. `"on_train_batch_end of EMA"`; empty if none.
+        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients]: each step is of one
+            backward on one rank, and no hook may look at them.
     """
 
     overlap: Overlap = Overlap.OFF
     clip_value: float | None = None
     take_norms: bool = False
     ends_before: str = ""
+    lends: bool = False
 
     def describe(self, threads: int | None) -> str:
         """One sentence for the user."""
@@ -117,11 +121,14 @@ def plan_overlap(
             raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
     by_norm = _clips_by_norm(trainer)
     before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
+    one = trainer.world_size == trainer.accumulate_grad_batches == 1
+    one = one and not any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
     return OverlapPlan(
         overlap=overlap,
         clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
         take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
         ends_before=next(_active_hooks(trainer, model), ""),
+        lends=one and overlap is not Overlap.OFF and only_passive_hooks(trainer, model, training=True),
     )
 
 

@@ -297,6 +297,7 @@ def describe_case(
         return Case(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
     takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
+    layout = replace(layout, lends_copies=overlap.lends)
     state_bytes = mean_state_bytes(optimizers)
     case = Case(
         wishes=wishes,

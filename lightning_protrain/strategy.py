@@ -351,7 +351,7 @@ class ProTrainStrategy(DataParallelStrategy):
         assert self._runtime is not None
         assert self.lightning_module is not None
         runtime, overlap = self._runtime, self._overlap
-        runtime.updates.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms)
+        runtime.updates.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms, overlap.lends)
 
         def settled() -> Any:
             result = closure()
@@ -373,11 +373,7 @@ class ProTrainStrategy(DataParallelStrategy):
         return self.gathered_state(optimizer, self._runtime)
 
     def _finish_updates(self) -> None:
-        """Before weights or optimizer states are saved.
-
-        Raises:
-            RuntimeError: They belong to no step, see [Note: Torn].
-        """
+        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
         if self._runtime is not None:
             self._runtime.updates.finish_all()
             self._runtime.updates.refuse_torn()

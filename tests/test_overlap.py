@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
     StochasticWeightAveraging,
@@ -104,6 +105,27 @@ CHOICES: list[tuple[str, dict[str, Any], Overlap]] = [
 @pytest.mark.parametrize(("options", "expected"), [entry[1:] for entry in CHOICES], ids=[entry[0] for entry in CHOICES])
 def test_auto_takes_the_most_that_is_exact(options: dict[str, Any], expected: Overlap) -> None:
     assert choose(**options).overlap is expected
+
+
+LENDS: list[tuple[str, dict[str, Any], bool]] = [
+    ("nothing in the way", {}, True),
+    ("clipping by norm", NORM, True),
+    ("passive callbacks", {"callbacks": [EarlyStopping("loss"), Timer(), LearningRateMonitor()]}, True),
+    ("the CPU", {"device_type": "cpu"}, False),
+    ("several micro-batches", {"accumulate_grad_batches": 2}, False),
+    ("several micro-batches later", {"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, False),
+    *((f"{name} of a callback", {"callbacks": [a_callback(name)]}, False) for name in (
+        "on_before_zero_grad", "on_train_batch_end", "on_after_backward", "on_before_optimizer_step"
+    )),
+    *((f"{name} of the module", {"module": hooked(**{name: 1})}, False) for name in (
+        "optimizer_zero_grad", "configure_gradient_clipping", "on_train_batch_start", "lr_scheduler_step"
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "expected"), [entry[1:] for entry in LENDS], ids=[entry[0] for entry in LENDS])
+def test_gradients_lie_in_copies_where_nobody_may_look(options: dict[str, Any], expected: bool) -> None:
+    assert choose(**options).lends is expected
 
 
 class Foreign(torch.optim.SGD):

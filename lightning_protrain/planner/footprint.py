@@ -99,7 +99,8 @@ class Footprint:
     @cached_property
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
-        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers
+        lends = self._layout.lends_copies
+        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
@@ -242,7 +243,13 @@ def _in_flight(sizes: Sizes) -> Integers:
 
 
 def _host_states(
-    chunks: Sequence[ChunkPlan], sizes: Sizes, state_bytes: float, accumulates: bool, asynchronous: bool, sharers: int
+    chunks: Sequence[ChunkPlan],
+    sizes: Sizes,
+    state_bytes: float,
+    accumulates: bool,
+    asynchronous: bool,
+    sharers: int,
+    lends: bool,
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -256,13 +263,16 @@ def _host_states(
     own_pages = _in_pages(sizes.own_bytes)
     placed = _after(np.where(sizes.low, weights, _in_pages(sizes.nbytes)))
     optimizer = np.ceil(state_bytes * _after(np.where(sizes.trainable, sizes.elements, 0))).astype(np.int64)
-    states = _after(sizes.resident_bytes(state_bytes) + sizes.gradient_bytes + copied)
+    lent = sizes.trainable & sizes.low & lends
+    states = _after(sizes.resident_bytes(state_bytes) + np.where(lent, 0, sizes.gradient_bytes) + copied)
     pool = np.zeros(count + 1, dtype=np.int64)
-    growing, waits = _Pool(asynchronous), (sizes.trainable & (accumulates | (sizes.low & (sharers == 1)))).tolist()
+    growing = _Pool(asynchronous)
+    waits = (sizes.trainable & ~lent & (accumulates | (sizes.low & (sharers == 1)))).tolist()
     for index, nbytes in reversed(list(enumerate(sizes.nbytes.tolist()))):
         growing.add(chunks[index].unit, nbytes, waits[index])
         pool[index] = growing.nbytes
-    gradients = _after(np.where(sizes.trainable, own_pages, 0))
+    gradients = _after(np.where(sizes.trainable & ~lent, own_pages, 0))
+    pool += np.maximum.accumulate(np.append(np.where(lent, sizes.own_bytes, 0), 0)[::-1])[::-1]
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
     resident = 0 if asynchronous else whole - _after(weights)
     if accumulates:

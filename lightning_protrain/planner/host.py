@@ -31,10 +31,11 @@ def host_terms(
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
     - parameters: of offloaded chunks; low_precision_copies: what is streamed in place of them.
-    - gradients: of all offloaded chunks at one time.
+    - gradients: of all offloaded chunks at one time, but for those that lie in the memory of copies.
     - optimizer_states: of their parameters.
     - landing_gradients: gradients that wait to be added to older ones, or to be cast: those of two of the largest
-      units, and the chunk that is landing. A block of memory is used again only for one of the same size.
+      units, and the chunk that is landing. A block of memory is used again only for one of the same size. Those in the
+      memory of copies are cast for their norms, or for steps that take no tiles, at most those of a chunk at one time.
     - swapped_activations: what one call of every block swaps.
     - other_ranks: what the other sharers have of their own, see [Note: Sharers]; missing where there are none.
 
@@ -50,14 +51,16 @@ def host_terms(
     trainable = [chunk for chunk in offloaded if chunk.trainable]
     elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
     casts = sharers == 1
-    waiting = [c.nbytes for c in trainable if accumulate > 1 or (casts and c.streamed_dtype is not None)]
+    lent = [chunk for chunk in trainable if layout.lends_copies and chunk.streamed_dtype is not None]
+    kept = [chunk for chunk in trainable if not layout.lends_copies or chunk.streamed_dtype is None]
+    waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
     terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
-        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in trainable),
+        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept),
         "optimizer_states": ceil(state_bytes * elements),
-        "landing_gradients": _pool(waiting, pending),
+        "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
     }
     if sharers > 1:

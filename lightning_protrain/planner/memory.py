@@ -128,7 +128,8 @@ def host_bytes(
     """Bytes of pinned and plain host memory.
 
     Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
-    offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there.
+    offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there. Gradients that
+    lie in the memory of copies take none of their own.
 
     Args:
         layout: The model.
@@ -162,7 +163,8 @@ def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> i
     copies = 0 if chunk.streamed_dtype is None else chunk.nbytes
     if not chunk.trainable:
         return nbytes + copies
-    return 2 * nbytes + copies + ceil(state_bytes * sum(info.numel for info in infos))
+    gradients = 0 if copies and layout.lends_copies else nbytes
+    return nbytes + gradients + copies + ceil(state_bytes * sum(info.numel for info in infos))
 
 
 def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:

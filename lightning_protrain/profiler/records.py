@@ -79,11 +79,14 @@ class ModelLayout:
         units: All units in the order in which `named_modules()` meets them, which stands for execution order until a
             step has been recorded.
         buffer_bytes: Bytes of all registered buffers; they stay on the device.
+        lends_copies: Whether gradients of offloaded parameters that are streamed in another dtype lie in the host
+            memory of these copies.
     """
 
     parameters: tuple[ParameterInfo, ...]
     units: tuple[UnitInfo, ...]
     buffer_bytes: int
+    lends_copies: bool = False
 
     @property
     def blocks(self) -> tuple[UnitInfo, ...]:

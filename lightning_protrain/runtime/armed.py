@@ -1,16 +1,20 @@
-"""What is known of an optimizer step that is to be overlapped, between the moment it is announced and its launch."""
+"""What is known of an optimizer step that is to be overlapped, from the moment it is announced to its end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_protrain.host import Job
-from lightning_protrain.runtime.hoststep import Steps
+from lightning_protrain.runtime.hoststep import Steps, Update
+from lightning_protrain.runtime.low_gradients import stored
 from lightning_protrain.runtime.optimizer import PartGroups
+from lightning_protrain.runtime.slot import Slot
 
 
 class Overlap(StrEnum):
@@ -38,6 +42,8 @@ class Armed:
         stepped: Chunks whose steps have been submitted.
         parameters: Identities of what they step.
         left: Chunks that other ranks may be stepping, see [Note: Turns].
+        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients].
+        late_bound: Bound of gradient values that steps have still to apply, as gradients lie there.
     """
 
     optimizer: Optimizer
@@ -52,8 +58,28 @@ class Armed:
     stepped: set[int] = field(default_factory=set)
     parameters: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
+    lends: bool = False
+    late_bound: float | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether some weights may have been stepped."""
         return bool(self.stepped or self.left)
+
+
+@dataclass(eq=False)
+class Pending:
+    """The pending step of one chunk: the job that does it, and what it steps."""
+
+    job: Job
+    slots: tuple[Slot, ...]
+
+
+def updates_of(
+    groups: Iterable[dict[str, Any]], slots: Sequence[Slot]
+) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+    """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
+    copies = {id(slot.host): slot.copy for slot in slots}
+    for group in groups:
+        given = [(parameter, parameter.grad) for parameter in group["params"]]
+        yield group, [Update(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]

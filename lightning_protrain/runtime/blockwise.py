@@ -92,8 +92,8 @@ class BlockwiseStep:
         Args:
             group: The hyperparameters of its group.
             parameter: The weight in host memory, one of the optimizer's.
-            gradient: Of the same shape; written only if it is to be clipped.
-            copy: Receives the new weight in its own dtype.
+            gradient: Of the same shape; written only in the dtype of the weight, if it is to be clipped.
+            copy: Receives the new weight in its own dtype; it may lie where the gradient does.
             clip: What is done to the gradient first, in place.
         """
         state = self._optimizer.state[parameter]
@@ -142,9 +142,9 @@ class BlockwiseStep:
         self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, copy: Tensor | None, clip: Clip
     ) -> None:
         """The library's step, see [Note: Own step]."""
-        clip.apply([gradient])
         state = self._optimizer.state[parameter]
         weight, gradient = parameter.detach(), gradient.to(parameter.dtype)
+        clip.apply([gradient])
         tensors = [value for name, value in state.items() if isinstance(value, Tensor) and name not in SHARED]
         if self._by_element(self.config(parameter, group)) and _is_plain((weight, gradient, *tensors)):
             counted = state["step"] + 1

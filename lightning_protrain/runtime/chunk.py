@@ -246,6 +246,7 @@ class Chunk:
             slot.hooks.clear()
             slot.mirrored.clear()
             slot.drop_gradient()
+            slot.forget_gradient()
 
     def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
         data = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)

@@ -7,11 +7,6 @@ the same order as autograd makes it. When all gradients of a chunk are on their 
 is the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
 waits only for host memory.
 
-[Note: In flight]
-The plan has room for the two largest gradients: for those on their way to the host, and for the one that is computed
-next. How large that one is tells the order of the backward before; where it is another one, the largest is expected. So
-the device waits for the host only where a gradient that is about to be computed would not fit beside those that land.
-
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
 parameter. Autograd would add both parts before it adds them to an older gradient; so the older gradient is set aside
@@ -35,6 +30,8 @@ from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.gradient_memory import GradientMemory
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.in_flight import InFlight
+from lightning_protrain.runtime.low_gradients import is_given_up
 from lightning_protrain.runtime.reduction import Reduction
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.updates import Updates
@@ -49,46 +46,6 @@ class _Sum:
     slot: Slot
     part: Tensor
     cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
-
-
-class _InFlight:
-    """How much may land while the next gradient is computed, see [Note: In flight].
-
-    Args:
-        sizes: Bytes of all gradients that land.
-
-    Attributes:
-        hold_bytes: What may land while the largest one is computed.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        largest = sorted(sizes)[-2:]
-        self._total = sum(largest)
-        self.hold_bytes = largest[0] if len(largest) > 1 else 0
-        # In the order of landing, with their bytes: in the backward before, and in this one.
-        self._expected: list[tuple[Slot, int]] = []
-        self._seen: list[tuple[Slot, int]] = []
-        self._as_expected = True
-
-    def land(self, slot: Slot, nbytes: int) -> int:
-        """What may be under way, this gradient included, until the next one comes."""
-        at = len(self._seen)
-        self._seen.append((slot, nbytes))
-        self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is slot
-        if not self._as_expected:
-            return self.hold_bytes
-        following = self._expected[at + 1 : at + 2]
-        return self._total - following[0][1] if following else self._total
-
-    def end(self) -> None:
-        """A backward has ended."""
-        if self._seen:
-            self._expected = self._seen
-        self.forget()
-
-    def forget(self) -> None:
-        """A backward has not ended as it should, or the next one begins."""
-        self._seen, self._as_expected = [], True
 
 
 class Landing:
@@ -133,7 +90,7 @@ class Landing:
         # However small chunks are: the worker has something to do while the device recomputes a block.
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
-        self._in_flight = _InFlight([s.twin.nbytes for c in chunks if c.plan.trainable for s in c.slots])
+        self._in_flight = InFlight([s.twin.nbytes for c in chunks if c.plan.trainable for s in c.slots])
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
@@ -246,22 +203,27 @@ class Landing:
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
         with below_guard():
             older = host.grad
+            if is_given_up(older):
+                return  # So is the sum, until `zero_grad` drops it.
             if grad.is_sparse:
                 self._land_latest(index)
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             elif older is None and grad.dtype == host.dtype:
-                host.grad = target = self._stay(index).empty_like(grad, place)
-                fence = self._device.download(grad, target)
-                self._fences.setdefault(index, []).append(fence)
-                self._latest[index] = fence
+                host.grad = target = self._home(index).empty_like(grad, place)
+                self._stay(index, self._device.download(grad, target))
+            elif older is None and self._updates.lends_copy(index, slot) and (low := slot.lend_copy(grad)) is not None:
+                fence = self._device.download(grad, low.stored())
+                low.lands(lambda: self._device.land(fence))
+                host.grad = low
+                self._stay(index, fence)
             else:
                 part = self._waits[index].empty_like(grad, place)
                 fence = self._device.download(grad, part)
                 cast = None
                 if older is None:
                     # Here and not where it is cast, which may be on the worker: memory is given by one thread.
-                    cast = self._stay(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
+                    cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
                 self._sums.append(_Sum(fence, index, slot, part, cast))
                 self._sum_bytes += part.nbytes
                 self._latest[index] = fence
@@ -274,7 +236,7 @@ class Landing:
             self._hand_over(index, slot)
         self._add(self._pending_bytes)
 
-    def _stay(self, index: int) -> GradientMemory:
+    def _home(self, index: int) -> GradientMemory:
         """Where a gradient of the chunk stays.
 
         An average takes no more than those that this rank owns do, unless gradients of its own are collected, which
@@ -283,6 +245,11 @@ class Landing:
         stays = self._stays[index]
         averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
+
+    def _stay(self, index: int, fence: object) -> None:
+        """A gradient of the chunk is on its way to where it stays."""
+        self._fences.setdefault(index, []).append(fence)
+        self._latest[index] = fence
 
     def _hand_over(self, index: int, slot: Slot) -> None:
         """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""

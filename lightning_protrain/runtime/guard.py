@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 below_guard = torch._C.DisableTorchFunctionSubclass
 
 # What a step does not change: models ask for the dtype or the device of their weights in every forward.
-_DESCRIPTIONS = frozenset(
+DESCRIPTIONS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad")
 )
@@ -57,7 +57,7 @@ class Guard:
         beside: Guard | None = None,
     ) -> None:
         self.finish = finish
-        self.free = _DESCRIPTIONS | free
+        self.free = DESCRIPTIONS | free
         self._register: _Register = beside._register if beside is not None else _Register()
 
     def watches(self, parameter: Tensor) -> bool:
@@ -125,7 +125,7 @@ class _Register:
             register = self
 
             def touch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-                if func not in _DESCRIPTIONS:
+                if func not in DESCRIPTIONS:
                     register.touch(func, (args, kwargs))
                 with below_guard():
                     return func(*args, **(kwargs or {}))

@@ -39,8 +39,8 @@ class Update(NamedTuple):
 
     Attributes:
         parameter: The weight in host memory, a key of the optimizer's state.
-        gradient: Of the same shape, in any floating dtype; written only if it is to be clipped.
-        copy: Receives the new weight in its own dtype; of the shape and strides of the parameter.
+        gradient: Of the same shape, in any floating dtype; written only in that of the weight, if it is to be clipped.
+        copy: Receives the new weight in its own dtype; maybe the gradient itself. Of the parameter's shape and strides.
     """
 
     parameter: Tensor
@@ -248,7 +248,8 @@ class Steps:
                 raise portion.error
             assert self._added, "a portion of other steps"
             self._prepare(PREPARED_TOGETHER)
-        for group, updates in portion.own:
+        for group, given in portion.own:
+            updates = [update._replace(gradient=update.gradient.to(update.parameter.dtype)) for update in given]
             portion.clip.apply([update.gradient for update in updates])
             _own_step(self._optimizer, group, updates)
         portion.own.clear()
@@ -307,8 +308,7 @@ def _up_to_line(size: int) -> int:
 def _piece(optimizer: Optimizer, rule: Rule, update: Update, clip: Clip) -> Piece:
     """The whole parameter; its state is made as by PyTorch's own fused step."""
     parameter, gradient, copy = update.parameter, update.gradient, update.copy
-    assert gradient.shape == parameter.shape, "a gradient of another shape"
-    assert copy is None or copy.shape == parameter.shape, "a copy of another shape"
+    assert all(each is None or each.shape == parameter.shape for each in (gradient, copy)), "another shape"
     state = optimizer.state[parameter] if rule.states else {}
     first = rule.name == "sgd" and state.get("momentum_buffer") is None
     if first and rule.states:
@@ -322,6 +322,7 @@ def _piece(optimizer: Optimizer, rule: Rule, update: Update, clip: Clip) -> Piec
         tensors.append(copy)
     clipped = bool(clip)
     if clipped and gradient.stride() != parameter.stride():
+        tensors[1] = gradient = gradient.to(parameter.dtype)
         clip.apply([gradient])  # What the kernel reads may be a copy of it.
         clipped = False
     for tensor in tensors:
@@ -371,14 +372,13 @@ def _parts(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
 
 def _sorted_out(updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
     """Those that a kernel can take, going through the memory of a parameter from its begin to its end; and the rest."""
-    dense: list[Update] = []
-    rest: list[Update] = []
+    found: tuple[list[Update], list[Update]] = [], []
     for update in updates:
         parameter = update.parameter
         whole = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
         taken = whole and parameter.dtype.is_floating_point and update.gradient.layout == torch.strided
-        (dense if taken else rest).append(update)
-    return dense, rest
+        found[not taken].append(update)
+    return found
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:
@@ -389,7 +389,7 @@ def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[
     held = [update.parameter.grad for update in updates]
     try:
         for update in updates:
-            update.parameter.grad = update.gradient.to(update.parameter.dtype)
+            update.parameter.grad = update.gradient
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(part)
     finally:

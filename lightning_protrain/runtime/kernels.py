@@ -3,9 +3,9 @@
 [Note: Tiles]
 The kernels want the gradient in the dtype of the weight. Where it arrives in a lower precision, the new weight is
 wanted in a lower precision too, or the gradient has still to be clipped, each of these as a pass of its own over main
-memory would cost a good part of another step. So the work goes in *tiles* that stay in the cache: clip the gradient,
-cast it into a scratch tile, run the fused kernel, write the copy. Where there is none of that, one call takes all
-tensors as they are.
+memory would cost a good part of another step. So the work goes in *tiles* that stay in the cache: cast the gradient
+into a scratch tile, clip it, run the fused kernel, write the copy, which may lie where the gradient was. Where there is
+none of that, one call takes all tensors as they are.
 
 The kernels are vectorised, and the scalar loop over the last elements of a range rounds differently. PyTorch divides a
 tensor between its threads at multiples of a cache line, so only the last elements of a tensor meet the scalar loop,
@@ -142,7 +142,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """What is done to gradients, in place, before they are used.
+    """What is done to gradients before they are used: in place, but for those of another dtype than their weights.
 
     Attributes:
         bound: No value is larger than that, or smaller than the negative of it; None: as they are.
@@ -213,9 +213,9 @@ def walk(
             states = [[column[k]] for column in columns[2:]]
             if copied:
                 states.pop()
-            _clip(gradients, bounds, coefficients)
             if cast:
                 gradients = [scratch.narrow(0, 0, weights[0].numel()).copy_(gradients[0])]
+            _clip(gradients, bounds, coefficients)
             _kernel(name, weights, gradients, states, steps[i : i + 1], settings, first)
             # Without this use of the list that the kernel has written, TorchScript would take it for dead code.
             if copied:

@@ -220,6 +220,8 @@ def _walk(
         half = [tensor.narrow(0, begin // 2 if pair else 0, number * pair).split(max(pair, 1)) for tensor in words]
         for at in range(number):
             weight, gradient = weights[0][at], weights[1][at]
+            if gradient.dtype != weight.dtype:
+                gradient = cut.cast.copy_(gradient) if weight.dtype == torch.float32 else gradient.to(weight.dtype)
             for bound in bounds:
                 gradient.clamp_min_(-bound)
                 gradient.clamp_max_(bound)
@@ -277,8 +279,6 @@ def _update(name: str, weight: Tensor, gradient: Tensor, cut: Cut, settings: Set
     first, spare, size = cut.rows[0], cut.spare, settings.size
     beta1, beta2 = settings.beta1, settings.beta2
     low = weight.dtype != torch.float32
-    if low and gradient.dtype != weight.dtype:
-        gradient = gradient.to(weight.dtype)
     if gradient.dtype != torch.float32:
         gradient = cut.cast.copy_(gradient)
     whole = cut.other.copy_(weight) if low else weight

@@ -17,6 +17,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.low_gradients import LowGradient, cast
 
 
 def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
@@ -33,7 +34,7 @@ def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Ten
         norm = norms.get(id(parameter))
         if norm is None:
             assert parameter.grad is not None
-            norm = torch.linalg.vector_norm(parameter.grad)
+            norm = torch.linalg.vector_norm(cast(parameter.grad))
         ordered.append(norm)
     first = parameters[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in ordered]))
@@ -51,13 +52,17 @@ def take_norms(parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Cal
         land()
         for parameter in parameters:
             if parameter.grad is not None:
-                norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
+                norms[id(parameter)] = torch.linalg.vector_norm(cast(parameter.grad))
 
 
 def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
-    """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient."""
-    if any(parameter.grad is not None for parameter in parameters):
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+    """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient.
+
+    Those in the memory of copies are left to their steps, see [Note: Low gradients].
+    """
+    present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, LowGradient)]
+    if present:
+        torch.nn.utils.clip_grad_value_(present, clip_value)
 
 
 def norms_of_owners(

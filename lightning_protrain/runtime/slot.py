@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.runtime.guard import below_guard
+from lightning_protrain.runtime.low_gradients import LowGradient
 from lightning_protrain.runtime.twin import Uses
 
 
@@ -51,6 +52,7 @@ class Slot:
         twin_version: Version of `twin` that is not yet known to differ from the host.
         copy: What is streamed in place of the host parameter, see [Note: Low precision].
         copied_version: Version of `host` that the copy was made of.
+        low_gradient: What may lie in the memory of the copy in its stead, see [Note: Low gradients].
         uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
@@ -69,6 +71,7 @@ class Slot:
     twin_version: int = 0
     copy: Tensor | None = None
     copied_version: int = -1
+    low_gradient: LowGradient | None = None
     uses: Uses | None = None
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
@@ -108,10 +111,50 @@ class Slot:
         return self.copy is not None and self.owned and self.copied_version != self.host._version
 
     def renew_copy(self) -> None:
-        """Casts the host parameter again."""
+        """Casts the host parameter again; a gradient that lies in the memory of the copy goes elsewhere."""
         assert self.copy is not None
+        self.keep_gradient()
         self.copy.copy_(self.host.detach())
         self.copied_version = self.host._version
+
+    def lend_copy(self, gradient: Tensor) -> LowGradient | None:
+        """What stands for a gradient that is to land where the copy lies; None: it cannot."""
+        copy = self.copy
+        alike = copy is not None and copy.dtype == gradient.dtype and copy.stride() == gradient.stride()
+        if copy is None or not alike or gradient.layout != torch.strided:
+            return None
+        self.keep_gradient()  # Somebody may hold one that was dropped.
+        self.copied_version = -1
+        self.low_gradient = LowGradient(self.host, copy)
+        return self.low_gradient
+
+    def keep_gradient(self) -> None:
+        """A gradient that lies in the memory of the copy goes elsewhere."""
+        low, self.low_gradient = self.low_gradient, None
+        if low is not None and not low.is_given_up:
+            low.whole()
+
+    def begin_step(self) -> None:
+        """Its gradient is known, and from now on the step may write weight and copy."""
+        if self.low_gradient is not None:
+            self.low_gradient.begin_step()
+
+    def note_step(self) -> None:
+        """After a step, which has written the copy if there was a gradient."""
+        if self.host.grad is None:
+            if self.is_stale:
+                self.renew_copy()
+            return
+        self.copied_version = self.host._version
+        if self.low_gradient is not None:
+            self.low_gradient.give_up()
+            self.low_gradient = None
+
+    def forget_gradient(self) -> None:
+        """No stand-in for a gradient stays: it is whole, or nothing where the step has been made."""
+        self.keep_gradient()
+        if isinstance(self.host.grad, LowGradient):
+            self.host.grad = None
 
     def step_elsewhere(self) -> None:
         """Another rank steps it now: here its version tells, as it would of a step of this rank."""

@@ -10,17 +10,15 @@ same in another order gives the same bits. Where ranks share weights, the step o
 own some of it have made their part, see [Note: Turns].
 
 [Note: Torn]
-When some weights have been stepped and others never will be (an exception in the middle of a backward whose first
-chunks have been stepped, an optimizer that raises), the weights belong to no step at all. The run is *torn*: its state
-can be neither saved nor trained on.
+When some weights have been stepped and others never will be (an exception in a backward whose first chunks have been
+stepped, an optimizer that raises), the weights belong to no step. The run is *torn*: its state can be neither saved nor
+trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,26 +26,18 @@ from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import HostWorker, Job
-from lightning_protrain.runtime.armed import Armed
+from lightning_protrain.runtime.armed import Armed, Pending, updates_of
 from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.copies import Copies
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
-from lightning_protrain.runtime.hoststep import HostStep, Update
+from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
 from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.turns import turns_of
-
-
-@dataclass(eq=False)
-class Pending:
-    """The pending step of one chunk: the job that does it, and what it steps."""
-
-    job: Job
-    slots: tuple[Slot, ...]
 
 
 class Updates:
@@ -85,23 +75,30 @@ class Updates:
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
         self._steps_rest = len(self._steppable) < len(trained)
+        self._has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
         self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def arm(
-        self, optimizer: Optimizer, overlap: Overlap, clip_value: float | None = None, take_norms: bool = False
+        self,
+        optimizer: Optimizer,
+        overlap: Overlap,
+        clip_value: float | None = None,
+        take_norms: bool = False,
+        lends: bool = False,
     ) -> None:
         """Before the forward and backward that end in a step of `optimizer`.
 
-        The first step of a run is not overlapped: what cannot be streamed exactly is refused in its backward, before
-        any weight has changed, and a step of several backwards shows itself.
+        The first step of a run is not overlapped, as its backward refuses what cannot be streamed exactly, before any
+        weight has changed; only where gradients lie in the memory of copies, it goes chunk by chunk behind forward.
 
         Args:
             optimizer: One that steps each of its parameters on its own.
             overlap: When to step.
             clip_value: Bound of gradient values, for steps behind backward.
             take_norms: Whether norms of gradients are wanted, and nobody changes gradients once they have landed.
+            lends: Whether nobody looks at gradients, so that they may lie in the memory of copies.
 
         Raises:
             RuntimeError: The weights are torn.
@@ -109,12 +106,13 @@ class Updates:
         self.refuse_torn()
         self._armed = None
         self._num_steps += 1
-        if overlap is not Overlap.OFF and self._num_steps > 1 and self._chunks and not has_step_hooks(optimizer):
-            if overlap is Overlap.BACKWARD and (self._several_backwards or self._has_user_hooks()):
+        first, lends = self._num_steps == 1, lends and self._has_copies
+        if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
+            if overlap is Overlap.BACKWARD and (first or self._several_backwards or self._has_user_hooks()):
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
             take_norms = take_norms and not self._several_backwards
-            self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms)
+            self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
         if self._turns is not None:
             self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
@@ -142,6 +140,11 @@ class Updates:
         """Whether gradients may be given to `landed` at all in this backward."""
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
+
+    def lends_copy(self, index: int, slot: Slot) -> bool:
+        """Whether a gradient may land in the memory of a copy: a step will write that again."""
+        armed = self._armed
+        return armed is not None and armed.lends and index in self._steppable and armed.groups.has(slot.host)
 
     def wants(self, index: int) -> bool:
         """Whether the gradients of a chunk that are on their way should be given to `landed`."""
@@ -197,7 +200,10 @@ class Updates:
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Bounds the values of gradients, as `torch.nn.utils.clip_grad_value_` does; steps behind backward have."""
-        stepped = self._armed.parameters if self._armed is not None else frozenset()
+        armed = self._armed
+        stepped = armed.parameters if armed is not None else frozenset()
+        if armed is not None and armed.lends:
+            armed.late_bound = clip_value
         # Weights that this rank has left are watched, stepped here or not.
         with below_guard() if self._turns is not None else nullcontext():
             clip_values([parameter for parameter in parameters if id(parameter) not in stepped], clip_value)
@@ -354,21 +360,24 @@ class Updates:
         slots, turns = self._slots_of(index, armed), self._turns
         number = turns.number if turns is not None else 0
         groups = armed.groups.of([slot.host for slot in slots])
-        clip = Clip(armed.clip_value if land is not None else None, armed.coefficient)
+        clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
         # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
-        portion = steps.add(lambda: _updates(groups, slots), clip) if land is None else None
+        portion = steps.add(lambda: updates_of(groups, slots), clip) if land is None else None
+        for slot in slots if land is None else ():
+            slot.begin_step()
 
         def work() -> None:
             with below_guard(), torch.no_grad():
                 if land is not None:
                     land()
+                    for slot in slots:
+                        slot.begin_step()
                 elif turns is not None:
                     turns.wait_until_left(number)
-                steps.finish(portion or steps.add(lambda: _updates(groups, slots), clip))
+                steps.finish(portion or steps.add(lambda: updates_of(groups, slots), clip))
                 for slot in slots:
-                    if slot.host.grad is not None:
-                        slot.copied_version = slot.host._version
+                    slot.note_step()
             if turns is not None:
                 turns.announce([index], number)
 
@@ -387,13 +396,6 @@ class Updates:
     def _has_user_hooks(self) -> bool:
         with below_guard():  # or to ask would wait for every pending step
             return any(slot.has_user_hooks for chunk in self._chunks for slot in chunk.slots)
-
-
-def _updates(groups: Iterable[dict[str, Any]], slots: Sequence[Slot]) -> Iterator[tuple[dict[str, Any], list[Update]]]:
-    copies = {id(slot.host): slot.copy for slot in slots}
-    for group in groups:
-        given = [(parameter, parameter.grad) for parameter in group["params"]]
-        yield group, [Update(p, gradient, copies[id(p)]) for p, gradient in given if gradient is not None]
 
 
 _MISSING = "another rank has not made its part of a step"

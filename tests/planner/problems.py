@@ -128,6 +128,7 @@ def random_problem(seed: int, most_blocks: int = 8, most_chunks: int = 12) -> Pr
     num_blocks = source.randint(1, most_blocks)
     per_block = source.randint(1, max(1, min(3, (most_chunks - 2) // num_blocks)))
     layout = random_layout(source, num_blocks, per_block, source.random() < 0.3, source.random() < 0.4)
+    layout = replace(layout, lends_copies=seed % 2 == 0)
     return Problem(
         profile=random_profile(source, layout),
         layout=layout,

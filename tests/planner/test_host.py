@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from mmap import PAGESIZE
 
 import pytest
 
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.memory import host_bytes, memory_terms
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
@@ -50,6 +51,18 @@ def test_copies_of_lower_precision() -> None:
     assert terms["low_precision_copies"] == PAGESIZE
     assert terms["landing_gradients"] == PAGESIZE
     assert terms["gradients"] == PAGES * PAGESIZE
+
+
+def test_gradients_in_the_memory_of_copies() -> None:
+    low = replace(LAYOUT.streaming({"layers.0.up", "layers.0.down"}, "bfloat16"), lends_copies=True)
+    terms = host_terms(low, plan_of(low), 8.0)
+    assert terms["low_precision_copies"] == PAGESIZE
+    assert terms["gradients"] == (PAGES - 2) * PAGESIZE
+    assert terms["landing_gradients"] == 2 * 1024 * 4  # One chunk of them is cast at one time.
+    chunks = plan_of(low).chunks
+    assert host_bytes(low, chunks, 8.0) == host_bytes(replace(low, lends_copies=False), chunks, 8.0) - 2 * 1024 * 4
+    other = replace(LAYOUT, lends_copies=True)
+    assert host_terms(other, plan_of(other), 8.0) == host_terms(LAYOUT, plan_of(LAYOUT), 8.0)
 
 
 def test_resident() -> None:

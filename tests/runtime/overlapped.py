@@ -27,6 +27,7 @@ def train(
     norm: float | None = None,
     value: float | None = None,
     look: Callable[[nn.Module, int], Any] | None = None,
+    lends: bool = False,
 ) -> dict[str, Tensor]:
     """Trains and returns everything that must be equal: losses, what `look` saw after each step, and the state dict.
 
@@ -41,6 +42,7 @@ def train(
         norm: Bound of the norm of all gradients.
         value: Bound of the values of gradients; one of the two at most.
         look: Called after each step.
+        lends: Whether gradients may lie in the memory of copies.
     """
     torch.manual_seed(3)
     stepper = optimizer(model)
@@ -75,7 +77,7 @@ def train(
         if state is None:
             stepper.step(whole)
         else:
-            state.runtime.updates.arm(stepper, overlap, value, norm is not None)
+            state.runtime.updates.arm(stepper, overlap, value, norm is not None, lends)
             with fused_host_step(stepper, whole, "cpu", updates.launch) as final:
                 stepper.step(final)
             state.runtime.refresh()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime.gradients import Landing, _InFlight
+from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.in_flight import InFlight
 from lightning_protrain.runtime.updates import Updates
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from tests.plans import place
@@ -355,27 +356,6 @@ def test_jobs_end_before_their_memory_is_used_again_after_an_exception() -> None
         assert landing._sum_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("order", "allowed"),
-    [
-        ("abcd", [30, 30, 35, 40]),  # As expected: the two largest, less what comes next.
-        ("abdc", [30, 30, 10, 10]),  # Another order: the largest may come.
-        ("b", [10]),
-        ("abcda", [30, 30, 35, 40, 10]),
-    ],
-)
-def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) -> None:
-    sizes = {"a": 30, "b": 10, "c": 10, "d": 5}
-    slots: dict[str, Any] = {name: object() for name in sizes}
-    flight = _InFlight(list(sizes.values()))
-    assert flight.hold_bytes == 10
-    assert [flight.land(slots[name], sizes[name]) for name in "abcd"] == [10] * 4
-    flight.end()
-    assert [flight.land(slots[name], sizes[name]) for name in order] == allowed
-    flight.forget()
-    assert [flight.land(slots[name], sizes[name]) for name in "ab"] == [30, 30]
-
-
 def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never more than the two largest are there, and less is waited for than if the largest were always to come."""
     elapsed = {}
@@ -384,7 +364,7 @@ def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPat
         device, model = SimulatedDevice(rates), Net([Block() for _ in range(6)])
         with applied(model, PLANS["kept"], device) as state, device, pytest.MonkeyPatch.context() as patch:
             if not known:
-                patch.setattr(_InFlight, "end", lambda self: self.forget())
+                patch.setattr(InFlight, "end", lambda self: self.forget())
             most = sum(sorted(parameter.nbytes for parameter in model.parameters())[-2:])
             for _ in range(3):
                 begun = device.elapsed

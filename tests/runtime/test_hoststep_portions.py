@@ -53,20 +53,28 @@ class Pair:
         self.optimizer = kind(everything[0] or [torch.zeros(1)], lr=0.01, **options)
         self.peer = kind(everything[1] or [torch.zeros(1)], lr=0.01, **options, **fused)
         self.group = hyperparameters(self.optimizer.param_groups[0])
+        self.copies: list[tuple[nn.Parameter, Tensor | None]] = []
 
-    def gradients(self, index: int, dtype: torch.dtype = torch.float32, clip: Clip = NO_CLIP) -> Given:
-        """New ones of a chunk, which the peer is given too, clipped."""
+    def gradients(
+        self, index: int, dtype: torch.dtype = torch.float32, clip: Clip = NO_CLIP, shared: bool = False
+    ) -> Given:
+        """New ones of a chunk, which the peer is given too, clipped; copies may lie where they lie."""
         updates = []
         for one, other in zip(self.ours[index], self.theirs[index], strict=True):
             gradient = torch.randn_like(one).to(dtype)
-            expected = gradient.clone()
-            clip.apply([expected])
-            other.grad = expected.float()
-            updates.append(Update(one, gradient, torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False)))
+            other.grad = gradient.float().clone()
+            clip.apply([other.grad])
+            copy = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False)
+            updates.append(Update(one, gradient, gradient if shared and gradient.dtype == copy.dtype else copy))
+            self.copies.append((one, updates[-1].copy))
         return [(self.group, updates)]
 
     def assert_equal(self) -> None:
         self.peer.step()
+        while self.copies:
+            one, copy = self.copies.pop()
+            assert copy is not None
+            assert torch.equal(copy, one.detach().bfloat16())
         for one, other in zip(chain(*self.ours), chain(*self.theirs), strict=True):
             assert torch.equal(one, other)
             state, expected = self.optimizer.state.get(one, {}), self.peer.state.get(other, {})
@@ -81,10 +89,11 @@ class Pair:
     late=st.integers(0, 5),
     threads=st.sampled_from([1, 3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    shared=st.booleans(),
     order=st.randoms(use_true_random=False),
 )
 def test_equals_one_step_of_all(
-    case: Any, chunks: list[list[int]], late: int, threads: int, dtype: torch.dtype, order: Any
+    case: Any, chunks: list[list[int]], late: int, threads: int, dtype: torch.dtype, shared: bool, order: Any
 ) -> None:
     """Some are added when others have been stepped already, some are clipped, and they are waited for in any order."""
     pair, clips = Pair(chunks, *case), [NO_CLIP, Clip(bound=0.5), Clip(coefficient=torch.tensor(0.3))]
@@ -97,7 +106,7 @@ def test_equals_one_step_of_all(
                     while portions:
                         steps.finish(portions.pop())
                 clip = clips[index % 3]
-                gradients = pair.gradients(index, dtype, clip)
+                gradients = pair.gradients(index, dtype, clip, shared)
                 portions.append(steps.add(partial(lambda given: given, gradients), clip))
             for portion in portions:
                 steps.finish(portion)

@@ -136,18 +136,20 @@ def test_gradients_that_do_not_lie_like_the_weight(clip: str, layout: Callable[[
     assert same(ours.detach(), theirs.detach())
 
 
+@pytest.mark.parametrize("strides", ["alike", "others"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_low_precision_are_scaled_in_it(dtype: torch.dtype) -> None:
-    ours, theirs = nn.Parameter(torch.ones(3 * LINE + 5)), nn.Parameter(torch.ones(3 * LINE + 5))
-    gradient, coefficient = torch.randn(3 * LINE + 5).to(dtype), torch.tensor(0.3)
-    scaled = gradient.clone().mul_(coefficient)
-    theirs.grad = scaled.float()
+def test_gradients_of_low_precision_are_scaled_in_that_of_their_weights(dtype: torch.dtype, strides: str) -> None:
+    weight = torch.ones(3 * LINE + 5, 2)
+    ours, theirs = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    gradient, coefficient = torch.randn_like(weight).to(dtype), torch.tensor(0.3)
+    theirs.grad = gradient.float().mul_(coefficient)
+    given = gradient.clone() if strides == "alike" else gradient.t().contiguous().t()
     optimizer, peer = AdamW([ours]), AdamW([theirs], fused=True)
     clip = Clip(coefficient=coefficient)
     host = HostStep(1, tile_bytes=LINE * 4)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, gradient)], clip)
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, given)], clip)
     peer.step()
-    assert torch.equal(gradient, scaled)
+    assert torch.equal(given, gradient)
     assert same(ours.detach(), theirs.detach())
 
 

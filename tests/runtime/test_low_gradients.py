@@ -1,0 +1,176 @@
+"""Gradients in the memory of copies: the same bits, no memory of their own; `grad` is right or says that it is not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.low_gradients import LowGradient
+from lightning_protrain.runtime.updates import Overlap
+from tests.runtime.applied import Net, differences, mean_square
+from tests.runtime.cases import CASES
+from tests.runtime.overlapped import CLIPPINGS, train
+from tests.runtime.test_chunk_low_precision import CASES_BY_DEVICE, mixed, run
+
+Made = tuple[nn.Parameter, nn.Parameter]
+
+
+def made() -> Made:
+    """A parameter with a low gradient, and its like with the same gradient in the dtype of the weight."""
+    torch.manual_seed(0)
+    parameter, values = nn.Parameter(torch.randn(4, 3)), torch.randn(4, 3).bfloat16()
+    like = nn.Parameter(parameter.detach().clone())
+    parameter.grad, like.grad = LowGradient(parameter, values), values.float()
+    return parameter, like
+
+
+def add_in_place(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad += 1
+
+
+def set_data(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = torch.zeros(4, 3)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.grad.norm(),
+    "item": lambda p: p.grad[0, 0].item(),
+    "numpy": lambda p: p.grad.numpy().sum(),
+    "tolist": lambda p: p.grad.tolist(),
+    "all of it": lambda p: p.grad.isnan().any(),
+    "another dtype": lambda p: p.grad.double().sum(),
+    "detach": lambda p: p.grad.detach().sum(),
+    "print": lambda p: str(p.grad),
+    "copy": lambda p: copy.deepcopy(p.grad).sum(),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)).sum(),
+    "memory": lambda p: p.grad.data_ptr() != 0,
+    "shared memory": lambda p: p.grad.share_memory_().sum(),
+    "in place": lambda p: p.grad.mul_(2).sum(),
+    "plus": add_in_place,
+    "data": set_data,
+    "zero": lambda p: torch.optim.SGD([p]).zero_grad(set_to_none=False),
+    "backward": lambda p: p.square().sum().backward(),
+    "clipped by norm": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),
+    "clipped by value": lambda p: torch.nn.utils.clip_grad_value_([p], 0.1),
+    "a step": lambda p: torch.optim.AdamW([p], foreach=False).step(),
+    "a step of many": lambda p: torch.optim.AdamW([p], foreach=True).step(),
+    "a fused step": lambda p: torch.optim.AdamW([p], fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whoever_uses_it_gets_the_gradient(use: str) -> None:
+    parameter, like = made()
+    found, expected = USES[use](parameter), USES[use](like)
+    assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+    assert torch.equal(parameter, like)
+    assert parameter.grad is not None
+    assert like.grad is not None
+    assert torch.equal(parameter.grad, like.grad)
+    assert parameter.grad.dtype == like.grad.dtype
+
+
+@pytest.mark.parametrize("use", USES)
+def test_behind_the_step_whoever_uses_it_is_told(use: str) -> None:
+    parameter, _ = made()
+    assert isinstance(parameter.grad, LowGradient)
+    parameter.grad.give_up()
+    with pytest.raises(RuntimeError, match=r'has been used in an optimizer step.*overlap_optimizer="off"'):
+        USES[use](parameter)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_what_needs_no_values_takes_no_memory(given_up: bool) -> None:
+    parameter, like = made()
+    low = parameter.grad
+    assert isinstance(low, LowGradient)
+    if given_up:
+        low.give_up()
+    for name in ("dtype", "device", "shape", "layout", "is_sparse", "requires_grad", "nbytes", "ndim"):
+        assert getattr(low, name) == getattr(like.grad, name)
+    assert (low.numel(), low.size(), low.dim()) == (12, (4, 3), 2)
+    assert parameter.grad is low
+    torch.optim.SGD([parameter]).zero_grad()
+    assert parameter.grad is None
+
+
+def test_a_step_that_may_be_writing_alone_reads_it() -> None:
+    parameter, like = made()
+    low = parameter.grad
+    assert isinstance(low, LowGradient)
+    low.begin_step()
+    assert like.grad is not None
+    assert torch.equal(low.stored(), like.grad.bfloat16())
+    for use in (low.cast, low.whole, low.norm):
+        with pytest.raises(RuntimeError, match="has been used in an optimizer step"):
+            use()
+
+
+def test_it_is_waited_for() -> None:
+    parameter, like = made()
+    low, waited = parameter.grad, list[str]()
+    assert isinstance(low, LowGradient)
+    low.lands(lambda: waited.append("landed"))
+    assert torch.equal(low.cast(), like.grad)
+    assert waited == ["landed"]
+    assert parameter.grad is low  # A cast for the moment leaves it where it is.
+    low.whole()
+    assert waited == ["landed"] * 2
+    assert low.cast() is low.stored() is low.whole() is parameter.grad
+
+
+# --- trained ----------------------------------------------------------------------------------------------------------
+
+WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.BACKWARD, "norm")]
+
+
+@pytest.fixture
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[LowGradient]:
+    """Those that have been given memory of their own."""
+    found: list[LowGradient] = []
+    real = LowGradient.whole
+    monkeypatch.setattr(LowGradient, "whole", lambda low: (found.append(low), real(low))[1])
+    return found
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> list[LowGradient]:
+    """All that have been made."""
+    found: list[LowGradient] = []
+    real = LowGradient.__init__
+    monkeypatch.setattr(LowGradient, "__init__", lambda low, *given: (found.append(low), real(low, *given))[1])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
+def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[LowGradient], lent: list[LowGradient]) -> None:
+    """From the first step on, and no gradient of a copy takes memory of its own."""
+    torch.manual_seed(0)
+    expected = train(Net(), step=mixed(mean_square), **CLIPPINGS[clipping])
+    found, state = run(Net, mean_square, kind, overlap, lends=True, **CLIPPINGS[clipping])
+    assert differences(expected, found) == []
+    low = sum(len(chunk.parameters) for chunk in state.plan.chunks if chunk.streamed_dtype)
+    assert len(lent) == (0 if overlap is Overlap.OFF else 4 * low)
+    assert not wholes
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
+@pytest.mark.parametrize(("name", "kind"), CASES_BY_DEVICE)
+def test_parity_of_what_nobody_foresaw(name: str, overlap: Overlap, accumulate: int, kind: str) -> None:
+    """Hooks, several backwards, weights that are needed again: it costs memory, and no bit."""
+    build, step, _ = CASES[name]
+    torch.manual_seed(0)
+    expected = train(build(), step=mixed(step), accumulate=accumulate)
+    found, _ = run(build, step, kind, overlap, accumulate=accumulate, lends=True)
+    assert differences(expected, found) == []
