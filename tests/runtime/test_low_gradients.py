@@ -6,18 +6,22 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.low_gradients import LowGradient
+from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Overlap
-from tests.runtime.applied import Net, differences, mean_square
+from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train
-from tests.runtime.test_chunk_low_precision import CASES_BY_DEVICE, mixed, run
+from tests.runtime.test_chunk_low_precision import CASES_BY_DEVICE, low_layout, low_plan, mixed, run
 
 Made = tuple[nn.Parameter, nn.Parameter]
 
@@ -174,3 +178,61 @@ def test_parity_of_what_nobody_foresaw(name: str, overlap: Overlap, accumulate: 
     expected = train(build(), step=mixed(step), accumulate=accumulate)
     found, _ = run(build, step, kind, overlap, accumulate=accumulate, lends=True)
     assert differences(expected, found) == []
+
+
+def evaluated_before_the_step(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:
+    """Two steps, with an evaluation and a look at all gradients between backward and step."""
+    optimizer, seen, step = adam(model), dict[str, Tensor](), mixed(mean_square)
+
+    def closure(index: int, batch: Tensor) -> None:
+        loss = step(model, batch, 0) if state is None else state.step(step, model, batch, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            later = step(model, batch, 0) if state is None else state.step(step, model, batch, 0, training=False)
+        seen[f"evaluated {index}"] = later.clone()
+        seen.update({f"{name} {index}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        if state is not None:
+            state.runtime.settle()
+
+    for index, batch in enumerate(batches(2)):
+        whole = partial(closure, index, batch)
+        if state is None:
+            optimizer.step(whole)
+            continue
+        state.runtime.updates.arm(optimizer, Overlap.FORWARD, lends=True)
+        with fused_host_step(optimizer, whole, "cpu", state.runtime.updates.launch) as final:
+            optimizer.step(final)
+        state.runtime.refresh()
+    return seen | {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_copy_that_is_wanted_again_lets_the_gradient_go(wholes: list[LowGradient]) -> None:
+    torch.manual_seed(0)
+    expected = evaluated_before_the_step(Net(), None)
+    torch.manual_seed(0)
+    model, device = Net(), CPUDevice(torch.device("cpu"))
+    plan = low_plan(model, low_layout(model, mean_square))
+    runtime = apply_plan(model, plan, low_layout(model, mean_square), device, lambda sentence: None)
+    found = evaluated_before_the_step(model, Applied(model, plan, runtime, device))
+    runtime.remove()
+    assert differences(expected, found) == []
+    assert len(wholes) == 2 * sum(len(chunk.parameters) for chunk in plan.chunks if chunk.streamed_dtype)
+
+
+def test_a_plan_that_is_taken_off_before_the_step_leaves_gradients() -> None:
+    grads = []
+    for lends in (False, True):
+        torch.manual_seed(0)
+        model, device = Net(), CPUDevice(torch.device("cpu"))
+        layout = low_layout(model, mean_square)
+        plan = low_plan(model, layout)
+        runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+        runtime.updates.arm(adam(model), Overlap.FORWARD, lends=lends)
+        Applied(model, plan, runtime, device).step(mixed(mean_square), model, batches()[0], 0).backward()
+        assert any(type(parameter.grad) is LowGradient for parameter in model.parameters()) is lends
+        runtime.remove()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert type(other) is Tensor
+        assert torch.equal(one, other)
