@@ -6,13 +6,11 @@ starts when all gradients are known (clipping needs their norm, which is taken a
 forward, the first-needed chunk first. In both a chunk waits for its own step only, when it is needed next; whoever else
 looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: every forward computes with the weights
 after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
-same in another order gives the same bits. Where ranks share weights, the step of a chunk has ended when all ranks that
-own some of it have made their part, see [Note: Turns].
+same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Turns].
 
 [Note: Torn]
-When some weights have been stepped and others never will be (an exception in a backward whose first chunks have been
-stepped, an optimizer that raises), the weights belong to no step. The run is *torn*: its state can be neither saved nor
-trained on.
+When some weights have been stepped and others never will be (a backward that raises behind its first steps, an optimizer
+that raises), the weights belong to no step. The run is *torn*: its state can be neither saved nor trained on.
 """
 
 from __future__ import annotations
