@@ -9,8 +9,8 @@ after the step. Nothing is approximate: the step of a parameter reads its own gr
 same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Turns].
 
 [Note: Torn]
-When some weights have been stepped and others never will be (a backward that raises behind its first steps, an optimizer
-that raises), the weights belong to no step. The run is *torn*: its state can be neither saved nor trained on.
+When some weights have been stepped and others never will be (backward raises behind its first steps, or the optimizer
+does), the weights belong to no step. The run is *torn*: its state can be neither saved nor trained on.
 """
 
 from __future__ import annotations
