@@ -55,7 +55,12 @@ TRIED = {
     )
     for layers, batch in ((4, 1), (8, 1), (12, 1), (8, 8))
 }
-HEADER = ("model", "device GiB", "sizes of chunks", "chunks", "candidates", "evaluated", "CPU s", "of the paper's")
+# Processor time that a search of these may take, in seconds, in every training loop.
+TARGETS = {"80 blocks": 0.05, "200 blocks": 1.0}
+HEADER = (
+    "model", "device GiB", "sizes of chunks", "chunks", "candidates", "evaluated", "CPU s", "of the paper's",
+    "target: CPU s",
+)  # fmt: skip
 PEER_HEADER = (
     "model", "chunks", "candidates", "plans", "tried all: CPU s", "search: CPU s", "time found / best", "same plan",
 )  # fmt: skip
@@ -73,6 +78,7 @@ class Search:
         candidates: What enumeration would go through, buffers apart.
         evaluations: Candidates and sets of them that were evaluated.
         seconds: Of processor time, of each repeat.
+        target: What it may take; None: nothing is said.
     """
 
     model: str
@@ -82,6 +88,7 @@ class Search:
     candidates: int
     evaluations: int
     seconds: tuple[float, ...]
+    target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +164,8 @@ def _pieces(info: ParameterInfo, piece_bytes: int) -> list[ParameterInfo]:
     ] or [info]
 
 
-def measure(name: str, problem: Problem) -> Search:
-    """Searches several times."""
+def measure(name: str, problem: Problem, target: float | None = None) -> Search:
+    """Searches several times; `target` is how long it may take."""
     found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
     packed = packings(problem, Knobs())
     counts = [len(packing.chunks) for packing in packed]
@@ -171,6 +178,7 @@ def measure(name: str, problem: Problem) -> Search:
         num_candidates(problem),
         found.evaluations,
         seconds,
+        target,
     )
 
 
@@ -230,6 +238,7 @@ def render(searches: Sequence[Search], trials: Sequence[Trial]) -> str:
             f"{row.evaluations:,}",
             f"{statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to {max(row.seconds):.3f})",
             f"{statistics.median(row.seconds) / PAPER_SECONDS:.1f}",
+            "" if row.target is None else f"{row.target:g}",
         )
         for row in searches
     ]
@@ -270,7 +279,7 @@ def run(
             for loop, training in LOOPS.items():
                 for device_bytes in (problem.device_bytes, SMALLER_BYTES):
                     each = replace(parts, training=training, device_bytes=device_bytes)
-                    searches.append(measure(f"{name}, divided, {loop}", each))
+                    searches.append(measure(f"{name}, divided, {loop}", each, TARGETS.get(name)))
     trials = []
     for name in tried:
         problem = tight(replace(problem_for(*TRIED[name], sequence), chunk_bytes=(None,)))

@@ -29,7 +29,7 @@ Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # After some rounds they are too few.
 BATCH = 128
 PIECES = 8
-PATIENCE, MOST_DOUBLINGS = 4, 2
+PATIENCE, MOST_DOUBLINGS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def minimize(
     evaluations = rounds = 0
     waiting = low[:, :0], high[:, :0], np.zeros(0)
     new = probed = _nonempty(*cut(*_nonempty(low, high)))
+    if 0 < new[0].shape[1] <= batch // PIECES:  # So few that it is no use to know their bounds.
+        new = _nonempty(*cut(*divide(*new, batch // new[0].shape[1], weights)))
     while probed[0].size:
         probes = probe(*probed)
         corners = np.hstack((new[0], probes)), np.hstack((new[1], probes))

@@ -7,12 +7,19 @@ differences of sums: a chunk takes the place of the one that many before it; bac
 that is used out of order or in two runs (a tied embedding) has no such form, unless it is resident. So there is a
 number of resident chunks from which on it holds: `in_order_from`. Plans with fewer have what `traffic` says for their
 numbers of resident chunks and of buffers; sets of plans are bounded by the one with just so many resident.
+
+[Note: Held back]
+Of the plans of a set, the one with the most resident chunks and buffers waits for the earliest position. Another one
+waits for the same, and holds as much back or more; or for a later one, and holds back one chunk at least, when that
+position has been computed, too. If the later one is the position that the chunks come for, none can wait for it. So a
+set is told from its plans where buffers are too few for the next block to come while one is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,8 +106,9 @@ class Candidates:
         self._back = Uses(len(segments), runs_back, sizes.nbytes, backward=True)
         self.in_order_from = max(needed_from, read_from)
         self._walked: dict[tuple[int, int], tuple[Integers, Seconds | None]] = {}
-        self._gradients, self._steps, self._resident, self._room = _landing(profile, sizes)
-        gradients, parts = _gradients(profile, sizes)
+        places = [[sizes.place[fqn] for fqn in segment.gradients] for segment in segments]
+        self._gradients, self._steps, self._resident, self._room = _landing(places, sizes)
+        gradients, parts = _gradients(profile, places, sizes)
         works = gradients.works(hardware, training)
         each = gradients.positions, gradients.chunks, gradients.streamed, parts, works
         rates = hardware.download, hardware.download_beside
@@ -113,6 +121,14 @@ class Candidates:
             first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
             self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], hardware, training)
         self._casts = bool(sizes.low.any())
+        # By the direction of the pass: bytes that come, at the very least, while each position is computed. One byte
+        # less is more than what additions in another order are off.
+        slowest = min(hardware.upload, hardware.upload_beside)
+        self._places = np.arange(len(segments))[:, None]
+        self._meanwhile = {
+            step: np.maximum(np.floor(seconds[:, 0] * slowest) - 1, 0).astype(np.int64)
+            for step, seconds in ((1, self._forward), (-1, self._backward))
+        }
 
     def columns(
         self,
@@ -131,7 +147,7 @@ class Candidates:
             buffers: Chunk buffers, (K,); the most of the set.
             checkpointed: Whether a position's block recomputes, (P, K); in a set, whether in all its plans.
             swapped: Bytes that a position swaps, (P, K).
-            loose: Whether it is a set, (K,): what is late depends on the plan, so only the smallest chunk counts.
+            loose: Whether it is a set, (K,): what is late depends on the plan, see [Note: Held back].
         """
         machine, training = self._hardware, self._training
         ups, backs = self._streams(persistent, buffers, loose)
@@ -255,7 +271,7 @@ class Candidates:
         nbytes = sums[end] - sums[begin]
         nbytes[0] += self._pinned_bytes[persistent]
         tails = None if self._tails is None else self._tails[:, np.where(begin < end, begin, uses.size)]
-        return _Uploads(nbytes, np.where(loose & waiting, uses.least, late_bytes), waits, tails)
+        return _Uploads(nbytes, self._held_back(uses, late_bytes, waits, 1, loose), waits, tails)
 
     def _backs(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
         """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any."""
@@ -267,8 +283,14 @@ class Candidates:
         waiting = (begin < end) & (freed < reads.size)
         waits = reads.until[np.where(waiting, freed, -1)]
         late = np.where(waiting, np.minimum(end, reads.ending(waits)[1] - widths), begin)
-        late_bytes = np.where(loose & waiting, reads.least, sums[late] - sums[begin])
+        late_bytes = self._held_back(reads, sums[late] - sums[begin], waits, -1, loose)
         return _Uploads(sums[end] - sums[begin], late_bytes, waits)
+
+    def _held_back(self, uses: Uses, late: Integers, waits: Integers, step: int, loose: Flags) -> Integers:
+        """Late bytes of plans, and the least of all plans of a set, (P, K); see [Note: Held back]."""
+        later = waits + step
+        meanwhile = self._meanwhile[step].take(later, mode="clip")
+        return np.where(loose & (later != self._places), np.minimum(late, uses.least + meanwhile), late)
 
     def _device_step(self, persistent: Integers) -> Seconds:
         numel, nbytes = self._resident[:, persistent]
@@ -294,12 +316,15 @@ def _uses(
     return needs, reads, np.array([index in pinned for index in range(count)], dtype=np.bool_)
 
 
-def _gradients(profile: ModelProfile, sizes: Sizes) -> tuple[Gradients, Seconds]:
-    """All in the order in which they land, and which part of its position each comes after."""
+def _gradients(profile: ModelProfile, places: Sequence[Sequence[int]], sizes: Sizes) -> tuple[Gradients, Seconds]:
+    """All in the order in which they land, and which part of its position each comes after.
+
+    `places` are those of the gradients of each segment among parameters.
+    """
     backwards = [segment.gradients for segment in profile.segments[::-1]]
     counts = np.array([len(gradients) for gradients in backwards], dtype=np.int64)
     positions = np.repeat(np.arange(len(counts))[::-1], counts)
-    each = np.array([sizes.place[fqn] for gradients in backwards for fqn in gradients], dtype=np.int64)
+    each = np.array([*chain.from_iterable(places[::-1])], dtype=np.int64)
     numels = np.split(sizes.numel[each], np.cumsum(counts)[:-1])
     parts = np.array([
         part
@@ -312,24 +337,23 @@ def _gradients(profile: ModelProfile, sizes: Sizes) -> tuple[Gradients, Seconds]
     ), parts
 
 
-def _landing(profile: ModelProfile, sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:
+def _landing(places: Sequence[Sequence[int]], sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:
     """Gradients, steps, elements and bytes of what is trained in the first p chunks, and the two largest gradients.
 
-    The last one is that of all chunks but the first p, together, (N + 1,).
+    The last one is that of all chunks but the first p, together, (N + 1,). `places` as in `_gradients`.
     """
-    segments, count = profile.segments, len(sizes.nbytes)
-    counts = [len(segment.gradients) for segment in segments]
-    positions = np.repeat(np.arange(len(segments)), counts)
-    each = np.array([sizes.place[fqn] for segment in segments for fqn in segment.gradients], dtype=np.int64)
+    count = len(sizes.nbytes)
+    positions = np.repeat(np.arange(len(places)), [len(own) for own in places])
+    each = np.array([*chain.from_iterable(places)], dtype=np.int64)
     chunks, own, nbytes, numel = sizes.chunk[each], sizes.own[each], sizes.streamed[each], sizes.numel[each]
     low = sizes.low[chunks]
     gradients = np.stack((nbytes, np.where(low, nbytes + own, 0), 2 * own + nbytes))
     steps = np.stack((numel, own, np.where(low, own + 2 * numel, 0)))
     # Chunks are stepped when their last gradient is there: at the earliest position.
-    last = np.full(count, len(segments), dtype=np.int64)
+    last = np.full(count, len(places), dtype=np.int64)
     np.minimum.at(last, chunks, positions)
     by_chunk = np.argsort(chunks, kind="stable")
-    ordered, shape = chunks[by_chunk], (len(segments), count)
+    ordered, shape = chunks[by_chunk], (len(places), count)
     return (
         Entries(*shape, positions, chunks, gradients),
         Entries(*shape, last[chunks], chunks, steps),

@@ -42,12 +42,15 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
     chunks: list[ChunkPlan] = []
     for unit in layout.units:
         groups: dict[tuple[str, str | None, bool, tuple[str, ...]], list[ParameterInfo]] = {}
+        latest, group = None, []
         for fqn in unit.parameters:
             used_by = users[fqn]
             if used_by[0] == unit.name:
                 info = layout.parameter(fqn)
                 kind = (info.dtype, info.streamed_dtype, info.trainable, used_by)
-                groups.setdefault(kind, []).append(info)
+                if kind != latest:
+                    latest, group = kind, groups.setdefault(kind, [])
+                group.append(info)
         for (dtype, streamed, trainable, _), infos in groups.items():
             for members, nbytes in _split(infos, chunk_bytes):
                 chunks.append(ChunkPlan(members, unit.name, dtype, trainable, nbytes, False, streamed))

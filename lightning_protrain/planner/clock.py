@@ -22,7 +22,6 @@ that the entries stand for. The value of a column depends on no other column, bi
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -241,12 +240,12 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
     `stepped` says when the host has stepped the chunks of each position, which the first one uploads then, (P, K).
     """
     ends, flat, rows, waits = _waits(columns.wait_forward, len(begun))
-    swaps = bool(columns.swap_out.any())
+    swaps: list[bool] = (columns.swap_out.max(axis=1) > 0).tolist()
     leaves = _only_where(columns.swap_out)
     released = None if stepped is None else stepped + columns.tail
     up = time = begun
-    out = np.maximum(begun, down) if swaps else begun
-    gone = deque([np.full_like(begun, -np.inf)] * 2, maxlen=2)  # What the last two positions have swapped.
+    out = np.maximum(begun, down)
+    gone = [np.full_like(begun, -np.inf)] * 2  # What the last two positions have swapped.
     for index, (upload, late, compute) in enumerate(
         zip(columns.upload_forward, columns.late_forward, columns.compute_forward, strict=True)
     ):
@@ -255,15 +254,16 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
             up = np.maximum(up, flat.take(rows[index]) + late)
         if released is not None:
             np.maximum(up[0], released[index], out=up[0])
-        start = np.maximum(time, up)
-        if swaps:
+        time = np.maximum(time, up)
+        if index > 1 and swaps[index - 2]:
             # Its memory is given back when the next position has ended.
-            start = np.maximum(start, gone[0])
-        time = ends[index] = start + compute
-        if swaps:
+            time = np.maximum(time, gone[0])
+        start, time = time, np.add(time, compute, out=ends[index])
+        gone = [gone[1], gone[1]]
+        if swaps[index]:
             out = np.maximum(out, start + leaves[index]) + columns.swap_out[index]
             out = np.maximum(out, time + leaves[index])
-            gone.append(np.maximum(gone[1], out + leaves[index]))
+            gone[1] = np.maximum(gone[1], out + leaves[index])
     return np.maximum(time, gone[0])
 
 
@@ -277,7 +277,7 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
         start: When it begins, (K,).
     """
     ends, flat, rows, waits = _waits(columns.wait_backward, 1)
-    swaps = bool(columns.swap_in.any())
+    swaps: list[bool] = (columns.swap_in.max(axis=1) > 0).tolist()
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
     begins = _only_where(works)
     # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads,
@@ -286,27 +286,45 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
     behind_begin = np.concatenate((*first, lands[:, None] + begins + columns.ready[:, None]), axis=1)
     first = (lands + columns.drain)[:, None], columns.carry[:, None]
     behind_link = np.concatenate((*first, begins + columns.ready_behind[:, None]), axis=1)
-    stepped = np.empty(lands.shape) if training.overlap == "backward" else None
 
+    # Of each position its computation, its downloads, and what the worker has waited for.
+    following = np.empty(behind_begin.shape)
     time = up = down = before = start
-    host = np.broadcast_to(start, works.shape[1:])
     for index in reversed(range(len(rows))):
-        entered = time
+        entered, known = time, following[index]
         up = up + columns.upload_backward[index]
         if waits[index]:
             up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
-        begun = np.maximum(entered, up) + columns.recompute[index]
-        following = np.maximum(begun + behind_begin[index], down + behind_link[index])
-        time, down = following[0], following[1]
-        if swaps:
+        begun = np.maximum(entered, up)
+        begun += columns.recompute[index]
+        np.add(behind_begin[index], begun, out=known)
+        np.maximum(known, behind_link[index] + down, out=known)
+        time, down = known[0], known[1]
+        if swaps[index]:
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
-        host = np.maximum(np.maximum(host, following[2:]) + works[index], down + begins[index])
-        if stepped is not None:
-            stepped[index] = host[0]
         ends[index, 0], before = time, entered
-    return _Ended(time, np.maximum(down, host), down, stepped)
+    hosts = _worked(following[:, 2:], works, following[:, 1:2] + begins, np.broadcast_to(start, works.shape[1:]))
+    stepped = hosts[:, 0] if training.overlap == "backward" else None
+    return _Ended(time, np.maximum(down, hosts[0]), down, stepped)
+
+
+def _worked(known: Seconds, works: Seconds, landed: Seconds, host: Seconds) -> Seconds:
+    """When the worker has done its work on each position, (P, W, K).
+
+    Args:
+        known: From when on it could begin and never wait.
+        works: Its work.
+        landed: When all it works on has landed: no work is done before.
+        host: When it is free.
+    """
+    found = np.empty(works.shape)
+    for index in reversed(range(len(works))):
+        np.maximum(host, known[index], out=found[index])
+        found[index] += works[index]
+        host = np.maximum(found[index], landed[index], out=found[index])
+    return found
 
 
 def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:

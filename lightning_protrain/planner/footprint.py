@@ -29,6 +29,8 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 # Of so many guesses of the fewest offloaded chunks that fit, one halves.
 HALVED = 4
+# From so many chunks away a guess goes by the slope between the last two.
+FAR = 8
 UNKNOWN = 1 << 60
 
 
@@ -162,6 +164,7 @@ class Footprint:
         # Of resident chunks, `fits` fit (-1: none), `over` are too many; often all there may be fit.
         fits, over, step = np.full_like(known, -1), len(beside) - known, 0
         guess = over - 1
+        last, taken = np.full_like(known, -1), np.zeros_like(known)
         while (sought := np.flatnonzero(over - fits > 1)).size:
             step += 1
             low, high = fits[sought], over[sought]
@@ -170,7 +173,13 @@ class Footprint:
             needed = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap[sought], tried))
             enough = needed <= budget
             fits[sought], over[sought] = np.where(enough, tried, low), np.where(enough, high, tried)
-            guess[sought] = np.searchsorted(fixed, budget - peaks, side="right") - 1
+            level = np.searchsorted(fixed, budget - peaks, side="right") - 1
+            # From far away the last two tell more: gradients of resident chunks are part of the peaks.
+            apart, more = tried - last[sought], needed - taken[sought]
+            known_slope = (np.abs(level - tried) > FAR) & (last[sought] >= 0) & (apart * more > 0)
+            slope = np.where(known_slope, more, 1) / np.where(known_slope, apart, 1)
+            guess[sought] = np.where(known_slope, tried + np.floor((budget - needed) / slope), level)
+            last[sought], taken[sought] = tried, needed
         return len(beside) - 1 - fits
 
     def host(self, num_swap: Integers, fewest: Integers, most: Integers) -> Integers:
@@ -194,8 +203,9 @@ class Footprint:
         """Levels of all layouts of policies that were asked for so far, and which of them these have, (K,)."""
         width = len(self._rank)
         pairs = num_swap * width + num_checkpoint
-        new = np.unique(pairs[self._column[pairs] < 0])
+        new = pairs[self._column[pairs] < 0]
         if new.size:
+            new = np.unique(new)
             swap, checkpoint = np.divmod(new, width)
             found = self._activations.levels(self.checkpoints(swap, checkpoint), self.swaps(swap))
             self._levels = found if self._levels is None else self._levels.beside(found)
@@ -223,11 +233,11 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
     for call in profile.calls:
         if call.name in index_of:
             row = table[index_of[call.name]]
-            fewer = np.zeros_like(row)
-            for fqn, cast in call.saved_casts:
-                if (chunk := chunk_of[sizes.place[fqn]]) >= 0:
-                    fewer[chunk] += swapped_bytes(cast)
-            np.maximum(row, call.swap_bytes - np.cumsum(fewer[::-1])[::-1], out=row)
+            fewer = [(chunk_of[sizes.place[fqn]], swapped_bytes(cast)) for fqn, cast in call.saved_casts]
+            chunks, nbytes = np.array(fewer, dtype=np.int64).reshape(-1, 2).T
+            sums = np.zeros(len(row) + 1, dtype=np.int64)
+            np.add.at(sums, chunks, nbytes)  # The last one is of what is not streamed in another dtype.
+            np.maximum(row, call.swap_bytes - np.cumsum(sums[-2::-1])[::-1], out=row)
     return table
 
 

@@ -11,6 +11,7 @@ stepped and it and all after it have been uploaded. Both are the largest of a fe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,12 +114,12 @@ class Steps:
         worked += (scaled[later[1]] - scaled[stop]) / hardware.host_memory
         comes = _after_each(nbytes)
         found = np.zeros((2, len(positions) + 1))
-        for row, rate in zip(found, (hardware.upload, hardware.upload_beside), strict=True):
-            seconds = ((comes[:-1] - comes[stop]) / rate - worked).tolist()
-            for index in range(len(seconds) - 1, -1, -1):
-                following = row[index + 1] if stop[index] > index + 1 else 0.0
-                row[index] = max(seconds[index], following)
-        return found
+        rates = np.array([[hardware.upload], [hardware.upload_beside]])
+        found[:, :-1] = (comes[:-1] - comes[stop]) / rates - worked
+        for begin, end in pairwise([*np.flatnonzero(np.diff(positions, prepend=-1)).tolist(), len(positions)]):
+            own = found[:, begin:end]
+            own[:] = np.maximum.accumulate(own[:, ::-1], axis=1)[:, ::-1]
+        return np.maximum(found, 0.0)
 
 
 def _sums(keys: Integers, amounts: Integers) -> tuple[Integers, Integers]:

@@ -83,20 +83,32 @@ def walk(near: Near, room: int, rate: float) -> Durations:
         room: Bytes that gradients may take on the device.
         rate: Bytes per second of the link.
     """
+    return _walk(near, _waits(near, room), rate)
+
+
+def _waits(near: Near, room: int) -> list[int]:
+    """Which gradient each one of a position waits for, of those before it and its own, in order; -1: none."""
+    under_way = list(near.before[::-1])
+    found = []
+    for nbytes, following in zip(near.nbytes, near.following, strict=True):
+        found.append(_waited(under_way, max(room - following - nbytes, 0)))
+        under_way.append(nbytes)
+    return found
+
+
+def _walk(near: Near, waits: Sequence[int], rate: float) -> Durations:
     # How much later than without waiting: behind the beginning, and behind the link. When each has landed: the same.
     late, late_link = 0.0, NEVER
     landed, carried = NEVER, 0.0
     ready, ready_behind = NEVER, NEVER
     ends = [(NEVER, -nbytes / rate) for nbytes in accumulate((0, *near.before[:-1]))][::-1] if near.before else []
-    under_way = list(near.before[::-1])
-    for nbytes, end, following, worked in zip(near.nbytes, near.ends, near.following, near.worked, strict=True):
-        waited = _waited(under_way, max(room - following - nbytes, 0))
+    for nbytes, end, waited, worked in zip(near.nbytes, near.ends, waits, near.worked, strict=True):
         if waited >= 0:
-            late, late_link = max(late, ends[waited][0] - end), max(late_link, ends[waited][1] - end)
-        landed = max(end + late, landed) + nbytes / rate
-        carried = max(end + late_link, carried) + nbytes / rate
+            behind_begin, behind_link = ends[waited]
+            late, late_link = max(late, behind_begin - end), max(late_link, behind_link - end)
+        seconds = nbytes / rate
+        landed, carried = max(end + late, landed) + seconds, max(end + late_link, carried) + seconds
         ready, ready_behind = max(ready, landed - worked), max(ready_behind, carried - worked)
-        under_way.append(nbytes)
         ends.append((landed, carried))
     return late, near.compute + late_link, landed, carried, ready, ready_behind
 
@@ -245,7 +257,8 @@ class Landings:
     def _durations(self, near: Near, room: int) -> Seconds:
         """Those of every rate, (R, 6)."""
         if (near, room) not in self._walked:
-            self._walked[near, room] = np.array([walk(near, room, rate) for rate in self._rates])
+            waits = _waits(near, room)
+            self._walked[near, room] = np.array([_walk(near, waits, rate) for rate in self._rates])
         return self._walked[near, room]
 
     def _worked(self, own: Sequence[int], counted: Sequence[int]) -> Iterator[float]:

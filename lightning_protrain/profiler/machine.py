@@ -70,15 +70,15 @@ class HardwareProfile:
         Raises:
             ValueError: Nothing is known about a dtype.
         """
-        total = 0.0
+        total, rates, memory = 0.0, self.flops, self.memory
         for cost in operations:
-            if cost.flops and cost.dtype not in self.flops:
+            if cost.flops and cost.dtype not in rates:
                 raise ValueError(
                     f"How fast {self.name!r} multiplies {cost.dtype} is not known, only {', '.join(self.flops)}. "
                     "Measure the hardware again, or use another precision."
                 )
-            arithmetic = cost.flops / self.flops[cost.dtype] if cost.flops else 0.0
-            total += cost.count * max(arithmetic, cost.nbytes / self.memory)
+            arithmetic = cost.flops / rates[cost.dtype] if cost.flops else 0.0
+            total += cost.count * max(arithmetic, cost.nbytes / memory)
         return total
 
     def to_json(self) -> str:

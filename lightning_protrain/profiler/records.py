@@ -168,6 +168,8 @@ class UnitCall:
 
     def swap_bytes_without(self, streamed: frozenset[str]) -> int:
         """The same for `swap_bytes`."""
+        if not streamed:
+            return self.swap_bytes
         return self.swap_bytes - sum(swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed)
 
 

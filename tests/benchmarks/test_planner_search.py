@@ -64,12 +64,16 @@ def test_divided_models_are_searched_for_every_loop(monkeypatch: pytest.MonkeyPa
     assert loops[3] == ("forward", True, True)
     monkeypatch.setitem(MODELS, "tiny", (TINY, 1))
     monkeypatch.setitem(planner_search.DIVIDED, "tiny", 1 << 13)
+    monkeypatch.setitem(planner_search.TARGETS, "tiny", 0.05)
     text, rows = planner_search.run(("tiny",), (), 16)
     divided = [row for row in rows["searches"] if "divided" in row["model"]]
     assert [row["model"] for row in divided[::2]] == [f"tiny, divided, {loop}" for loop in planner_search.LOOPS]
     whole = rows["searches"][0]
     assert all(row["chunks"] > whole["chunks"] and row["evaluations"] > 0 for row in divided)
     assert text.count("| tiny, divided, overlap forward |") == 2
+    assert all(row["target"] == 0.05 for row in divided)
+    assert whole["target"] is None
+    assert text.count("| 0.05 |") == len(divided)
 
 
 def test_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
