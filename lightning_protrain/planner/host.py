@@ -51,8 +51,9 @@ def host_terms(
     trainable = [chunk for chunk in offloaded if chunk.trainable]
     elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
     casts = sharers == 1
-    lent = [chunk for chunk in trainable if layout.lends_copies and chunk.streamed_dtype is not None]
-    kept = [chunk for chunk in trainable if not layout.lends_copies or chunk.streamed_dtype is None]
+    lends = layout.lends_copies and sharers == 1
+    lent = [chunk for chunk in trainable if lends and chunk.streamed_dtype is not None]
+    kept = [chunk for chunk in trainable if not lends or chunk.streamed_dtype is None]
     waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
     terms = {

@@ -261,9 +261,7 @@ class Landing:
                 trained = [other for other in slots if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
         missing.discard(slot)
-        if missing or not self._is_past(index):
-            return
-        if self._has_direct_use(index):
+        if missing or not self._is_past(index) or self._has_direct_use(index):
             return
         wanted = self._updates.wants(index)
         sums = [item for item in self._sums if item.index == index]
