@@ -24,15 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_protrain.consensus import (
-    decide,
-    describe_rank,
-    refuse_differences,
-    refuse_uneven,
-    say_if_weights_differ,
-)
+from lightning_protrain.consensus import decide, describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.owned_states import drop_states, gather_states
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -48,6 +43,7 @@ from lightning_protrain.replicas import (
 )
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
+from lightning_protrain.runtime.gauging import gauge
 from lightning_protrain.runtime.owners import owners_in_chunks
 from lightning_protrain.wishes import Wishes
 
@@ -200,25 +196,39 @@ class DataParallelStrategy(ProcessStrategy):
         copies, sharers = (1, here) if sharding is Sharding.SHARD else (here, 1)
         return replace(wishes, copies=copies, sharers=sharers, ranks=self.world_size)
 
-    def agree(self, layout: ModelLayout, model: nn.Module, choice: Plan | str, make: Callable[[], Plan]) -> Plan:
+    def agree(
+        self,
+        layout: ModelLayout,
+        model: nn.Module,
+        choice: Plan | str,
+        sharding: Sharding,
+        searches: bool,
+        make: Callable[[Network | None, Sharding], Plan],
+    ) -> Plan:
         """The plan of rank 0, when all ranks have found that they train the same.
 
         Args:
             layout: Of the model.
             model: With the weights of this rank.
             choice: What this rank was given as a plan.
-            make: Makes a plan.
+            sharding: Who will hold offloaded chunks.
+            searches: Whether a plan is searched for: then it is measured how fast ranks sum gradients.
+            make: Makes a plan, knowing both.
 
         Raises:
             ValueError: Ranks differ, or there is no plan; raised on all.
         """
         if self._ranks is None:
-            return make()
+            return make(None, sharding)
         refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
         self._waiting, self._has_outlines = find_waiting(model, self._ranks), False
         if not self._waiting:
             say_if_weights_differ(model)
-        return decide(make)
+        network = None
+        if self._ranks.meet("the search for a plan", searches):
+            network = gauge(self._ranks, self.root_device, sharding, layout, self.reduce_dtype)
+            rank_zero_info(f"Sums of gradients over {self._ranks.world_size} ranks: {network.describe()}.")
+        return decide(lambda: make(network, sharding))
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
         """Before the plan is applied: all ranks have the weights and buffers of rank 0.

@@ -18,8 +18,9 @@ from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected_memory, predict
-from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, check_plan
+from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, Sharding, check_plan
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.shortage import COPY
@@ -58,6 +59,7 @@ class Case:
         foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
         optimizers: Those of the model; empty: nothing is trained.
         copied_bytes: Bytes of the host for copies of states that callbacks keep, on one rank of the machine.
+        network: How ranks sum gradients; None: there is one, or it is not known.
         profile_on: Profiles the step, and says what is streamed in two bytes, for a GPU of some compute capability that
             is not here, or for `device`; None: it need not be profiled.
     """
@@ -73,6 +75,7 @@ class Case:
     foreach: bool = False
     optimizers: tuple[Optimizer, ...] = ()
     copied_bytes: int = 0
+    network: Network | None = None
     profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
     def on(self, machine: HardwareProfile | None) -> Case:
@@ -86,6 +89,18 @@ class Case:
         profile, streamed = self.profile_on(capability(machine.name) if machine is not None else None)
         layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
         return replace(self, layout=layout, profile=profile, streamed=streamed)
+
+    def plan_among(self, network: Network | None, sharding: Sharding) -> Plan:
+        """The plan for ranks on machines like this one.
+
+        Args:
+            network: How they sum gradients, where that is known.
+            sharding: Who holds offloaded chunks.
+
+        Raises:
+            ValueError: As `plan`.
+        """
+        return replace(replace(self, network=network).plan(), sharding=sharding)
 
     def plan(self, machine: HardwareProfile | None = None) -> Plan:
         """The plan for this machine, or for another one.
@@ -176,10 +191,12 @@ class Case:
         return free_host_bytes() // copies + sum(info.nbytes for info in self.layout.parameters)
 
     def _measure(self, profile: ModelProfile) -> HardwareProfile:
-        if self.wishes.hardware is not None:
-            return self.wishes.hardware
-        names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
-        return cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
+        machine = self.wishes.hardware
+        if machine is None:
+            names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
+            machine = cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
+        # That is the rate of this rank's cores; ranks that share one copy step a part of it each, all at one time.
+        return replace(machine, host_step=machine.host_step * self.wishes.sharers)
 
     def _search(self, machine: HardwareProfile, profile: ModelProfile, training: Training) -> Plan:
         dtypes = {info.dtype for info in self.layout.parameters}
@@ -198,6 +215,7 @@ class Case:
             foreach=self.foreach,
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
+            network=self.network,
         )
         plan = self._if_all_fits(problem)
         if plan is None:

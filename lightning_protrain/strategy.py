@@ -249,7 +249,7 @@ class ProTrainStrategy(DataParallelStrategy):
             self._answers.update(answers(case, self._machines))
             raise _TunerExitException
         layout, choice = case.layout, self._wishes.choice
-        plan = self.agree(layout, model, choice, lambda: replace(case.plan(), sharding=sharding))
+        plan = self.agree(layout, model, choice, sharding, case.searches(), case.plan_among)
         self._budget = case.budget()
         say_if_one_block(plan, layout)
         self.equalise(model, plan)

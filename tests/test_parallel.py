@@ -18,6 +18,7 @@ from lightning_protrain.parallel import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
 from tests.distributed.test_parity import Module, strategy_of
+from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -272,3 +273,26 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path: Path) -> None:
     first, second = values(run_ranks(_begin, 2, tmp_path, ["ddp", "resident", "replicate", "shard", "shard half"]))
     assert first == second
     assert all(found == first[0] for found in first)
+
+
+def _search(rank: int, sharding: str) -> Any:
+    """What a plan that was searched for says of the network, and what all ranks take for its rate."""
+    module = Module("full")
+    strategy = ProTrainStrategy(
+        sharding=sharding, device_memory="64KiB", hardware=MACHINE, process_group_backend="gloo"
+    )
+    trainer = trainer_on_rank(rank, 2, kind=lambda **_: strategy, max_steps=2)
+    trainer.fit(module)
+    plan = strategy.plan
+    assert plan is not None
+    assert plan.prediction is not None
+    return plan.to_json(), plan.num_offloaded_chunks, plan.prediction.busy["network"], plan.sharding
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_a_search_among_ranks_knows_their_network(sharding: str, tmp_path: Path) -> None:
+    first, second = values(run_ranks(_search, 2, tmp_path, sharding))
+    assert first == second
+    assert first[1] > 0
+    assert first[2] > 0
+    assert first[3] is Sharding(sharding)

@@ -164,6 +164,14 @@ def test_a_search_counts_all_ranks_that_share_a_host() -> None:
         refused.plan(tiny)
 
 
+def test_ranks_that_share_one_copy_step_it_together() -> None:
+    found = case(GIB)
+    assert found.profile is not None
+    for sharers in (1, 4):
+        shared = replace(found, wishes=replace(found.wishes, sharers=sharers))
+        assert shared._measure(found.profile) == replace(CPU, host_step=sharers * CPU.host_step)
+
+
 def test_swapped_activations_and_accumulated_gradients_are_not_spare() -> None:
     offload = case(GIB, host_memory=GIB, choice="offload")
     plan = offload.plan()

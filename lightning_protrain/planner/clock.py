@@ -28,6 +28,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.averages import Averages
+from lightning_protrain.planner.sending import Sending
+
 Seconds = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
@@ -132,30 +135,35 @@ class Columns:
     device_step: Seconds
 
 
-def simulate(columns: Columns, training: Training, asynchronous: bool = True) -> Seconds:
+def simulate(
+    columns: Columns, training: Training, asynchronous: bool = True, averages: Averages | None = None
+) -> Seconds:
     """Seconds of one optimizer step of every column, see [Note: Cycle] and [Note: Monotone].
 
     Args:
         columns: What the plans do.
         training: How they are used.
         asynchronous: Whether copies and the host run beside the device; else everything takes its turn.
+        averages: What is sent to other ranks in the last backward of a step; None: there is one rank.
 
     Returns:
         Seconds, (K,).
     """
-    return passes(columns, training, asynchronous)[0]
+    return passes(columns, training, asynchronous, averages)[0]
 
 
-def passes(columns: Columns, training: Training, asynchronous: bool = True) -> tuple[Seconds, Seconds]:
+def passes(
+    columns: Columns, training: Training, asynchronous: bool = True, averages: Averages | None = None
+) -> tuple[Seconds, Seconds]:
     """The result of `simulate`, and how much of it are forwards; (K,) each."""
     columns = _broadcast(columns)
     if not asynchronous:
-        return _in_turn(columns, training)
+        return _in_turn(columns, training, averages)
     start = np.zeros(columns.device_step.shape)
     again = training.accumulate
-    # The host's work in the last backward of a step, in its first one, and in one between them.
-    works = (columns.add if again > 1 else columns.land) + _worked_behind(columns, training)
-    ended = _backward(columns, np.stack((works, columns.land, columns.add)[: min(again, 3)], axis=1), training, start)
+    if averages is not None:
+        averages = averages.broadcast(*columns.land.shape)
+    ended, others = _backwards(columns, training, start, averages)
     begun, stepped = _update(columns, training, ended)
     if again == 1:
         seconds = _forward(columns, begun[None], ended.down[None], stepped)[0]
@@ -164,9 +172,27 @@ def passes(columns: Columns, training: Training, asynchronous: bool = True) -> t
     forwards = np.stack((begun, start)), np.stack((ended.down, start))
     seconds, other = _forward(columns, *forwards, stepped)
     forward = seconds - begun + (again - 1) * other
-    landed = np.maximum(ended.computed, ended.known)
-    seconds = seconds + (again - 1) * other + landed[1] + (again - 2) * landed[-1]
+    seconds = seconds + (again - 1) * other + others[0] + (again - 2) * others[-1]
     return seconds, forward
+
+
+def _backwards(
+    columns: Columns, training: Training, start: Seconds, averages: Averages | None
+) -> tuple[_Ended, Seconds]:
+    """The last backward of a step, and how long its first one takes and those between them, (0, 1 or 2, K)."""
+    again, behind = training.accumulate, _worked_behind(columns, training)
+    if averages is None:
+        works = (columns.add if again > 1 else columns.land) + behind
+        # The host's work in the last backward of a step, in its first one, and in one between them.
+        each = np.stack((works, columns.land, columns.add)[: min(again, 3)], axis=1)
+        ended = _backward(columns, each, training, start)
+        return ended, np.maximum(ended.computed, ended.known)[1:]
+    # What earlier micro-batches have left is added on the device, and averages come as the host needs them.
+    ended = _averaged(columns, averages, np.zeros_like(columns.land) + behind, training, start)
+    if again == 1:
+        return ended, ended.known[1:]
+    other = _backward(columns, np.stack((columns.land, columns.add)[: again - 1], axis=1), training, start)
+    return ended, np.maximum(other.computed, other.known)
 
 
 def _worked_behind(columns: Columns, training: Training) -> Seconds | float:
@@ -176,7 +202,7 @@ def _worked_behind(columns: Columns, training: Training) -> Seconds | float:
     return columns.norm if training.overlap == "forward" else columns.host_step
 
 
-def _in_turn(columns: Columns, training: Training) -> tuple[Seconds, Seconds]:
+def _in_turn(columns: Columns, training: Training, averages: Averages | None) -> tuple[Seconds, Seconds]:
     """The same where nothing runs beside anything: sums."""
     again = training.accumulate
     forward = again * (columns.compute_forward + columns.upload_forward + columns.swap_out).sum(axis=0)
@@ -185,6 +211,8 @@ def _in_turn(columns: Columns, training: Training) -> tuple[Seconds, Seconds]:
     landed = columns.land + (again - 1) * columns.add
     update = columns.host_step + (columns.norm + columns.scale if training.clips else 0.0)
     backward = (again * (device + copies) + landed + update).sum(axis=0) + columns.device_step
+    if averages is not None:
+        backward = backward + averages.sent
     return forward + backward, forward
 
 
@@ -325,6 +353,34 @@ def _worked(known: Seconds, works: Seconds, landed: Seconds, host: Seconds) -> S
         found[index] += works[index]
         host = np.maximum(found[index], landed[index], out=found[index])
     return found
+
+
+def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
+    """The backward that ends with averages, see [Note: Sends]; `works` are those of the host's worker, (P, K)."""
+    ends, flat, rows, waits = _waits(columns.wait_backward, 1)
+    swaps = bool(columns.swap_in.any())
+    comes, sending = _only_where(columns.swap_in), Sending(sums, works, start)
+    time = up = before = start
+    for index in reversed(range(len(rows))):
+        entered = time
+        up = up + columns.upload_backward[index]
+        if waits[index]:
+            up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
+        first = np.maximum(entered, up) + columns.recompute[index] + sums.lead[index]
+        held = sending.send(first, sums.sends[index])
+        rest = columns.compute_backward[index] - sums.lead[index]
+        time = np.maximum(first, held) + rest
+        older, left = sums.older[index], _only_where(sums.older[index])
+        up = np.maximum(up, first + left) + older
+        time = np.maximum(time, up + left)
+        if swaps:
+            up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
+            time = np.maximum(time, up)
+        sending.complete(index, time)
+        ends[index, 0], before = time, entered
+    sending.finish(time)
+    known = np.maximum(sending.down, sending.host)[None]
+    return _Ended(np.maximum(time, sending.free), known, sending.down, sending.stepped)
 
 
 def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:

@@ -101,7 +101,7 @@ class Footprint:
     @cached_property
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
-        lends = self._layout.lends_copies
+        lends = self._layout.lends_copies and self._sharers == 1
         how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -129,7 +129,7 @@ def host_bytes(
 
     Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
     offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there. Gradients that
-    lie in the memory of copies take none of their own.
+    lie in the memory of copies, on one rank, take none of their own.
 
     Args:
         layout: The model.
@@ -139,7 +139,8 @@ def host_bytes(
         use: Who else uses the host.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
-    states = sum(_state_bytes(layout, chunk, state_bytes) for chunk in offloaded)
+    lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
+    states = sum(_state_bytes(lending, chunk, state_bytes) for chunk in offloaded)
     gradients = sum(resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable)
     return states + (use.gradients - 1) * gradients + use.sharers * sum(block.swap_bytes for block in blocks)
 

@@ -34,7 +34,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
         knobs: What the user pinned.
     """
     timeline = expected_memory(problem, plan)
-    time = step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training)
+    time = _step_time(problem, plan)
     prediction = _prediction(problem, timeline, time)
     # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
     activations = max(timeline.device_peak - plan.memory.total, 0)
@@ -90,6 +90,8 @@ def _prediction(problem: Problem, timeline: MemoryTimeline, time: StepTime) -> P
         extra = {"fragmentation": phase.fragmentation} if phase.fragmentation > 0 else {}
         phases.append(PhasePrediction(phase.name, phase.unit, {**phase.device, **extra}, dict(phase.host)))
     busy = {"compute": time.compute, "upload": time.upload, "download": time.download, "host": time.host}
+    if problem.network is not None:
+        busy["network"] = time.network
     return Prediction(
         hardware=problem.hardware.name,
         budget=problem.device_bytes or problem.hardware.device_bytes,
@@ -139,7 +141,8 @@ def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
 
 def _larger_batch(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
     """The smallest batch that hides what the step waits for, or the largest that fits."""
-    what, best = "the copies" if prediction.bound == "link" else "the host's optimizer step", None
+    waits = {"link": "the copies", "network": "the sums over ranks"}
+    what, best = waits.get(prediction.bound, "the host's optimizer step"), None
     per_sample = prediction.step_seconds
     for factor in LARGER_BATCHES:
         larger = replace(problem, profile=scaled(problem.profile, factor))
@@ -147,7 +150,7 @@ def _larger_batch(problem: Problem, prediction: Prediction, knobs: Knobs) -> Ite
             plan = search(larger, knobs)
         except NoFeasiblePlan:
             break
-        time = step_time(larger.profile, larger.layout, plan, larger.hardware, larger.training)
+        time = _step_time(larger, plan)
         if time.seconds / factor < (1 - WORTH_SAYING) * per_sample:
             best, per_sample = (factor, time), time.seconds / factor
         if time.bound == "compute":
@@ -171,4 +174,9 @@ def _seconds(problem: Problem, knobs: Knobs) -> float | None:
         plan = search(problem, knobs)
     except NoFeasiblePlan:
         return None
-    return step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training).seconds
+    return _step_time(problem, plan).seconds
+
+
+def _step_time(problem: Problem, plan: Plan) -> StepTime:
+    known = problem.hardware, problem.training, problem.network
+    return step_time(problem.profile, problem.layout, plan, *known)

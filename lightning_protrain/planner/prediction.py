@@ -51,8 +51,9 @@ class Prediction:
         budget: Bytes that it may hold.
         phases: Memory, phase by phase.
         step_seconds: Of one optimizer step, with all its micro-batches.
-        busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`.
-        bound: What the step waits for most: `"compute"`, `"link"` or `"host"`.
+        busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
+            where there are several ranks `"network"`.
+        bound: What the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
         samples: Of one micro-batch; 0: not known.
         tokens: Of one micro-batch; 0: not known.
         accumulate: Micro-batches of one step.

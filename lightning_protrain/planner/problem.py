@@ -13,6 +13,7 @@ from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.footprint import Footprint
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import lay_out, swap_interval, swap_places
 from lightning_protrain.planner.sizes import Sizes
@@ -41,6 +42,8 @@ class Problem:
         chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
+        network: How gradients are summed over ranks, for the time that is predicted; None: there is one, or it is not
+            known. The search leaves it out.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -58,6 +61,7 @@ class Problem:
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
     checkpoint_copy: int = 0
     sharers: int = 1
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_protrain.planner.averages import averages_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training, passes, simulate
 from lightning_protrain.planner.columns import columns_of
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -38,18 +40,20 @@ LINKS = (
 class StepTime:
     """What one optimizer step takes, all its micro-batches together; seconds.
 
-    `compute + link_exposed + host_exposed == seconds == forward + backward`, but for rounding.
+    `compute + link_exposed + host_exposed + network_exposed == seconds == forward + backward`, but for rounding.
 
     Attributes:
         seconds: From one step to the next.
         forward: Of them, from the beginning of forwards to their end.
         backward: The rest: backwards, and what of the optimizer step no forward runs beside.
-        host_exposed: What a host that takes no time would save.
+        host_exposed: What a host that takes no time would save on one rank.
         link_exposed: What a link that takes no time would save then.
         compute: The device's computation, the optimizer step of resident chunks included.
         upload: How long the link towards the device is busy, hidden or not.
         download: The same towards the host.
         host: How long the host computes, hidden or not.
+        network_exposed: What training on one rank would save; negative where averages spare the host more.
+        network: How long gradients are summed over ranks, hidden or not.
     """
 
     seconds: float
@@ -61,19 +65,26 @@ class StepTime:
     upload: float
     download: float
     host: float
+    network_exposed: float = 0.0
+    network: float = 0.0
 
     @property
-    def bound(self) -> Literal["compute", "link", "host"]:
+    def bound(self) -> Literal["compute", "link", "host", "network"]:
         """Who is busy longest: what would have to be faster for a much faster step."""
-        busy = {"compute": self.compute, "link": max(self.upload, self.download), "host": self.host}
-        longest: Literal["compute", "link", "host"] = "compute"
-        if max(busy["link"], busy["host"]) > busy["compute"]:
-            longest = "link" if busy["link"] >= busy["host"] else "host"
-        return longest
+        longest: Literal["compute", "link", "host", "network"] = "compute"
+        link = max(self.upload, self.download)
+        if max(link, self.host) > self.compute:
+            longest = "link" if link >= self.host else "host"
+        return longest if self.network <= max(self.compute, link, self.host) else "network"
 
 
 def step_time(
-    profile: ModelProfile, layout: ModelLayout, plan: Plan, hardware: HardwareProfile, training: Training
+    profile: ModelProfile,
+    layout: ModelLayout,
+    plan: Plan,
+    hardware: HardwareProfile,
+    training: Training,
+    network: Network | None = None,
 ) -> StepTime:
     """Predicts what one optimizer step takes when the run has settled.
 
@@ -83,15 +94,18 @@ def step_time(
         plan: A whole plan.
         hardware: The machine.
         training: How the plan is used.
+        network: How gradients are summed over ranks; None: there is one.
 
     Raises:
         ValueError: The profile has no segments, or is one of another model than the layout or the plan; or the rate of
             the machine for a dtype is not known.
     """
     columns = columns_of(profile, layout, plan, hardware, training)
+    averages = averages_of(profile, layout, plan, hardware, training.accumulate > 1, network)
     without_host = _without(columns, HOST)
     without_links = _without(without_host, LINKS)
-    (seconds,), (forward,) = passes(columns, training, hardware.asynchronous)
+    (seconds,), (forward,) = passes(columns, training, hardware.asynchronous, averages)
+    alone = float(passes(columns, training, hardware.asynchronous)[0][0]) if averages is not None else float(seconds)
     unhindered, compute = (simulate(part, training, hardware.asynchronous)[0] for part in (without_host, without_links))
     again = training.accumulate
     landed = columns.land + (again - 1) * columns.add if again > 1 else columns.land
@@ -99,12 +113,14 @@ def step_time(
         seconds=float(seconds),
         forward=float(forward),
         backward=float(seconds - forward),
-        host_exposed=float(seconds - unhindered),
+        network_exposed=float(seconds) - alone,
+        host_exposed=alone - float(unhindered),
         link_exposed=float(unhindered - compute),
         compute=float(compute),
         upload=again * _total(columns.upload_forward, columns.upload_backward, columns.swap_in),
         download=again * _total(columns.download, columns.swap_out),
         host=_total(landed, columns.host_step) + training.clips * _total(columns.norm, columns.scale),
+        network=0.0 if averages is None else float(averages.sent[0]),
     )
 
 

@@ -98,7 +98,12 @@ def test_a_budget_that_is_given_counts_for_more_than_the_predicted_one() -> None
     assert "| total | 8.0 MiB | 25 % of 32.0 MiB |" in _lines(PLAN, 32 * MIB)
 
 
-@pytest.mark.parametrize("bound", ["compute", "link", "host"])
+def test_sums_over_ranks_are_said() -> None:
+    among = replace(PREDICTION, busy={**PREDICTION.busy, "network": 0.5})
+    assert time_sentence(among) == time_sentence(PREDICTION) + " Ranks sum gradients for 500 ms of it."
+
+
+@pytest.mark.parametrize("bound", ["compute", "link", "host", "network"])
 def test_the_bound_is_explained(bound: str) -> None:
     sentence = time_sentence(replace(PREDICTION, bound=bound))
     assert sentence.startswith("A step of 2 micro-batches is expected to take 2 s, 4,096 tokens per second; ")

@@ -1,0 +1,80 @@
+"""What it takes to sum gradients over ranks: the planner's record of the network. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Bytes that DDP puts into one sum, unless it is told otherwise.
+DDP_BUCKET = 25 << 20
+
+
+@dataclass(frozen=True)
+class Route:
+    """How fast one kind of collective is.
+
+    Attributes:
+        latency: Seconds of one of a few bytes.
+        rate: Bytes of its tensor per second beside that.
+
+    Raises:
+        ValueError: A figure is no finite number; the rate is not above zero, or the latency is below.
+    """
+
+    latency: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        """A zero or NaN would rule out every plan, or let any pass."""
+        for name, value, least in (("latency", self.latency, 0.0), ("rate", self.rate, math.ulp(0.0))):
+            if not math.isfinite(value) or value < least:
+                raise ValueError(f"The {name} of a collective is {value!r}: measure it again.")
+
+    def seconds(self, calls: float, nbytes: float) -> float:
+        """Of so many collectives that sum so many bytes together."""
+        return calls * self.latency + nbytes / self.rate
+
+
+@dataclass(frozen=True)
+class Network:
+    """How gradients of offloaded chunks are summed, see [Note: Nodes] in runtime/comm.py.
+
+    Attributes:
+        everyone: A sum over all ranks, to all of them: gradients of resident chunks, and without owners those of
+            offloaded ones.
+        owner: A sum over the ranks of a node, to one of them; None: chunks have no owners.
+        peers: A sum over the owners of a parameter on all nodes; None: there is one node, or there are no owners.
+        owners: Ranks of a node among which parameters are dealt out; 1: none are.
+        element: Bytes in which an element is sent; None: as many as its parameter has.
+    """
+
+    everyone: Route
+    owner: Route | None = None
+    peers: Route | None = None
+    owners: int = 1
+    element: int | None = None
+
+    def describe(self) -> str:
+        """The rates in words."""
+        routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}
+        each = [(name, route) for name, route in routes.items() if route is not None]
+        return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
+
+    def sum_of_chunk(self, num_parameters: int, numel: int, nbytes: int) -> float:
+        """Seconds from when the sums of a chunk begin until they have ended, if nothing else is sent.
+
+        Args:
+            num_parameters: Trained ones.
+            numel: Elements of all of them.
+            nbytes: Their bytes.
+        """
+        sent = nbytes if self.element is None else self.element * numel
+        if self.owner is None:
+            return self.everyone.seconds(1, sent)
+        seconds = self.owner.seconds(min(self.owners, num_parameters), sent)
+        # Nodes sum what each rank owns at the same time.
+        return seconds + (self.peers.seconds(1, sent / self.owners) if self.peers is not None else 0.0)
+
+    def sum_of_resident(self, nbytes: int) -> float:
+        """Seconds of the sums of so many bytes, in buckets as DDP makes them."""
+        return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)

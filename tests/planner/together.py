@@ -1,0 +1,104 @@
+"""Steps of several ranks on the virtual clock, to hold predictions against."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_protrain.planner.plan import Sharding
+from lightning_protrain.runtime import updates
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.optimizer import fused_host_step
+from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from lightning_protrain.simulation.network import SimulatedNetwork
+from tests.planner import virtual
+from tests.simulation import ranked
+
+
+def rates_of(case: virtual.Case, ratio: float) -> Rates:
+    """A machine of the case's proportions.
+
+    Args:
+        case: What is trained.
+        ratio: What all gradients take on the network over what a backward takes to compute.
+    """
+    layout, profile = virtual.profile_of(case.num_blocks, case.num_tokens, case.tied)
+    nbytes = sum(info.nbytes for info in layout.parameters)
+    _, backward = virtual.computing(profile)
+    return replace(virtual.rates_of(case, layout, profile), network=nbytes / (ratio * backward), latency=0.0)
+
+
+def measure(case: virtual.Case, ratio: float, sharding: Sharding, num_steps: int = 4) -> float:
+    """Virtual seconds of one step of two ranks when the run has settled."""
+    network = SimulatedNetwork(2)
+    rates = rates_of(case, ratio)
+    with pytest.MonkeyPatch.context() as patch:
+        own = ranked._OfThread(network)
+        patch.setattr(dist, "all_gather_object", own.all_gather_object)
+        patch.setattr(updates, "HostWorker", own.new_worker, raising=False)
+
+        def run(rank: int) -> list[float]:
+            own.rank = rank
+            own.device = SimulatedDevice(rates)
+            return _train(case, sharding, network, rank, own.device, num_steps)
+
+        found = network.run(run)
+    return max(ends[-1] - ends[-2] for ends in found)
+
+
+def _train(
+    case: virtual.Case, sharding: Sharding, network: SimulatedNetwork, rank: int, device: SimulatedDevice, steps: int
+) -> list[float]:
+    layout, profile = virtual.profile_of(case.num_blocks, case.num_tokens, case.tied)
+    gpt = virtual.model_of(case)
+    plan = replace(virtual.plan_of(case, layout, profile), sharding=sharding)
+    ranks = ranked.ranks_of(ranked.Case(sharding=sharding), network, device, rank)
+    ends: list[float] = []
+    with device:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            runtime = apply_plan(gpt, plan, layout, device, lambda _: None, ranks=ranks)
+        for chunk in runtime._chunks:
+            device.note_host(chunk._source)  # By itself, also in memory that ranks share.
+        resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
+        groups = [[p for name, p in gpt.named_parameters() if (name in resident) is kind] for kind in (True, False)]
+        for parameter in groups[0]:
+            device.set_place(parameter, "device")
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+        for _ in range(steps):
+            _step(case, gpt, runtime, optimizer)
+            ends.append(device.compute_stream().time)
+        runtime.updates.finish_all()
+        runtime.remove()
+    return ends
+
+
+def _step(case: virtual.Case, gpt: nn.Module, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+    training = case.training
+
+    def forward_and_backward(index: int) -> None:
+        loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True)
+        if index == 0:
+            optimizer.zero_grad()
+        if index == training.accumulate - 1:
+            runtime.begin_averages()
+        loss.backward()
+        runtime.end_backward()
+
+    def last() -> None:
+        forward_and_backward(training.accumulate - 1)
+        runtime.settle()
+
+    for index in range(training.accumulate - 1):
+        forward_and_backward(index)
+    runtime.updates.arm(optimizer, Overlap(training.overlap), None, training.clips)
+    with fused_host_step(optimizer, last, "cpu", runtime.updates.launch) as final:
+        optimizer.step(final)
+    runtime.refresh()
