@@ -1,9 +1,4 @@
-"""The part of a strategy that knows that several ranks train one model, and not how its weights are streamed.
-
-[Note: One thread]
-Left alone, autograd runs what is on a GPU on a thread of its own, beside what is on the CPU: a penalty over weights in
-host memory would add to gradients while others land there. On one thread all goes in one order, on every device.
-"""
+"""The part of a strategy that knows that several ranks train one model, and not how its weights are streamed."""
 
 from __future__ import annotations
 
@@ -297,11 +292,6 @@ class DataParallelStrategy(ProcessStrategy):
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward on this thread alone, see [Note: One thread]."""
-        with torch.autograd.set_multithreading_enabled(False):
-            return super().backward(*args, **kwargs)
 
     def average_resident(self) -> None:
         """After a backward: what DDP does not average."""

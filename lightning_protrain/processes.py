@@ -1,4 +1,9 @@
-"""Who takes part in a run: processes, machines, accelerators, and how they find each other."""
+"""Who takes part in a run: processes, machines, accelerators, and how they find each other.
+
+[Note: One thread]
+Left alone, autograd runs what is on a GPU on a thread of its own, beside what is on the CPU: a penalty over weights in
+host memory would add to gradients while others land there. On one thread all goes in one order, on every device.
+"""
 
 from __future__ import annotations
 
@@ -172,6 +177,11 @@ class ProcessStrategy(ParallelStrategy):
         # Both copies of the utility: the environments of a cluster may ignore the setters.
         for only in (rank_zero_only, fabric_rank_zero_only):
             setattr(only, "rank", self.global_rank)  # noqa: B010 (a function has no such attribute to mypy)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward on this thread alone, see [Note: One thread]."""
+        with torch.autograd.set_multithreading_enabled(False):
+            return super().backward(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
