@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ CASES = {
     "fused": None,
     "chunked-fp32": 1.00,
     "chunked-bf16": 1.25,
+    "chunked-bf16-apart": 1.25,
     "chunked-bf16-eager": None,
     "separate-passes": None,
     "for-loop": None,
@@ -60,6 +61,8 @@ WANTED_RATE = 0.9
 DISTURBED = 1.5
 WIDTH = 1024
 Work = Callable[[], object]
+# How gradients arrive: as weights are; in bf16 where the new weights go, as in a run; in bf16 in memory of their own.
+Arrive = Literal["fp32", "lent", "apart"]
 
 
 class Model:
@@ -102,18 +105,19 @@ class Model:
             for parameter, copy in self.copies.items():
                 copy.copy_(parameter)
 
-    def chunked(self, host: HostStep, low_precision: bool) -> None:
+    def chunked(self, host: HostStep, arrive: Arrive) -> None:
         """Chunk after chunk, each of which is waited for, as behind a forward."""
         group, steps = hyperparameters(self.fused.param_groups[0]), host.steps(self.fused)
-        portions = [steps.add(partial(self._given, group, chunk, low_precision)) for chunk in self.chunks]
+        portions = [steps.add(partial(self._given, group, chunk, arrive)) for chunk in self.chunks]
         with torch.no_grad():
             for portion in portions:
                 steps.finish(portion)
 
-    def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], low_precision: bool) -> Given:
-        if low_precision:
-            return [(group, [Update(each, self.gradients[each], self.copies[each]) for each in chunk])]
-        return [(group, [Update(each, _gradient(each)) for each in chunk])]
+    def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], arrive: Arrive) -> Given:
+        if arrive == "fp32":
+            return [(group, [Update(each, _gradient(each)) for each in chunk])]
+        copies = self.copies if arrive == "apart" else self.gradients
+        return [(group, [Update(each, self.gradients[each], copies[each]) for each in chunk])]
 
 
 @dataclass(frozen=True)
@@ -250,9 +254,10 @@ def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
         host._walk = kernels.walk
     works: dict[str, Work] = {
         "fused": model.fused.step,
-        "chunked-fp32": lambda: model.chunked(host, low_precision=False),
-        "chunked-bf16": lambda: model.chunked(host, low_precision=True),
-        "chunked-bf16-eager": lambda: model.chunked(host, low_precision=True),
+        "chunked-fp32": lambda: model.chunked(host, "fp32"),
+        "chunked-bf16": lambda: model.chunked(host, "lent"),
+        "chunked-bf16-apart": lambda: model.chunked(host, "apart"),
+        "chunked-bf16-eager": lambda: model.chunked(host, "apart"),
         "separate-passes": model.separate_passes,
         "for-loop": model.variant(foreach=False).step,
         "foreach": model.variant(foreach=True).step,

@@ -6,12 +6,13 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from benchmarks import optimizer
-from benchmarks.optimizer import CASES, SLOW, Beside, Measurement, Model, Row, Times, main
+from benchmarks.optimizer import CASES, SLOW, Arrive, Beside, Measurement, Model, Row, Times, main
 from lightning_protrain.runtime.hoststep import HostStep
 
 NUMBER = r"\d+\.\d{3}"
@@ -44,20 +45,21 @@ def test_tiles_of_other_sizes_are_rows_of_their_own(capsys: pytest.CaptureFixtur
     assert "| fused |" in printed
 
 
-@pytest.mark.parametrize("low_precision", [True, False])
-def test_the_cases_compute_the_same(low_precision: bool) -> None:
+@pytest.mark.parametrize("arrive", get_args(Arrive))
+def test_the_cases_compute_the_same(arrive: Arrive) -> None:
     """Only the casts of the gradients make a difference, and they are made in both."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Model(20_000, 10_000))
     ours, peer = models
+    low_precision = arrive != "fp32"
     for parameter, gradient in ours.gradients.items() if low_precision else ():
         assert parameter.grad is not None
         parameter.grad.copy_(torch.full_like(gradient, torch.nan))
     host = HostStep(1)
     try:
-        ours.chunked(host, low_precision)
+        ours.chunked(host, arrive)
     finally:
         host.close()
     if low_precision:
@@ -66,7 +68,8 @@ def test_the_cases_compute_the_same(low_precision: bool) -> None:
         peer.variant(fused=True).step()
     for one, other in zip(ours.parameters, peer.parameters, strict=True):
         assert torch.equal(one, other)
-        assert not low_precision or torch.equal(ours.copies[one], peer.copies[other])
+        copies = ours.gradients if arrive == "lent" else ours.copies
+        assert not low_precision or torch.equal(copies[one], peer.copies[other])
 
 
 @pytest.mark.parametrize("wrong", ["--pairs=0", "--threads=0", "--elements=0", "--tile-bytes=0", "--case=adam"])
