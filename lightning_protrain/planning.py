@@ -20,7 +20,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected_memory, predict
-from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, Sharding, check_plan
+from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.shortage import COPY
@@ -127,7 +127,7 @@ class Case:
                 raise
             self._find_plan(machine, host_bytes)  # It raises as well, if the copy is not the reason.
             raise ValueError(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
-        return replace(found, memory=self._with_buckets(found))
+        return self._with_buckets(found)
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
         choice, device_bytes = self.wishes.choice, self.budget(machine)
@@ -221,7 +221,9 @@ class Case:
         if plan is None:
             problem = replace(problem, device_bytes=max(budget - room, 0))
             plan = search_within(problem, self.wishes.knobs)
-        return predict(problem, plan, self.wishes.knobs)
+        plan = predict(problem, plan, self.wishes.knobs)
+        assert plan.prediction is not None
+        return replace(plan, prediction=replace(plan.prediction, budget=budget))
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
@@ -231,10 +233,12 @@ class Case:
         trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
         return 3 * max(trained, default=0)
 
-    def _with_buckets(self, plan: Plan) -> MemoryTerms:
-        offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-        more = self._room_for_buckets(offloaded)
-        return replace(plan.memory, gradients_in_flight=plan.memory.gradients_in_flight + more)
+    def _with_buckets(self, plan: Plan) -> Plan:
+        """With the room that sums over ranks take, in its terms and in what is predicted."""
+        nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
+        memory = replace(plan.memory, gradients_in_flight=plan.memory.gradients_in_flight + nbytes)
+        prediction = plan.prediction.with_buckets(nbytes) if plan.prediction is not None else None
+        return replace(plan, memory=memory, prediction=prediction)
 
     def _if_all_fits(self, problem: Problem) -> Plan | None:
         """The plan that streams nothing and keeps everything, if it fits and no knob is against it.

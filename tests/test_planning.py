@@ -15,7 +15,7 @@ from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.prediction import OTHER_RANKS
+from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, answers
@@ -162,6 +162,23 @@ def test_a_search_counts_all_ranks_that_share_a_host() -> None:
     refused = replace(four, wishes=replace(four.wishes, host_memory=1000))
     with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the machine"):
         refused.plan(tiny)
+
+
+def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
+    """In the terms of the plan, in the predicted backward, and within one budget."""
+    tiny = replace(CPU, name="tiny", device_bytes=80_000)
+    alone, several = case(GIB, host_memory=GIB), case(GIB, host_memory=GIB, ranks=4)
+    assert GRADIENT_BUCKETS not in alone.plan(tiny).prediction.phases[2].device
+    plan = several.plan(tiny)
+    assert plan.num_offloaded_chunks
+    backward = plan.prediction.phases[2]
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident and chunk.trainable]
+    assert (backward.name, backward.device[GRADIENT_BUCKETS]) == (
+        "backward",
+        3 * max(sum(several.layout.parameter(fqn).nbytes for fqn in chunk.parameters) for chunk in offloaded),
+    )
+    assert plan.prediction.budget == several.budget(tiny)
+    assert plan.prediction.device_bytes <= plan.memory.total <= plan.prediction.budget
 
 
 def test_ranks_that_share_one_copy_step_it_together() -> None:

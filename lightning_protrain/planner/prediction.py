@@ -9,6 +9,8 @@ from typing import Any, Self
 
 # How far a measured peak may lie above the predicted one before it is said; below it nobody is harmed.
 TOLERANCE = 0.05
+# Among the terms of the device: gradients of offloaded chunks that are summed over ranks.
+GRADIENT_BUCKETS = "gradient_buckets"
 # Among the terms of the host: the copy of a checkpoint that is written behind the training.
 CHECKPOINT_COPY = "checkpoint_copy"
 # The same: what the other ranks of a machine have of their own, where all of them share one copy of the rest.
@@ -85,6 +87,14 @@ class Prediction:
     def tokens_per_second(self) -> float | None:
         """Of one device; None where the tokens of a batch are not known."""
         return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
+
+    def with_buckets(self, nbytes: int) -> Self:
+        """The same where so many bytes of gradients are summed over ranks in backward."""
+        phases = tuple(
+            replace(phase, device={**phase.device, GRADIENT_BUCKETS: nbytes}) if phase.name == "backward" else phase
+            for phase in self.phases
+        )
+        return replace(self, phases=phases) if nbytes else self
 
     def with_advice(self, *sentences: str) -> Self:
         """The same with more sentences for the user."""
