@@ -2,22 +2,33 @@
 
 [Note: Happens-before]
 Work on two streams is ordered only by fences. Each stream, and the host, counts its own steps and knows of every other
-stream the last step that a fence has made it wait for: a vector clock (Lamport 1978, Mattern 1989). Of each storage
-the checker keeps the last writer and the readers since. An access is right if its stream's clock covers the last
-writer, and for a write the readers too. The first that is not covered raises, whether or not the late copy would have
-gone wrong this time. The host launches everything, so whatever it has done so far comes before what it launches.
+stream the last step that a fence has made it wait for: a vector clock (Lamport 1978, Mattern 1989). Of each extent that
+has been touched the checker keeps the last writer and the readers since. An access is right if its stream's clock
+covers the last writer of whatever it overlaps, and for a write the readers too. The first that is not covered raises,
+whether or not the late copy would have gone wrong this time. The host launches everything, so whatever it has done so
+far comes before what it launches.
+
+An *extent* is what lies from the first byte of a tensor to its last. Two without a byte in common need no order, as on
+a GPU: a copy may write beside what a kernel writes.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lightning_protrain.simulation.streams import RaceError, SimulatedStream
+
+Extent = tuple[int, int]
+# Of a whole storage, whatever its size.
+WHOLE: Extent = (0, sys.maxsize)
 
 
 @dataclass
 class _History:
-    """Who touched a storage: (stream, step, operation) of the last writer, and of the readers since by stream."""
+    """Who touched an extent: (stream, step, operation) of the last writer, and of the readers since by stream."""
 
     writer: tuple[str, int, str] | None = None
     readers: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -27,9 +38,11 @@ class Accesses:
     """Accesses to storages, each checked against those before, see [Note: Happens-before]."""
 
     def __init__(self) -> None:
-        self._histories: dict[int, _History] = {}
+        self._histories: dict[int, dict[Extent, _History]] = {}
 
-    def add(self, stream: SimulatedStream, step: int, key: int, write: bool, operation: str) -> None:
+    def add(
+        self, stream: SimulatedStream, step: int, key: int, write: bool, operation: str, extent: Extent = WHOLE
+    ) -> None:
         """Checks and notes one access.
 
         Args:
@@ -38,24 +51,55 @@ class Accesses:
             key: What stands for the storage.
             write: Whether it writes.
             operation: In what.
+            extent: The first byte, and the one behind the last.
 
         Raises:
             RaceError: No fence orders it after an access it depends on.
         """
-        history = self._histories.setdefault(key, _History())
-        what = f"{stream.name} {'writes' if write else 'reads'} in {operation}"
-        if history.writer is not None:
-            name, at, before = history.writer
-            if name != stream.name and stream.clock.get(name, 0) < at:
-                raise RaceError(f"{what} what {name} wrote in {before}, and no fence is between them.")
-        if not write:
-            history.readers[stream.name] = (step, operation)
+        begin, end = extent
+        if begin == end:
             return
-        for name, (at, before) in history.readers.items():
-            if name != stream.name and stream.clock.get(name, 0) < at:
-                raise RaceError(f"{what} what {name} may still read in {before}, and no fence is between them.")
-        self._histories[key] = _History((stream.name, step, operation))
+        histories = self._histories.setdefault(key, {})
+        for (first, last), history in histories.items():
+            if first < end and begin < last:
+                _check(history, stream, write, operation)
+        if not write:
+            histories.setdefault(extent, _History()).readers[stream.name] = (step, operation)
+            return
+        # What is covered in part keeps its history for the rest. Whoever comes after this write comes after that, too.
+        for first, last in [other for other in histories if begin <= other[0] and other[1] <= end]:
+            del histories[first, last]
+        histories[extent] = _History((stream.name, step, operation))
 
     def forget(self, key: int) -> None:
         """The storage is no more."""
         self._histories.pop(key, None)
+
+
+def extent_of(tensor: Tensor, base: int = 0) -> Extent:
+    """Where a tensor lies.
+
+    Args:
+        tensor: Which.
+        base: Where its storage begins.
+
+    Returns:
+        Its first byte, and the one behind its last.
+    """
+    begin = base + int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _check(history: _History, stream: SimulatedStream, write: bool, operation: str) -> None:
+    what = f"{stream.name} {'writes' if write else 'reads'} in {operation}"
+    if history.writer is not None:
+        name, at, before = history.writer
+        if name != stream.name and stream.clock.get(name, 0) < at:
+            raise RaceError(f"{what} what {name} wrote in {before}, and no fence is between them.")
+    if write:
+        for name, (at, before) in history.readers.items():
+            if name != stream.name and stream.clock.get(name, 0) < at:
+                raise RaceError(f"{what} what {name} may still read in {before}, and no fence is between them.")

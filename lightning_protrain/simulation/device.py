@@ -34,7 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_protrain.device import StreamDevice
 from lightning_protrain.host import HostMemory
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.simulation.accesses import Accesses
+from lightning_protrain.simulation.accesses import Accesses, extent_of
 from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
@@ -200,8 +200,10 @@ class SimulatedDevice(StreamDevice):
             RaceError: No fence orders it after an access it depends on.
         """
         host = self._host_key(tensor)
-        key = self._device_key(tensor.untyped_storage()) if host is None else host
-        self._accesses.add(stream, step, key, write, operation)
+        storage = tensor.untyped_storage()
+        # Storages of the host lie in blocks, and several of them in one.
+        key, base = (self._device_key(storage), 0) if host is None else (host, storage.data_ptr())
+        self._accesses.add(stream, step, key, write, operation, extent_of(tensor, base))
 
     def new_worker(self, name: str) -> SimulatedWorker:
         """One more thread of the host, beside `worker`."""

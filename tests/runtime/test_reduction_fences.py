@@ -1,0 +1,60 @@
+"""On the simulated device: older gradients come up while others of their chunk are added, each behind its own fence."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from lightning_protrain.runtime.reduction import _Bucket
+from lightning_protrain.simulation.device import SimulatedDevice
+from lightning_protrain.simulation.streams import RaceError
+from tests.runtime.sending import Network
+from tests.runtime.test_reduction import Case, Rank
+
+SHAPES = [(2,), (3, 2), (1,)]
+
+
+def accumulate(order: tuple[int, ...]) -> SimulatedDevice:
+    """A backward with averages on top of older gradients; those of the one chunk come in this order."""
+    rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
+    rank.reduction._device = device
+    for slot in rank.slots.values():
+        slot.host.grad = torch.full_like(slot.host, 3.0)
+        device.note_host(slot.host.grad)
+    gradients = {(0, at): torch.ones(SHAPES[at]) for at in order}
+    with device:
+        rank.reduction.begin()
+        for place, gradient in gradients.items():
+            device.set_place(gradient, "device")
+            rank.reduction.add(0, rank.slots[place], gradient)
+        rank.reduction.finish()
+    for place, slot in rank.slots.items():
+        assert torch.equal(slot.host.grad, torch.full(SHAPES[place[1]], 3.0 + (place[1] in order)))  # type: ignore[arg-type]
+    return device
+
+
+@pytest.mark.parametrize("order", [order for count in range(4) for order in permutations(range(3), count)])
+def test_gradients_are_added_to_older_ones_in_any_order(order: tuple[int, ...]) -> None:
+    accumulate(order)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1,)])
+def test_adding_to_what_is_not_there_yet_is_found(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
+    add = _Bucket.add
+
+    def without_waiting(self: _Bucket, *what: object) -> None:
+        arriving, self._arriving = self._arriving, {}
+        add(self, *what)  # type: ignore[arg-type]
+        self._arriving = arriving
+
+    monkeypatch.setattr(_Bucket, "add", without_waiting)
+    with pytest.raises(RaceError, match="compute writes in aten::add_ what up wrote in copy"):
+        accumulate(order)
+
+
+def test_sending_what_is_not_there_yet_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Bucket, "wait", lambda self: None)
+    with pytest.raises(RaceError, match="compute writes in aten::mul_ what up wrote in copy"):
+        accumulate((0,))
