@@ -156,7 +156,7 @@ class Landing:
         if reduction.runs:
             for slot, older in self._aside.items():
                 if older is not None:
-                    reduction.add(self._places[slot][0], slot, older)
+                    reduction.add(self._places[slot][0], slot, older, on_host=True)
             self._aside.clear()
             for index in range(len(self._chunks)):
                 self._leave(index)

@@ -95,10 +95,18 @@ class _Bucket:
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, slot: Slot, older: Tensor) -> None:
-        """Begins with a gradient in host memory, before any is added."""
-        fence = self._arriving[slot] = self._device.upload(older, self._places[slot].view(slot))
+        """Adds a gradient in host memory, which nobody writes to before `let_go`."""
+        view = self._places[slot].view(slot)
+        if slot in self.filled:
+            self._wait_for(slot)
+            part = torch.empty_like(view)
+            fence = self._device.upload(older, part)
+            self._device.wait(fence)
+            view.add_(part)
+        else:
+            fence = self._arriving[slot] = self._device.upload(older, view)
+            self.filled.add(slot)
         self._uploaded.append((older, fence))
-        self.filled.add(slot)
 
     def wait(self) -> None:
         """What has been uploaded is there for the compute stream."""
@@ -114,13 +122,16 @@ class _Bucket:
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
         view = self._places[slot].view(slot)
-        if slot in self._arriving:
-            self._device.wait(self._arriving.pop(slot))
+        self._wait_for(slot)
         if slot in self.filled:
             view.add_(gradient)
         else:
             view.copy_(gradient)
             self.filled.add(slot)
+
+    def _wait_for(self, slot: Slot) -> None:
+        if slot in self._arriving:
+            self._device.wait(self._arriving.pop(slot))
 
 
 class Reduction:
@@ -162,13 +173,14 @@ class Reduction:
         ]
         self._queue = deque(reversed(trained))
 
-    def add(self, index: int, slot: Slot, gradient: Tensor) -> None:
+    def add(self, index: int, slot: Slot, gradient: Tensor, on_host: bool = False) -> None:
         """A gradient of this backward.
 
         Args:
             index: Of its chunk.
             slot: Of its parameter.
-            gradient: On the device.
+            gradient: On the device, unless `on_host`.
+            on_host: Whether it lies there, and nobody writes to it before the average lands.
 
         Raises:
             RuntimeError: It is sparse, or comes after its chunk has been sent.
@@ -182,7 +194,10 @@ class Reduction:
             raise _too_late(slot)
         bucket = self._bucket(index)
         self._take_older(bucket, slot)
-        bucket.add(slot, gradient)
+        if on_host:
+            bucket.upload(slot, gradient)
+        else:
+            bucket.add(slot, gradient)
 
     def refuse_mixing(self, slot: Slot) -> None:
         """Before a gradient of this rank is added on the host to what may be an average already.
@@ -250,10 +265,7 @@ class Reduction:
         older = slot.host.grad
         if older is None or (slot in self._averages and self._averages[slot]() is older):
             return
-        if slot in bucket.filled:
-            bucket.add(slot, older.to(self._device.torch_device))
-        else:
-            bucket.upload(slot, older)
+        bucket.upload(slot, older)
         slot.host.grad = None
 
     def _send(self, index: int) -> None:

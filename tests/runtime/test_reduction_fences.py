@@ -1,4 +1,4 @@
-"""On the simulated device: older gradients come up while others of their chunk are added, each behind its own fence."""
+"""On the simulated device: gradients come up from the host while others of their chunk are added, behind fences."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from itertools import permutations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.runtime.reduction import _Bucket
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.sending import Network
 from tests.runtime.test_reduction import Case, Rank
+from tests.simulation import ranked
 
 SHAPES = [(2,), (3, 2), (1,)]
 
@@ -58,3 +61,36 @@ def test_sending_what_is_not_there_yet_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_Bucket, "wait", lambda self: None)
     with pytest.raises(RaceError, match="compute writes in aten::mul_ what up wrote in copy"):
         accumulate((0,))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_comes_to_the_host_behind_another_is_added_on_the_device(older: bool) -> None:
+    rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
+    rank.reduction._device = device
+    (slot, *_), gradient = rank.slots.values(), torch.ones(SHAPES[0])
+    found = [torch.full(SHAPES[0], value) for value in (3.0, 5.0)]
+    for each in found:
+        device.note_host(each)
+    with device:
+        rank.reduction.begin()
+        device.set_place(gradient, "device")
+        slot.host.grad = found[0] if older else None
+        rank.reduction.add(0, slot, gradient)
+        slot.host.grad = found[1]
+        rank.reduction.finish()
+    assert torch.equal(slot.host.grad, torch.full(SHAPES[0], 6.0 + 3.0 * older))
+
+
+class Penalised(ranked.Case):
+    """A weight is used outside its block, too."""
+
+    def loss(self, model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
+        loss = super().loss(model, rank, step, micro)
+        return loss + model.get_parameter("blocks.1.up.weight").square().sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("sharding", list(Sharding))
+def test_direct_uses_are_averaged_with_what_was_set_aside_for_them(accumulate: int, sharding: Sharding) -> None:
+    case = Penalised(accumulate=accumulate, sharding=sharding, skips=False)
+    ranked.assert_exact(case, ranked.train(case))
