@@ -256,8 +256,9 @@ class Reduction:
             if _takes_gradient(slot):
                 owners.setdefault(chunk.owner(slot), []).append(slot)
         bucket = _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()], self._device)
-        for slot in chain.from_iterable(owners.values()):
-            self._take_older(bucket, slot)
+        for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
+            if _takes_gradient(slot):
+                self._take_older(bucket, slot)
         return bucket
 
     def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
