@@ -137,6 +137,11 @@ class Activations:
         step: Integers = self._fragmented(self._temporaries[persistent]) + all_gradients
         return np.maximum(highest, step)
 
+    @property
+    def gradients(self) -> Integers:
+        """Bytes of all gradients of the first n chunks, which peaks have at most on top of activations, (N + 1,)."""
+        return self._gradients.total
+
     def held(self, persistent: Integers) -> Integers:
         """Bytes of gradients of offloaded chunks that are held while they land, (K,); 0 on a synchronous device.
 

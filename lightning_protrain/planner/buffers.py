@@ -16,6 +16,8 @@ from lightning_protrain.profiler.records import ModelLayout
 Integers = NDArray[np.int64]
 # So many of the functions below are kept, at most; each has an entry for every chunk.
 KEPT = 512
+# Of so many guesses of the most buffers, one halves.
+HALVED = 4
 
 
 class Buffers:
@@ -34,6 +36,7 @@ class Buffers:
     def __init__(self, layout: ModelLayout, sizes: Integers, needed: Mapping[str, tuple[int, ...]]) -> None:
         self.count = len(sizes)
         self.sums = before_each(sizes)
+        self._largest = max(int(sizes.max(initial=1)), 1)
         self.least, self._least_bytes = _together(layout, sizes, needed)
         self._heaviest = lru_cache(KEPT)(self._heaviest_windows)
 
@@ -64,12 +67,15 @@ class Buffers:
         fits[fits] = self.bytes(persistent[fits], low[fits]) <= room[fits]
         low = np.where(fits, low, -1)
         high = np.where(fits, high, -1)
-        probe = high.copy()  # Usually that is it.
+        probe, step = high.copy(), 0  # Usually that is it.
         while (open_ := np.flatnonzero(low < high)).size:
-            enough = self.bytes(persistent[open_], probe[open_]) <= room[open_]
-            low[open_] = np.where(enough, probe[open_], low[open_])
-            high[open_] = np.where(enough, high[open_], probe[open_] - 1)
-            probe = (low + high + 1) // 2
+            step += 1
+            over = self.bytes(persistent[open_], probe[open_]) - room[open_]
+            low[open_] = np.where(over <= 0, probe[open_], low[open_])
+            # Without one of them, a window is lighter by the largest chunk at most.
+            fewer = np.maximum(-(-over // self._largest), 1)
+            high[open_] = np.where(over <= 0, high[open_], np.maximum(probe[open_] - fewer, low[open_]))
+            probe = (low + high + 1) // 2 if step % HALVED == 0 else high
         return low
 
     def _heaviest_windows(self, width: int) -> Integers:

@@ -3,8 +3,9 @@
 [Note: Fewest offloaded]
 What a candidate takes at least, with the fewest buffers, does not fall with resident chunks once every table of bytes
 is replaced by its least from there on. So for each layout of policies there is a number of offloaded chunks below
-which nothing fits, and boxes of candidates are cut there. What activations take hardly depends on that number, so the
-one that is sought is next to where they would just fit if it did not; halving now and then makes sure that it is found.
+which nothing fits, and boxes of candidates are cut there. What peaks have beside all gradients of resident chunks
+hardly depends on that number, so the one that is sought is next to where they would just fit if it did not; halving now
+and then makes sure that it is found.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapp
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 # Of so many guesses of the fewest offloaded chunks that fit, one halves.
-HALVED = 4
+HALVED = 8
 # From so many chunks away a guess goes by the slope between the last two.
 FAR = 8
 UNKNOWN = 1 << 60
@@ -161,6 +162,8 @@ class Footprint:
         self, levels: Levels, columns: Integers, num_swap: Integers, known: Integers, budget: int, beside: Integers
     ) -> Integers:
         fixed, states = _least_after(self._fixed + beside), _least_after(self._states + beside)
+        gradients = self._activations.gradients
+        growing = fixed + gradients
         # Of resident chunks, `fits` fit (-1: none), `over` are too many; often all there may be fit.
         fits, over, step = np.full_like(known, -1), len(beside) - known, 0
         guess = over - 1
@@ -173,7 +176,7 @@ class Footprint:
             needed = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap[sought], tried))
             enough = needed <= budget
             fits[sought], over[sought] = np.where(enough, tried, low), np.where(enough, high, tried)
-            level = np.searchsorted(fixed, budget - peaks, side="right") - 1
+            level = np.searchsorted(growing, budget - peaks + gradients[tried], side="right") - 1
             # From far away the last two tell more: gradients of resident chunks are part of the peaks.
             apart, more = tried - last[sought], needed - taken[sought]
             known_slope = (np.abs(level - tried) > FAR) & (last[sought] >= 0) & (apart * more > 0)
