@@ -58,9 +58,9 @@ class ProTrainStrategy(DataParallelStrategy):
         plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
             checkpointed, the smallest footprint. `"auto"`: resident if it fits, else the fastest plan that does. Or a
             `Plan`, or the path of one saved with `Plan.save`.
-        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a
-            GPU has free; no limit on the CPU.
-        host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
+        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU has free, that
+            of the rank with the least; no limit on the CPU.
+        host_memory: The same for offloaded states on the host. `"auto"`: what the machine with the least has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
         num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
