@@ -16,7 +16,7 @@ from lightning_protrain import ProTrainStrategy, consensus, joint_planning, plan
 from lightning_protrain.device import CPUDevice, Device
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planning import SHARE_OF_ALL
-from tests.distributed.test_loading import Found, Once, loader, module_of, save, tensors_of
+from tests.distributed.test_loading import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
 from tests.distributed.test_parity import Module
 from tests.machines import CPU, GIB
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -100,24 +100,32 @@ def test_where_there_is_nothing_to_choose_weights_are_shared(options: dict[str, 
 # --- loaded once ------------------------------------------------------------------------------------------------------
 
 
+# What DDP trains as well; the rest is compared with ranks that have all loaded.
+PLAIN = ("full", "lora", "tied", "head")
+
+
 def load(rank: int, kind: str, folder: Path) -> tuple[list[str], str, bool]:
     """What differs from a run in which every rank has loaded, what is taken, and whether this rank has loaded."""
     torch.set_num_threads(1)
     joint_planning.gauge = lambda *_: NETWORKS["replicate"]
+    options: dict[str, Any] = {"device_memory": "64KiB", "hardware": CPU, "monitor": False}
+    before: Any = DDPStrategy if kind in PLAIN else partial(Everywhere, sharding="replicate", **options)
     ends = []
-    for strategy in (DDPStrategy, partial(Once, device_memory="64KiB", hardware=CPU, monitor=False)):
+    for strategy in (before, partial(Once, **options)):
         torch.manual_seed(5)
-        callbacks = [found := Found()] if strategy is not DDPStrategy else []
-        trainer = trainer_on_rank(rank, 2, strategy, max_steps=3, callbacks=callbacks)
+        trainer = trainer_on_rank(rank, 2, strategy, max_steps=3)
         module = module_of(kind, folder)
         trainer.fit(module, loader())
         ends.append(tensors_of(module))
     expected, tensors = ends
     wrong = [name for name in expected if not torch.equal(expected[name], tensors[name])]
-    return [*wrong, *(expected.keys() ^ tensors.keys())], str(trainer.strategy.plan.sharding), found.outlined
+    found: Any = trainer.strategy
+    return [*wrong, *(expected.keys() ^ tensors.keys())], str(found.plan.sharding), found.loaded_outline
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "tied", "head"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in PLAIN else pytest.mark.slow) for kind in (*KINDS, "head")]
+)
 def test_ranks_that_have_loaded_nothing_get_their_copies(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path / "model")
     found = values(run_ranks(load, 2, tmp_path, kind, tmp_path / "model"))
