@@ -12,8 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_protrain.callbacks.ranks import gather
+from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.comm import Ranks
 
 
 def describe_rank(layout: ModelLayout, device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
@@ -65,6 +67,29 @@ def say_if_weights_differ(model: nn.Module) -> None:
             f"The weights of rank {', '.join(others)} differ from those of rank 0, which all ranks take. Call "
             "`seed_everything` with the same seed before the model is made to begin equal."
         )
+
+
+def least_memory(mine: FreeMemory, ranks: Ranks) -> FreeMemory:
+    """What every rank has free at least; every rank calls it, and the user hears of one that has much less than rank 0.
+
+    Args:
+        mine: What this one has.
+        ranks: Who they are.
+
+    Raises:
+        RuntimeError: A rank is gone, or has failed.
+    """
+    told = torch.tensor([-1 if value is None else value for value in (mine.device, mine.host, mine.weights)])
+    everywhere = [torch.empty_like(told) for _ in range(ranks.world_size)]
+    work = dist.all_gather(everywhere, told, group=ranks.meeting, async_op=True)
+    ranks.attendance.wait(work, "the memory of all ranks")
+    found = []
+    for each in everywhere:
+        device, host, weights = each.tolist()
+        found.append(FreeMemory(None if device < 0 else device, None if host < 0 else host, weights))
+    for sentence in shortages(found):
+        rank_zero_info(sentence)
+    return least(found, ranks.local_size)
 
 
 def decide(make: Callable[[], Plan]) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_protrain.consensus import decide, describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
+from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.owned_states import drop_states, gather_states
-from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -38,7 +37,6 @@ from lightning_protrain.replicas import (
 )
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
-from lightning_protrain.runtime.gauging import gauge
 from lightning_protrain.runtime.owners import owners_in_chunks
 from lightning_protrain.wishes import Wishes
 
@@ -152,12 +150,17 @@ class DataParallelStrategy(ProcessStrategy):
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
-    def choose_sharding(self) -> Sharding:
-        """Who will hold offloaded chunks, if there are any."""
-        choice, alone = self._parallelism.sharding, self._ranks is None or self.num_processes == 1
-        if choice == "shard" and self._ranks is None:
+    def shardings(self, local_size: int) -> tuple[Sharding, ...]:
+        """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
+        if local_size == 1 or not self.may_shard:
+            return (Sharding.REPLICATE,)
+        return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
+
+    def own_shardings(self) -> tuple[Sharding, ...]:
+        """The same for the ranks of this run."""
+        if self._parallelism.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        return Sharding.SHARD if choice in ("auto", "shard") and not alone else Sharding.REPLICATE
+        return self.shardings(self.num_processes if self._ranks is not None else 1)
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
@@ -187,43 +190,25 @@ class DataParallelStrategy(ProcessStrategy):
 
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
-        here = max(self.num_processes, 1)
-        copies, sharers = (1, here) if sharding is Sharding.SHARD else (here, 1)
-        return replace(wishes, copies=copies, sharers=sharers, ranks=self.world_size)
+        return wishes.among(sharding, max(self.num_processes, 1), self.world_size)
 
-    def agree(
-        self,
-        layout: ModelLayout,
-        model: nn.Module,
-        choice: Plan | str,
-        sharding: Sharding,
-        searches: bool,
-        make: Callable[[Network | None, Sharding], Plan],
-    ) -> Plan:
-        """The plan of rank 0, when all ranks have found that they train the same.
+    def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
+        """Before a plan is made: all ranks train the same; every rank calls it.
 
         Args:
             layout: Of the model.
             model: With the weights of this rank.
             choice: What this rank was given as a plan.
-            sharding: Who will hold offloaded chunks.
-            searches: Whether a plan is searched for: then it is measured how fast ranks sum gradients.
-            make: Makes a plan, knowing both.
 
         Raises:
-            ValueError: Ranks differ, or there is no plan; raised on all.
+            ValueError: Ranks differ; raised on all.
         """
         if self._ranks is None:
-            return make(None, sharding)
+            return
         refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
         self._waiting, self._has_outlines = find_waiting(model, self._ranks), False
         if not self._waiting:
             say_if_weights_differ(model)
-        network = None
-        if self._ranks.meet("the search for a plan", searches):
-            network = gauge(self._ranks, self.root_device, sharding, layout, self.reduce_dtype)
-            rank_zero_info(f"Sums of gradients over {self._ranks.world_size} ranks: {network.describe()}.")
-        return decide(lambda: make(network, sharding))
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
         """Before the plan is applied: all ranks have the weights and buffers of rank 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from lightning_protrain.callbacks.copies import copied_bytes
 from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
@@ -22,7 +23,7 @@ from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
 from lightning_protrain.planner.presets import make_plan
-from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem
 from lightning_protrain.planner.shortage import COPY
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
@@ -36,6 +37,7 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitI
 from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.searching import search_with_evaluation
 from lightning_protrain.wishes import Wishes
 
 # Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
@@ -60,6 +62,7 @@ class Case:
         optimizers: Those of the model; empty: nothing is trained.
         copied_bytes: Bytes of the host for copies of states that callbacks keep, on one rank of the machine.
         network: How ranks sum gradients; None: there is one, or it is not known.
+        free: What every rank has free at least; None: what this one has.
         profile_on: Profiles the step, and says what is streamed in two bytes, for a GPU of some compute capability that
             is not here, or for `device`; None: it need not be profiled.
     """
@@ -76,6 +79,7 @@ class Case:
     optimizers: tuple[Optimizer, ...] = ()
     copied_bytes: int = 0
     network: Network | None = None
+    free: FreeMemory | None = None
     profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
     def on(self, machine: HardwareProfile | None) -> Case:
@@ -90,17 +94,22 @@ class Case:
         layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
         return replace(self, layout=layout, profile=profile, streamed=streamed)
 
-    def plan_among(self, network: Network | None, sharding: Sharding) -> Plan:
-        """The plan for ranks on machines like this one.
+    def among(self, sharding: Sharding, network: Network | None = None) -> Case:
+        """The same where ranks hold offloaded chunks so, and sum gradients so, if that is known."""
+        return replace(self, wishes=self.wishes.among(sharding), network=network)
+
+    def plan_among(self, network: Network | None, sharding: Sharding, machine: HardwareProfile | None = None) -> Plan:
+        """The plan for ranks on machines like this one, or on others.
 
         Args:
             network: How they sum gradients, where that is known.
             sharding: Who holds offloaded chunks.
+            machine: One of the others, as one rank has it; copies of several ranks share its host's memory.
 
         Raises:
             ValueError: As `plan`.
         """
-        return replace(replace(self, network=network).plan(), sharding=sharding)
+        return replace(self.among(sharding, network).plan(machine), sharding=sharding)
 
     def plan(self, machine: HardwareProfile | None = None) -> Plan:
         """The plan for this machine, or for another one.
@@ -138,7 +147,7 @@ class Case:
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
-            return self._search(machine or self._measure(self.profile), self.profile, self.training)
+            return self._search(machine, self.profile, self.training)
         return make_plan(
             self.layout,
             choice,
@@ -161,10 +170,23 @@ class Case:
         """Bytes that the device may hold; None: no limit."""
         if self.wishes.device_memory is not None:
             return self.wishes.device_memory
-        free = machine.device_bytes if machine is not None else self.device.free_bytes()
+        free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
         return int(free * (SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES))
+
+    def free_memory(self, waiting: Collection[str] = ()) -> FreeMemory:
+        """What is free for a plan where the user does not say it: here now, or on the rank that has the least.
+
+        Args:
+            waiting: Names of weights that this rank does not have yet; the others are in host memory.
+        """
+        if self.free is not None:
+            return self.free
+        device = None if self.wishes.device_memory is not None else self.device.free_bytes()
+        host = None if self.wishes.host_memory is not None else free_host_bytes()
+        here = (info.nbytes for info in self.layout.parameters if info.fqn not in waiting)
+        return FreeMemory(device, host, sum(here))
 
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
@@ -187,8 +209,7 @@ class Case:
             return self.wishes.host_memory // copies
         if machine is not None:
             return machine.host_bytes // copies
-        # The weights are in host memory already.
-        return free_host_bytes() // copies + sum(info.nbytes for info in self.layout.parameters)
+        return self.free_memory().share(copies, self._weight_bytes)
 
     def _measure(self, profile: ModelProfile) -> HardwareProfile:
         machine = self.wishes.hardware
@@ -198,10 +219,10 @@ class Case:
         # That is the rate of this rank's cores; ranks that share one copy step a part of it each, all at one time.
         return replace(machine, host_step=machine.host_step * self.wishes.sharers)
 
-    def _search(self, machine: HardwareProfile, profile: ModelProfile, training: Training) -> Plan:
+    def _search(self, other: HardwareProfile | None, profile: ModelProfile, training: Training) -> Plan:
+        machine = other or self._measure(profile)
         dtypes = {info.dtype for info in self.layout.parameters}
-        budget = self.budget(machine)
-        assert budget is not None
+        budget, host_bytes = self._limits(other, machine)
         room = self._room_for_buckets(self.layout.units)
         problem = Problem(
             profile=profile,
@@ -209,7 +230,7 @@ class Case:
             hardware=replace(machine, host_step=machine.host_step / host_slowdown(self.optimizers)),
             training=training,
             device_bytes=budget,
-            host_bytes=self._host_bytes(machine),
+            host_bytes=host_bytes,
             state_bytes=self.state_bytes,
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
@@ -220,10 +241,26 @@ class Case:
         plan = self._if_all_fits(problem)
         if plan is None:
             problem = replace(problem, device_bytes=max(budget - room, 0))
-            plan = search_within(problem, self.wishes.knobs)
+            plan = search_with_evaluation(problem, self.wishes.knobs)
         plan = predict(problem, plan, self.wishes.knobs)
         assert plan.prediction is not None
         return replace(plan, prediction=replace(plan.prediction, budget=budget))
+
+    def _limits(self, other: HardwareProfile | None, machine: HardwareProfile) -> tuple[int, int]:
+        """Bytes of the device and of the host for a search.
+
+        On this machine both are what is free, and no more than `machine` says: less of the host may be lockable.
+        """
+        budget, own = self.budget(machine), self.budget(other)
+        assert budget is not None
+        assert own is not None
+        if other is not None:
+            return own, self._host_bytes(other)
+        return min(budget, own), min(self._host_bytes(machine) + self._weight_bytes, self._host_bytes(None))
+
+    @property
+    def _weight_bytes(self) -> int:
+        return sum(info.nbytes for info in self.layout.parameters)
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
@@ -250,35 +287,6 @@ class Case:
             return None
         plan = make_plan(self.layout, "resident", Knobs(), None, None, self.state_bytes, self.wishes.min_num_params)
         return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
-
-
-def search_within(problem: Problem, knobs: Knobs) -> Plan:
-    """The plan of `search`, whose evaluation fits the device too.
-
-    The search counts what training takes; where evaluation takes more, for weights that it may need whole, it is told
-    to leave so much room. If there is no such plan, evaluation may run out of memory, and that is said.
-
-    Args:
-        problem: With a limit for the device.
-        knobs: What is pinned.
-
-    Raises:
-        NoFeasiblePlan: Training fits nowhere.
-    """
-    assert problem.device_bytes is not None
-    first = plan = search(problem, knobs)
-    allowed = problem.device_bytes
-    while (excess := expected_memory(problem, plan).device_peak - problem.device_bytes) > 0:
-        allowed -= excess
-        try:
-            plan = search(replace(problem, device_bytes=allowed), knobs)
-        except NoFeasiblePlan:
-            rank_zero_info(
-                f"Evaluation may take {format_bytes(expected_memory(problem, first).device_peak)} on the device, of "
-                f"which {format_bytes(problem.device_bytes)} are allowed; training fits."
-            )
-            return first
-    return plan
 
 
 def describe_case(
@@ -352,17 +360,6 @@ def say_if_one_block(plan: Plan, layout: ModelLayout) -> None:
             "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
             "during a step. Name blocks with `blocks` to stream them one by one."
         )
-
-
-def answers(case: Case, machines: Mapping[str, HardwareProfile | None]) -> dict[str, Plan | ValueError]:
-    """The plan for each machine, or why there is none; None stands for this one."""
-    found: dict[str, Plan | ValueError] = {}
-    for name, machine in machines.items():
-        try:
-            found[name] = case.on(machine).plan(machine)
-        except ValueError as error:
-            found[name] = error
-    return found
 
 
 def _needs_profile(case: Case) -> bool:

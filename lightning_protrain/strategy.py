@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
+from lightning_protrain.joint_planning import Answers, Machines, answers, plan_jointly
 from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -37,8 +37,8 @@ from lightning_protrain.overlap import (
 )
 from lightning_protrain.parallel import DataParallelStrategy, Parallelism, ShardingChoice
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planning import answers, describe_case, say_if_one_block
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planning import describe_case, say_if_one_block
 from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
@@ -58,9 +58,9 @@ class ProTrainStrategy(DataParallelStrategy):
         plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
             checkpointed, the smallest footprint. `"auto"`: resident if it fits, else the fastest plan that does. Or a
             `Plan`, or the path of one saved with `Plan.save`.
-        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a
-            GPU has free; no limit on the CPU.
-        host_memory: The same for offloaded states on the host. `"auto"`: what the machine has available.
+        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU has free, that
+            of the rank with the least; no limit on the CPU.
+        host_memory: The same for offloaded states on the host. `"auto"`: what the machine with the least has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
         num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
@@ -76,7 +76,7 @@ class ProTrainStrategy(DataParallelStrategy):
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
         sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
             the ranks of a machine together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
-            `"auto"`: `"shard"` where a machine has several ranks.
+            `"auto"`: the faster one of `"shard"` and `"replicate"` if a plan is searched for, else `"shard"`.
         reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.
@@ -148,8 +148,8 @@ class ProTrainStrategy(DataParallelStrategy):
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._monitor = PlanMonitor() if monitor else None
-        self._machines: Mapping[str, HardwareProfile | None] | None = None
-        self._answers: dict[str, Plan | ValueError] = {}
+        self._machines: Machines | None = None
+        self._answers: Answers = {}
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
@@ -190,20 +190,18 @@ class ProTrainStrategy(DataParallelStrategy):
         return self._runtime.num_hooks if self._runtime is not None else 0
 
     @contextmanager
-    def planning_only(
-        self, machines: Mapping[str, HardwareProfile | None], ranks: int = 1, sharers: int = 1
-    ) -> Generator[dict[str, Plan | ValueError]]:
+    def planning_only(self, machines: Machines, ranks: int = 1, here: int = 1) -> Generator[Answers]:
         """Within it, a fit ends when its plan is made, and no weights are.
 
         Args:
-            machines: What to plan for, by name; None stands for this machine.
-            ranks: How many of each train together.
-            sharers: How many of them share one copy of what is offloaded, on one machine.
+            machines: What to plan for.
+            ranks: How many train together.
+            here: How many of them are on one machine.
 
         Yields:
-            A dict that the fit fills: a plan for each machine, or why there is none.
+            A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
         """
-        wishes, self._wishes = self._wishes, replace(self._wishes, ranks=ranks, sharers=sharers)
+        wishes, self._wishes = self._wishes, self._wishes.among(Sharding.REPLICATE, here, ranks)
         self._machines, self._answers = machines, {}
         try:
             yield self._answers
@@ -235,25 +233,26 @@ class ProTrainStrategy(DataParallelStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
-        sharding = self.choose_sharding()
-        self.end_outlines(sharding)
+        shardings = self.own_shardings()
+        self.end_outlines(shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-            kind = "cuda" if any((self._machines or {}).values()) else self.root_device.type
+            others = [machine for under in (self._machines or {}).values() for machine in under.values()]
+            kind = "cuda" if any(others) else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
-        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
+        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         case = describe_case(wishes, trainer, model, *how)
         if self._machines is not None:
             self._answers.update(answers(case, self._machines))
             raise _TunerExitException
-        layout, choice = case.layout, self._wishes.choice
-        plan = self.agree(layout, model, choice, sharding, case.searches(), case.plan_among)
+        self.compare_ranks(case.layout, model, self._wishes.choice)
+        case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
         self._budget = case.budget()
-        say_if_one_block(plan, layout)
+        say_if_one_block(plan, case.layout)
         self.equalise(model, plan)
-        self._place(model, plan, layout, case.spare_host_bytes(plan))
+        self._place(model, plan, case.layout, case.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
             self.replicate(model, plan)

@@ -23,6 +23,7 @@ from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
+from lightning_protrain.planner.sharding import choose
 from lightning_protrain.profiler.catalogue import gpu as gpu_called
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -57,7 +58,7 @@ class PlanningTrainer(Trainer):
             datamodule: As for `fit`; its largest batch is profiled if it can tell, else its first one.
             gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
             num_gpus: How many of them there are, on all machines together. Those of a machine share its host: one copy
-                of what is offloaded, or with `sharding="replicate"` an equal part of memory and cores each.
+                of what is offloaded, or an equal part of memory and cores each; `sharding="auto"` takes what is faster.
             host_memory: Of the host to plan for, e.g. "64GiB"; "auto": what this one has free.
             host_cores: Of the same; None: as many as this one has.
             num_nodes: Machines that `num_gpus` are on, as many on each.
@@ -82,32 +83,28 @@ class PlanningTrainer(Trainer):
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
         here = num_gpus // num_nodes
-        sharding = Sharding.SHARD if here > 1 and self.strategy.may_shard else Sharding.REPLICATE
-        parts = 1 if sharding is Sharding.SHARD else here
-        machines: dict[str, HardwareProfile | None] = {"": None}
+        shardings = self.strategy.shardings(here)
+        wholes: dict[str, HardwareProfile] = {}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
-            cores = host_cores or len(worker_cores())
-            profiles = [gpu_called(name, nbytes // parts, max(cores // parts, 1)) for name in gpu]
-            machines = {profile.name: profile for profile in profiles}
+            profiles = [gpu_called(name, nbytes, host_cores or len(worker_cores())) for name in gpu]
+            wholes = {profile.name: profile for profile in profiles}
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
-        sharers = here if sharding is Sharding.SHARD else 1
-        with self.strategy.planning_only(machines, num_gpus, sharers) as answers:
+        machines = {name: {each: _for_rank(whole, each, here) for each in shardings} for name, whole in wholes.items()}
+        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here) as found:
             has_data = datamodule is not None or is_overridden("train_dataloader", model)
             if has_data and (batch_size is not None or length is not None):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
             made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
             self.fit(model, None if has_data else made, datamodule=datamodule)
-        for name, answer in answers.items():
-            if isinstance(answer, Plan):
-                answers[name] = replace(answer, sharding=sharding)
         link = parse_bytes(gpu_link) if gpu_link is not None else None
         clusters = {
-            name: Cluster(here, num_nodes, link or machine.download, parse_bytes(network), machine.host_memory)
-            for name, machine in machines.items()
-            if machine is not None and num_gpus > 1
+            name: Cluster(here, num_nodes, link or whole.download, parse_bytes(network), whole.host_memory)
+            for name, whole in wholes.items()
+            if num_gpus > 1
         }
+        answers = {name: _best(each, clusters.get(name)) for name, each in found.items()}
         report(answers, json, clusters)
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):
@@ -145,6 +142,25 @@ class PlanningTrainer(Trainer):
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
 
 
+def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
+    """A machine as one of its ranks has it: ranks that share one copy step it together, others each their own."""
+    if sharding is Sharding.SHARD:
+        return whole
+    return replace(whole, host_step=whole.host_step / here, host_memory=whole.host_memory / here)
+
+
+def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) -> Plan | ValueError:
+    """The plan with the shortest step on all GPUs, or why there is none."""
+
+    def seconds(plan: Plan) -> float | None:
+        return scale(plan, cluster).step_seconds if cluster is not None and plan.prediction is not None else None
+
+    try:
+        return choose(found, seconds, " on all GPUs").plan
+    except ValueError as error:
+        return error
+
+
 @rank_zero_only
 def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Cluster] | None = None) -> None:
     """Prints plans, and writes them.
@@ -165,7 +181,7 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
             if isinstance(answer, ValueError):
                 console.print(f"{name}: {answer}", highlight=False)
     if clusters and plans:
-        console.print(scaling({name: scale(plan, clusters[name]) for name, plan in plans.items()}))
+        console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
     if path is not None:
         content = {
             name or "this machine": json.loads(answer.to_json()) if isinstance(answer, Plan) else None
@@ -199,15 +215,15 @@ def comparison(answers: Answers) -> Table:
     return table
 
 
-def scaling(scaled: Mapping[str, Scaled]) -> Table:
-    """One row for each cluster."""
+def scaling(scaled: Mapping[str, tuple[Sharding, Scaled]]) -> Table:
+    """One row for each cluster, with who holds what is offloaded."""
     table = Table(title="On all GPUs (estimate)", title_justify="left")
     for column in ("hardware", "GPUs", "host of a machine", "gradients", "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column == "hardware")
-    for name, one in scaled.items():
+    for name, (sharding, one) in scaled.items():
         table.add_row(
             name,
-            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}",
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {sharding}",
             short_bytes(one.node_bytes),
             short_seconds(one.sent_seconds),
             short_seconds(one.step_seconds),

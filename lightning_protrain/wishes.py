@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset, parse_bytes
 from lightning_protrain.profiler.blocks import BlockChoice
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -40,6 +40,18 @@ class Wishes:
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
+
+    def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
+        """The same for ranks that share one copy of what is offloaded, or have a copy each.
+
+        Args:
+            sharding: Which of both.
+            here: How many ranks this machine has; None: as many as before.
+            ranks: How many train together; None: the same.
+        """
+        here = here or self.copies * self.sharers
+        copies, sharers = (1, here) if sharding is Sharding.SHARD else (here, 1)
+        return replace(self, copies=copies, sharers=sharers, ranks=ranks or self.ranks)
 
 
 def read_choice(plan: Plan | str | os.PathLike[str]) -> Plan | Preset:

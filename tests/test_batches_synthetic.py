@@ -8,17 +8,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_protrain.batches import SyntheticData, batch_to_plan_with
+from lightning_protrain.joint_planning import Machines
 from lightning_protrain.module import CausalLMModule
-from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.catalogue import gpu
-from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.machines import CPU, GIB
 from tests.models import zoo
 from tests.profiler.models import TEXT
 from tests.test_batches import QUIET
 
-MACHINES: dict[str, HardwareProfile | None] = {"here": None, "there": gpu("RTX 3090", 64 * GIB, 8)}
+MACHINES: Machines = {
+    "here": {Sharding.REPLICATE: None},
+    "there": {Sharding.REPLICATE: gpu("RTX 3090", 64 * GIB, 8)},
+}
 
 
 def module() -> CausalLMModule:
@@ -30,7 +33,7 @@ def plans(model: L.LightningModule, data: SyntheticData) -> dict[str, Plan | Val
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **QUIET)
     with strategy.planning_only(MACHINES) as answers:
         trainer.fit(model, DataLoader(data, batch_size=None))
-    return answers
+    return {name: found[Sharding.REPLICATE] for name, found in answers.items()}
 
 
 @pytest.mark.parametrize(("sizes", "tokens"), [({}, 1024), ({"batch_size": 3, "length": 7}, 21)])

@@ -71,25 +71,27 @@ def strategy_with(sharding: Any, local_size: int, world_size: int) -> ProTrainSt
 @pytest.mark.parametrize(
     ("sharding", "local_size", "world_size", "chosen"),
     [
-        ("auto", 2, 2, "shard"),
-        ("auto", 1, 2, "replicate"),
-        ("auto", 1, 1, "replicate"),
-        ("shard", 2, 4, "shard"),
-        ("shard", 1, 2, "replicate"),
-        ("shard", 1, 1, "replicate"),
-        ("replicate", 2, 2, "replicate"),
+        ("auto", 2, 2, ("shard", "replicate")),
+        ("auto", 1, 2, ("replicate",)),
+        ("auto", 1, 1, ("replicate",)),
+        ("shard", 2, 4, ("shard",)),
+        ("shard", 1, 2, ("replicate",)),
+        ("shard", 1, 1, ("replicate",)),
+        ("replicate", 2, 2, ("replicate",)),
+        ("resident", 2, 2, ("replicate",)),
     ],
 )
-def test_weights_are_shared_where_a_machine_has_several_ranks(
-    sharding: str, local_size: int, world_size: int, chosen: str
+def test_weights_may_be_shared_where_a_machine_has_several_ranks(
+    sharding: str, local_size: int, world_size: int, chosen: tuple[str, ...]
 ) -> None:
-    assert strategy_with(sharding, local_size, world_size).choose_sharding() is Sharding(chosen)
+    strategy = strategy_with(sharding, local_size, world_size)
+    assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(parallel, "rank_zero_info", said.append)
-    strategy_with("shard", 1, 1).choose_sharding()
+    strategy_with("shard", 1, 1).own_shardings()
     assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
 
 

@@ -18,12 +18,10 @@ from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
-from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case, answers
+from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.wishes import Wishes
 from tests.machines import CPU, GIB
 from tests.models import zoo
@@ -90,35 +88,6 @@ def test_the_host_has_what_is_free_and_what_the_weights_take() -> None:
     assert found._host_bytes(None) == pytest.approx(free_host_bytes() + weights, rel=0.2)
     assert found._host_bytes(CPU) == CPU.host_bytes
     assert case(host_memory=55)._host_bytes(CPU) == 55
-
-
-def test_another_machine_gets_its_own_plan() -> None:
-    found = case(GIB)
-    tiny = replace(CPU, name="tiny", device_bytes=60_000)
-    none = replace(CPU, name="none", device_bytes=1000)
-    plans = answers(found, {"this": None, "tiny": tiny, "none": none})
-    assert plans["this"].num_offloaded_chunks == 0
-    assert plans["tiny"].num_offloaded_chunks > 0
-    assert plans["tiny"].prediction.device_bytes <= 60_000 * SHARE_OF_ALL
-    assert isinstance(plans["none"], NoFeasiblePlan)
-
-
-def test_each_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
-    asked: list[Any] = []
-    found = case(GIB)
-
-    def profile_on(capability: tuple[int, int] | None) -> tuple[ModelProfile | None, frozenset[str]]:
-        asked.append(capability)
-        return replace(profile, attention=((str(capability), 1),)), frozenset()
-
-    profile = found.profile
-    found = replace(found, profile=None, profile_on=profile_on)
-    machines = [gpu(name, 64 * GIB, 8) for name in ("RTX 3090", "H100 SXM")]
-    plans = answers(found, {"": None} | {machine.name: machine for machine in machines})
-    assert asked == [None, (8, 6), (9, 0)]
-    assert all(plan.prediction is not None for plan in plans.values())
-    assert found.on(machines[0]).profile.attention == (("(8, 6)", 1),)
-    assert case().on(machines[0]).profile.attention == ()  # nothing can be profiled again
 
 
 @pytest.mark.parametrize("choice", ["offload", "resident"])
@@ -203,6 +172,25 @@ def test_without_a_limit_the_host_gives_what_it_has_free() -> None:
     assert 0 < found.spare_host_bytes(found.plan()) <= 1.5 * free_host_bytes()
 
 
+def test_a_search_counts_what_weights_take_of_the_host_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = case(60_000, hardware=None)
+    weights = sum(info.nbytes for info in found.layout.parameters)
+    roomy = case(60_000).plan().prediction
+    assert roomy is not None
+    needed = roomy.host_bytes
+
+    def limit(free: int, lockable: int) -> None:
+        measured = replace(CPU, host_bytes=min(free, lockable))
+        monkeypatch.setattr(planning, "free_host_bytes", lambda: free)
+        monkeypatch.setattr(planning, "cached_profile", lambda *_: measured)
+
+    limit(needed - weights, GIB)
+    assert found.plan().prediction == roomy
+    limit(GIB, weights)  # What may be locked beside them is too little.
+    with pytest.raises(NoFeasiblePlan):
+        found.plan()
+
+
 def test_pins_hold_in_the_search() -> None:
     plan = case(GIB, knobs=Knobs(num_checkpoint_blocks=2)).plan()
     assert sum(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks) == 2
@@ -210,7 +198,7 @@ def test_pins_hold_in_the_search() -> None:
 
 def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    monkeypatch.setattr(planning, "search", lambda *arguments: searched.append(arguments) or planning.Problem)
+    monkeypatch.setattr(planning, "search_with_evaluation", lambda *each: searched.append(each))
     plan = case(GIB).plan()
     assert (searched, plan.num_offloaded_chunks) == ([], 0)
     assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}
@@ -219,39 +207,6 @@ def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case(device_memory=needed).plan().num_offloaded_chunks == 0
     tight = case(device_memory=needed - 1).plan()
     assert (tight.chunks, tight.blocks) != (plan.chunks, plan.blocks)
-
-
-def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
-    """Evaluation takes `more` bytes than what the plan is expected to take at most."""
-    expected = planning.expected_memory
-
-    def larger(problem: Any, plan: Any) -> Any:
-        timeline = expected(problem, plan)
-        last = replace(timeline.phases[-1], device={"activations": timeline.device_peak + more})
-        return replace(timeline, phases=(*timeline.phases[:-1], last))
-
-    monkeypatch.setattr(planning, "expected_memory", larger)
-
-
-@pytest.mark.parametrize("more", [6_500, 10_000, 20_000])
-def test_evaluation_fits_too(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
-    whole = case(GIB).plan().prediction.device_bytes
-    free = case(device_memory=whole - 1).plan()
-    _with_evaluation(monkeypatch, more)
-    found = case(device_memory=whole - 1).plan()
-    assert free.prediction.device_bytes + more > whole - 1
-    assert found.prediction.device_bytes + more <= whole - 1
-
-
-def test_evaluation_that_fits_nowhere_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = case(GIB).plan().prediction.device_bytes
-    free = case(device_memory=whole - 1).plan()
-    _with_evaluation(monkeypatch, GIB)
-    with caplog.at_level("INFO"):
-        assert case(device_memory=whole - 1).plan().chunks == free.chunks
-    assert "Evaluation may take 1.00 GiB" in caplog.text
 
 
 def test_without_a_profile_presets_decide() -> None:

@@ -107,9 +107,12 @@ def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.
     assert rates == sorted(rates)
 
 
-@pytest.mark.parametrize(("sharding", "sharers"), [("auto", 4), ("replicate", 1)])
+@pytest.mark.parametrize(
+    ("sharding", "shares"),
+    [("auto", [(1, 4), (4, 1)]), ("shard", [(1, 4)]), ("replicate", [(4, 1)])],
+)
 def test_the_ranks_of_a_machine_are_planned_for(
-    sharding: str, sharers: int, options: list[str], monkeypatch: pytest.MonkeyPatch
+    sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wishes: list[Any] = []
     real = planning.Case.plan
@@ -120,9 +123,9 @@ def test_the_ranks_of_a_machine_are_planned_for(
 
     monkeypatch.setattr(planning.Case, "plan", plan)
     strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.sharding={sharding}"]
-    many = ["--num_gpus=8", "--num_nodes=2", *strategy]
+    many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
-    assert [(each.ranks, each.sharers) for each in wishes] == [(8, sharers)]
+    assert [(each.ranks, each.copies, each.sharers) for each in wishes] == [(8, *each) for each in shares]
 
 
 def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(

@@ -54,6 +54,10 @@ class Network:
     owners: int = 1
     element: int | None = None
 
+    def without_owners(self) -> Network:
+        """The same where every rank needs all sums."""
+        return Network(self.everyone, element=self.element)
+
     def describe(self) -> str:
         """The rates in words."""
         routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}

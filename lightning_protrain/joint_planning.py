@@ -1,0 +1,95 @@
+"""One plan for several ranks: made for the memory of the one that has least, under the sharding with the shorter step.
+
+[Note: Plans before weights]
+A plan needs names and shapes of weights, and what a step does, and rank 0 makes it. So outlines may stand until it is
+there, whoever will hold offloaded chunks then: before it is applied, each rank gets what it will hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_protrain.consensus import decide, least_memory
+from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.sharding import choose, plan_each
+from lightning_protrain.planning import Case
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.runtime.comm import Ranks
+from lightning_protrain.runtime.gauging import gauge
+
+# Machines to plan for, by name and by who would hold what is offloaded, as one rank has them; None stands for this one.
+Machines = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
+Answers = dict[str, dict[Sharding, Plan | ValueError]]
+
+
+def plan_jointly(
+    case: Case,
+    model: nn.Module,
+    ranks: Ranks | None,
+    shardings: Sequence[Sharding],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> tuple[Case, Plan]:
+    """The plan that all ranks take; every rank calls it.
+
+    Args:
+        case: What the plan depends on.
+        model: With the weights of this rank, some of which may be waited for, see [Note: Plans before weights].
+        ranks: Who trains together; None: there is one.
+        shardings: Who may hold offloaded chunks. If a plan is searched for, that whose step is expected to be shorter;
+            else the first.
+        device: Where gradients are averaged.
+        dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
+
+    Returns:
+        The case as the plan has it, and the plan.
+
+    Raises:
+        ValueError: There is no plan; raised on all.
+        RuntimeError: A rank is gone, or has failed.
+    """
+    if ranks is None:
+        return case, case.plan_among(None, shardings[0])
+    waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    case = replace(case, free=least_memory(case.free_memory(waiting), ranks))
+    if ranks.meet("the search for a plan", case.searches()):
+        # Under the first sharding all sums are made that another one has.
+        network = gauge(ranks, device, shardings[0], case.layout, dtype)
+        rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
+        plan = decide(lambda: _plan_fastest(case, network, shardings))
+    else:
+        plan = decide(lambda: case.plan_among(None, shardings[0]))
+    return case.among(plan.sharding), plan
+
+
+def _plan_fastest(case: Case, network: Network, shardings: Sequence[Sharding]) -> Plan:
+    def make(sharding: Sharding) -> Plan:
+        return case.plan_among(network if sharding is Sharding.SHARD else network.without_owners(), sharding)
+
+    choice = choose(plan_each(shardings, make))
+    if choice.sentence:
+        rank_zero_info(choice.sentence)
+    return choice.plan
+
+
+def answers(case: Case, machines: Machines) -> Answers:
+    """The plan for each machine under each sharding, or why there is none.
+
+    Where nothing is searched for, there is one under the first sharding only, as in a run.
+    """
+    return {name: _answers(case, under) for name, under in machines.items()}
+
+
+def _answers(case: Case, under: Mapping[Sharding, HardwareProfile | None]) -> dict[Sharding, Plan | ValueError]:
+    def make(sharding: Sharding) -> Plan:
+        machine = under[sharding]
+        return case.on(machine).plan_among(None, sharding, machine)
+
+    shardings = tuple(under)
+    return plan_each(shardings if case.searches(under[shardings[0]]) else shardings[:1], make)

@@ -1,0 +1,185 @@
+"""One plan for several ranks, and plans for machines that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_protrain import joint_planning
+from lightning_protrain.joint_planning import answers, plan_jointly
+from lightning_protrain.planner.network import Network, Route
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.search import NoFeasiblePlan
+from lightning_protrain.planning import SHARE_OF_ALL, Case
+from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelProfile
+from tests.machines import CPU, GIB
+from tests.test_planning import case
+
+SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE
+# What ranks send to an owner takes long, what they send to all does not; and the other way round.
+FAST, SLOW = Route(1e-6, 1e12), Route(1e-3, 1e6)
+TO_ALL, TO_OWNERS = Network(FAST, SLOW, owners=2), Network(SLOW, FAST, owners=2)
+
+
+class Alone:
+    """Stands for the ranks of a run: what rank 0 says is what all mean."""
+
+    world_size = local_size = 2
+
+    def meet(self, what: str, flag: bool) -> bool:
+        assert what == "the search for a plan"
+        return flag
+
+
+def jointly(found: Case, network: Network, monkeypatch: pytest.MonkeyPatch, **shares: Any) -> tuple[Case, Plan, Any]:
+    """What two ranks of one machine take on such a network; and under which sharding it was measured."""
+    asked: list[Sharding] = []
+
+    def gauge(_: Any, __: Any, sharding: Sharding, *___: Any) -> Network:
+        asked.append(sharding)
+        return network
+
+    monkeypatch.setattr(joint_planning, "gauge", gauge)
+    monkeypatch.setattr(joint_planning, "decide", lambda make: make())
+    monkeypatch.setattr(joint_planning, "least_memory", lambda mine, _: replace(mine, **shares))
+    ranks: Any = Alone()
+    said = replace(found, wishes=found.wishes.among(SHARD, 2, 2))
+    return *plan_jointly(said, nn.Linear(1, 1), ranks, (SHARD, REPLICATE), torch.device("cpu")), asked
+
+
+@pytest.mark.parametrize(("network", "chosen"), [(TO_ALL, REPLICATE), (TO_OWNERS, SHARD)], ids=["to all", "to owners"])
+def test_the_network_decides_who_holds_what(
+    network: Network, chosen: Sharding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        found, plan, asked = jointly(case(device_memory=60_000), network, monkeypatch)
+    other = REPLICATE if chosen is SHARD else SHARD
+    assert plan.sharding is chosen
+    assert asked == [SHARD]
+    assert (found.wishes.copies, found.wishes.sharers) == ((1, 2) if chosen is SHARD else (2, 1))
+    assert caplog.text.count(f'sharding="auto" takes "{chosen}"') == 1
+    assert plan.prediction is not None
+    sentence = plan.prediction.advice[-1]
+    times = [
+        each.prediction.step_seconds
+        for each in (
+            found.plan_among(network, SHARD),
+            found.plan_among(network.without_owners(), REPLICATE),
+        )
+        if each.prediction is not None
+    ]
+    assert plan.prediction.step_seconds == min(times)
+    assert f'under "{other}"' in sentence
+
+
+def test_a_host_that_holds_one_copy_only_is_shared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = case(device_memory=60_000).plan_among(None, SHARD).prediction
+    assert one is not None
+    with caplog.at_level("INFO"):
+        _, plan, _ = jointly(case(device_memory=60_000, host_memory=int(1.2 * one.host_bytes)), TO_ALL, monkeypatch)
+    assert plan.sharding is SHARD
+    assert 'under "replicate" there is no plan (No plan fits: the ' in caplog.text
+
+
+@pytest.mark.parametrize("wishes", [{"choice": "offload"}, {"choice": "resident"}, {}], ids=str)
+def test_what_leaves_nothing_to_decide_is_not_planned_twice(
+    wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        _, plan, asked = jointly(case(GIB, **wishes), TO_ALL, monkeypatch)
+    assert plan.sharding is SHARD
+    assert asked == ([] if wishes else [SHARD])
+    assert "sharding=" not in caplog.text
+
+
+def test_the_plan_is_made_for_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = 1 << 20, 60_000
+    _, roomy, _ = jointly(case(wide), TO_OWNERS, monkeypatch)
+    found, tight, _ = jointly(case(wide), TO_OWNERS, monkeypatch, device=narrow)
+    assert roomy.prediction is not None
+    assert tight.prediction is not None
+    assert roomy.prediction.device_bytes > narrow
+    assert tight.prediction.device_bytes <= narrow * SHARE_OF_ALL
+    assert found.budget() == int(narrow * SHARE_OF_ALL)
+
+
+def test_the_plan_is_made_for_the_least_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoFeasiblePlan, match="the host would need"):
+        jointly(case(device_memory=60_000), TO_OWNERS, monkeypatch, host=1000, weights=0)
+
+
+def test_one_rank_tells_nobody() -> None:
+    found, plan = plan_jointly(case(GIB), nn.Linear(1, 1), None, (REPLICATE,), torch.device("cpu"))
+    assert (plan.sharding, found.free) == (REPLICATE, None)
+
+
+# --- other machines ---------------------------------------------------------------------------------------------------
+
+
+def test_another_machine_gets_its_own_plan() -> None:
+    found = case(GIB)
+    tiny = replace(CPU, name="tiny", device_bytes=60_000)
+    none = replace(CPU, name="none", device_bytes=1000)
+    machines = {"this": None, "tiny": tiny, "none": none}
+    answered = answers(found, {name: {REPLICATE: machine} for name, machine in machines.items()})
+    plans: Any = {name: plan[REPLICATE] for name, plan in answered.items()}
+    assert plans["this"].num_offloaded_chunks == 0
+    assert plans["tiny"].num_offloaded_chunks > 0
+    assert plans["tiny"].prediction.device_bytes <= 60_000 * SHARE_OF_ALL
+    assert isinstance(plans["none"], NoFeasiblePlan)
+
+
+def test_each_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
+    asked: list[Any] = []
+    found = case(GIB)
+
+    def profile_on(capability: tuple[int, int] | None) -> tuple[ModelProfile | None, frozenset[str]]:
+        asked.append(capability)
+        return replace(profile, attention=((str(capability), 1),)), frozenset()
+
+    profile = found.profile
+    assert profile is not None
+    found = replace(found, profile=None, profile_on=profile_on)
+    gpus = [gpu(name, 64 * GIB, 8) for name in ("RTX 3090", "H100 SXM")]
+    plans: Any = answers(found, {machine.name: {REPLICATE: machine} for machine in gpus} | {"": {REPLICATE: None}})
+    assert asked == [(8, 6), (9, 0), None]
+    assert all(plan[REPLICATE].prediction is not None for plan in plans.values())
+    seen: Any = found.on(gpus[0]).profile
+    assert seen.attention == (("(8, 6)", 1),)
+    unseen: Any = case().on(gpus[0]).profile
+    assert unseen.attention == ()  # nothing can be profiled again
+
+
+@pytest.mark.parametrize(
+    ("wishes", "device_bytes", "under"),
+    [({}, 60_000, [SHARD, REPLICATE]), ({}, GIB, [SHARD]), ({"choice": "offload"}, 60_000, [SHARD])],
+    ids=["searched", "resident", "given"],
+)
+def test_machines_are_planned_for_under_what_a_run_would_choose_from(
+    wishes: dict[str, Any], device_bytes: int, under: list[Sharding]
+) -> None:
+    machine = replace(CPU, device_bytes=device_bytes)
+    found = case(**wishes)
+    plans = answers(replace(found, wishes=found.wishes.among(SHARD, 4, 4)), {"": {SHARD: machine, REPLICATE: machine}})
+    assert list(plans[""]) == under
+    assert [plan.sharding for plan in plans[""].values() if isinstance(plan, Plan)] == under
+
+
+def test_copies_of_a_machine_share_its_host() -> None:
+    def makes_plan(host_bytes: int) -> list[bool]:
+        machine: HardwareProfile = replace(CPU, device_bytes=60_000, host_bytes=host_bytes)
+        several = replace(case(), wishes=case().wishes.among(SHARD, 4, 4))
+        found = answers(several, {"": {SHARD: machine, REPLICATE: machine}})[""]
+        return [isinstance(plan, Plan) for plan in found.values()]
+
+    one: Any = case().plan_among(None, SHARD, replace(CPU, device_bytes=60_000))
+    assert makes_plan(8 * one.prediction.host_bytes) == [True, True]
+    assert makes_plan(2 * one.prediction.host_bytes) == [True, False]
