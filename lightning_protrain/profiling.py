@@ -167,7 +167,8 @@ def _undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterat
     """Within it, what a step does beside computing does nothing; in the end all that can be is put back."""
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
-        undo.enter_context(unchanged(model, trainer.datamodule, batch))  # type: ignore[attr-defined]
+        settings = [optimizer.param_groups for optimizer in trainer.optimizers]
+        undo.enter_context(unchanged(model, trainer.datamodule, batch, settings))  # type: ignore[attr-defined]
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         for module in list(model.modules()):

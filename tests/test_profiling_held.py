@@ -78,6 +78,27 @@ def test_what_modules_and_data_modules_hold_is_put_back(caching: bool) -> None:
     assert callbacks[0].profile is not None
 
 
+class Warming(ParityModule):
+    """Sets learning rates in its step, by way of the trainer."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9
+            group["warmed"] = True
+        return super().training_step(batch, batch_idx)
+
+
+def test_settings_of_optimizers_are_put_back() -> None:
+    runs = []
+    for callbacks in ([], [Profiling("this=1")]):
+        torch.manual_seed(0)
+        module = Warming(LanguageModel([Mlp(), Mlp()]))
+        runs.append(train(module, callbacks=callbacks))
+        assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9 ** len(batches()))
+    assert differences(*runs) == []
+    assert callbacks[0].profile is not None
+
+
 # --- what is swapped --------------------------------------------------------------------------------------------------
 
 

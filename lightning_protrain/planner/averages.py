@@ -86,42 +86,31 @@ def averages_of(
     """
     if network is None:
         return None
-    found = _sums(profile, layout, plan, network)
+    early, late, down_early, down_late, worked, resident = _sums(profile, layout, plan, network)
     backward = [hardware.seconds(segment.backward.operations) for segment in profile.segments]
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     nbytes = [
         layout.parameter(fqn).nbytes for segment in profile.segments for fqn in segment.gradients if fqn in offloaded
     ]
     rate = hardware.download_beside * network.owners
-    left = (found.down_early + found.down_late) / hardware.upload_beside
+    left = (down_early + down_late) / hardware.upload_beside
     return Averages(
         lead=_column(map(_first_part, profile.segments, [layout] * len(backward))) * _column(backward),
         sends=_column(not offloaded.isdisjoint(segment.gradients) for segment in profile.segments) > 0,
-        early=found.early,
-        late=found.late,
-        down_early=found.down_early / rate,
-        down_late=found.down_late / rate,
-        worked=found.worked,
-        resident=found.resident,
+        early=early,
+        late=late,
+        down_early=down_early / rate,
+        down_late=down_late / rate,
+        worked=worked,
+        resident=resident,
         older=left if accumulates else np.zeros((1, 1)),
         # Beside what is computed next; the largest may be.
         held=np.array([[max(nbytes, default=0) / hardware.download_beside]]),
     )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Seconds, bytes and parts as in `Averages`, of one plan, (P, 1)."""
-
-    early: Seconds
-    late: Seconds
-    down_early: Seconds
-    down_late: Seconds
-    worked: Seconds
-    resident: Seconds
-
-
-def _sums(profile: ModelProfile, layout: ModelLayout, plan: Plan, network: Network) -> _Sums:
+def _sums(profile: ModelProfile, layout: ModelLayout, plan: Plan, network: Network) -> tuple[Seconds, ...]:
+    """From `early` to `resident` as in `Averages`, of one plan, (P, 1) each; of downloads the bytes."""
     last = {fqn: at for at, segment in reversed(list(enumerate(profile.segments))) for fqn in segment.gradients}
     early, late, down_early, down_late, first, every, resident = np.zeros((7, len(profile.segments), 1))
     sent: set[int] = set()
@@ -142,7 +131,7 @@ def _sums(profile: ModelProfile, layout: ModelLayout, plan: Plan, network: Netwo
         first[at] += 0 if is_last else numel
         (late if is_last else early)[at] += network.sum_of_chunk(len(infos), numel, nbytes)
         (down_late if is_last else down_early)[at] += nbytes
-    return _Sums(early, late, down_early, down_late, first / np.maximum(every, 1), resident)
+    return early, late, down_early, down_late, first / np.maximum(every, 1), resident
 
 
 def _column(values: Iterable[float]) -> Seconds:

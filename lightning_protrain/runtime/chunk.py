@@ -137,12 +137,7 @@ class Chunk:
         if self._share is not None and changed:
             _refuse_changed_by_others(changed)
         if changed and in_backward:
-            slot = changed[0]
-            raise RuntimeError(
-                f"{slot.fqn!r} was changed between a forward and its backward (version "
-                f"{slot.host._version}, the forward used {slot.seen_version}): the gradient would be wrong. "
-                "Step optimizers and change weights after backward."
-            )
+            raise _changed_before_backward(changed[0])
         if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
@@ -302,6 +297,16 @@ class Chunk:
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.
+
+
+def _changed_before_backward(slot: Slot) -> RuntimeError:
+    now, before = slot.host._version, slot.seen_version
+    # No version tells of other memory; where it has been followed already, none is known.
+    how = f"version {now}, the forward used {before}" if now > before >= 0 else "`data` is other memory now"
+    return RuntimeError(
+        f"{slot.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
+        "optimizers and change weights after backward."
+    )
 
 
 def _refuse_changed_by_others(changed: Sequence[Slot]) -> None:

@@ -56,7 +56,7 @@ class LowGradient(Tensor):
         Raises:
             RuntimeError: The step has been made.
         """
-        return self._whole if self._whole is not None else self._stored().to(self.dtype)
+        return self._stored().to(self.dtype)
 
     def stored(self) -> Tensor:
         """The gradient as it is kept, whatever its dtype; for its step, and the copy that brings it.
@@ -64,8 +64,8 @@ class LowGradient(Tensor):
         Raises:
             RuntimeError: The step has been made.
         """
-        found = self._whole if self._whole is not None else self._low
-        return self._stored() if found is None else found
+        low = self._low
+        return self._stored() if low is None else low
 
     def whole(self) -> Tensor:
         """The gradient in memory of its own, and in the dtype of its weight; `grad` is that from now on.
@@ -95,14 +95,17 @@ class LowGradient(Tensor):
         return self._whole is None and self._is_stepped
 
     def _stored(self) -> Tensor:
-        if self._low is None or self._is_stepped:
+        low = self._low  # Read first: another thread that makes it whole lets go of it last.
+        if self._whole is not None:
+            return self._whole
+        if low is None or self._is_stepped:
             raise RuntimeError(
                 "The gradient of this weight has been used in an optimizer step, and the weight's copy in low "
                 'precision is in its memory now. Read gradients before the step, or give overlap_optimizer="off", '
                 "which keeps them until `zero_grad`."
             )
         self._land()
-        return self._low
+        return low
 
     @classmethod
     def __torch_function__(

@@ -242,10 +242,10 @@ class Updates:
         Raises:
             BaseException: What the optimizer raised; or a rank that makes a part of it is missing.
         """
-        update = self._pending.pop(index, None)
-        if update is None:
-            return
-        error = update.job.exception()
+        update = self._pending.get(index)
+        error = update.job.exception() if update is not None else None
+        if update is None or self._pending.pop(index, None) is None:
+            return  # There is none, or another thread has waited for it, too.
         self._guard.leave(slot.host for slot in update.slots)
         self._chunks[index].note_step()
         if error is not None:

@@ -107,6 +107,21 @@ def test_what_needs_no_values_takes_no_memory(given_up: bool) -> None:
     assert parameter.grad is None
 
 
+def test_one_that_is_made_whole_while_a_worker_takes_its_norm() -> None:
+    """A hook on the main thread reads gradients that are landing on the worker."""
+    parameter, like = made()
+    low = parameter.grad
+    assert isinstance(low, LowGradient)
+
+    def meanwhile() -> None:
+        low.lands(lambda: None)
+        low.whole()
+
+    low.lands(meanwhile)
+    assert torch.equal(low.cast(), like.grad)
+    assert parameter.grad is low.cast()
+
+
 def test_a_step_that_may_be_writing_alone_reads_it() -> None:
     parameter, like = made()
     low = parameter.grad
