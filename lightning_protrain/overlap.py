@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optimizer import steps_parameters_alone
+from lightning_protrain.runtime.guard import can_be_watched
+from lightning_protrain.runtime.optimizer import has_step_hooks, steps_parameters_alone
 from lightning_protrain.runtime.updates import Overlap
 
 OverlapChoice = Literal["auto", "backward", "forward", "off"]
@@ -121,15 +122,25 @@ def plan_overlap(
             raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
     by_norm = _clips_by_norm(trainer)
     before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
-    one = trainer.world_size == trainer.accumulate_grad_batches == 1
-    one = one and not any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
     return OverlapPlan(
         overlap=overlap,
         clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
         take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
         ends_before=next(_active_hooks(trainer, model), ""),
-        lends=one and overlap is not Overlap.OFF and only_passive_hooks(trainer, model, training=True),
+        lends=overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers),
     )
+
+
+def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether all gradients may lie in the memory of copies, see `OverlapPlan.lends`: the plan counts on every one."""
+    one = trainer.world_size == trainer.accumulate_grad_batches == 1
+    if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        return False
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Norms of several dtypes are not taken one by one, so all gradients would be needed whole at one time.
+    whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
+    stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
+    return stepped_by_chunks and not whole and only_passive_hooks(trainer, model, training=True)
 
 
 def only_passive_hooks(trainer: Trainer, model: LightningModule, training: bool | None) -> bool:

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
@@ -49,12 +49,16 @@ def run(module: ParityModule, overlap: str | None = None, plan: Any = "offload",
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
+class Odd(Tensor):
+    """A weight of a class of its own."""
+
+
 class Hooked(L.LightningModule):
     """Has one parameter, and what a test gives it."""
 
     def __init__(self, optimizer: str = "AdamW", **given: Any) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.weight = nn.Parameter(torch.ones(2))
         self.made = getattr(torch.optim, optimizer)(self.parameters(), lr=0.1)
 
 
@@ -121,6 +125,22 @@ LENDS: list[tuple[str, dict[str, Any], bool]] = [
         "optimizer_zero_grad", "configure_gradient_clipping", "on_train_batch_start", "lr_scheduler_step"
     )),
 ]  # fmt: skip
+
+
+def test_no_gradient_lies_in_a_copy_where_one_could_not() -> None:
+    module = hooked()
+    assert choose(module=module).lends
+    handle = module.made.register_step_post_hook(a_hook)
+    assert not choose(module=module).lends
+    handle.remove()
+    module.extra = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    assert choose(module=module).lends
+    assert not choose(module=module, **NORM).lends  # type: ignore[arg-type]
+    assert choose(module=module, **VALUE).lends  # type: ignore[arg-type]
+    module.extra = nn.Parameter(torch.zeros(2).as_subclass(Odd))
+    assert not choose(module=module).lends
+    module.extra.requires_grad_(False)
+    assert choose(module=module).lends
 
 
 @pytest.mark.parametrize(("options", "expected"), [entry[1:] for entry in LENDS], ids=[entry[0] for entry in LENDS])

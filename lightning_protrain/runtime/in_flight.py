@@ -2,8 +2,10 @@
 
 [Note: In flight]
 The plan has room for the two largest gradients: for those on their way to the host, and for the one that is computed
-next. How large that one is tells the order of the backward before; where it is another one, the largest is expected. So
-the device waits for the host only where a gradient that is about to be computed would not fit beside those that land.
+next. How large that one is tells the order of the backward before; from the first one on that is another one, the
+largest is expected. So the device waits for the host only where a gradient that is about to be computed would not fit
+beside those that land. The first one out of order (another expert, another branch) may be larger than the one it stands
+for: it finds less room than it takes.
 """
 
 from __future__ import annotations
