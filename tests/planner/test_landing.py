@@ -300,6 +300,15 @@ def test_equal_blocks_are_walked_through_once() -> None:
     assert len(found._neighbourhoods(4)[0].positions) == 3
 
 
+def test_computation_that_goes_on_makes_another_kind() -> None:
+    """Six positions whose gradients are alike, 1 after each begins: one of them computes for 4 more."""
+    positions, parts, computes = [5, 4, 3, 2, 1, 0], [1.0, 1.0, 1.0, 1.0, 0.2, 1.0], [1.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    found = durations(landings((positions, positions, [2] * 6, parts, [0.0] * 6, computes)), 0, 4)
+    # Each waits for the one before; the last one, which nothing follows, for the one before that.
+    assert found[1].tolist() == [-2.0, 4.0, 0.0, 0.0, 0.0, NEVER]
+    assert found[2].tolist() == [3.0] * 6
+
+
 @given(models())
 def test_the_walk_is_what_a_device_does_that_waits(
     model: Model,
