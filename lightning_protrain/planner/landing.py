@@ -17,16 +17,25 @@ under way and what is given later lands later, so what is waited for with the fe
 all that may come next it is the least.
 
 [Note: Kinds]
-Most positions are calls of equal blocks. Two of them whose gradients have the same sizes, times and chunks, counted
-from their first one, are of one *kind*. Where those before them, as far as they may be waited for, and those after them
-are of the same kinds, too, so are the durations: one position of each such neighbourhood is walked through.
+Most positions are calls of equal blocks. Two of them whose gradients have the same sizes and times are of one *kind*.
+Where those before them, as far as they may be waited for, and those after them are of the same kinds, too, so are the
+durations with everything offloaded: one position of each such neighbourhood is walked through.
+
+[Note: Side by side]
+All positions that are to be walked through, each for some number of resident chunks and some room, are walked through
+side by side, from their first gradients on: to numpy, one step for many costs as much as one for a single one. For
+each there is a row of the gradients around its own, of which those that land count: before them as many as may be
+waited for, and after them up to the next one that lands. Most chunks come in order: so all before some gradient land,
+where a difference of sums tells how many may be waited for, and none from another one on. Each row ends with *nothing*,
+which lands, but has no bytes. Positions with fewer gradients have nothing behind their last: it is there at once, waits
+for none, and takes no time on the link, which changes no duration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,30 +45,35 @@ from lightning_protrain.planner.sizes import before_each
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-Durations = tuple[float, float, float, float, float, float]
 NEVER = -np.inf
+NO_CHUNK = np.iinfo(np.int64).max  # Of nothing: it is never resident.
 
 
-@dataclass(frozen=True)
-class Near:
-    """What counts for the gradients of a position.
+class _Cases(NamedTuple):
+    """What is walked through, (Q,): positions, and what `Landings.of` is told of the plan."""
+
+    positions: Integers
+    persistent: Integers
+    room: Integers
+    loose: Flags
+
+
+class _Rows(NamedTuple):
+    """Gradients that land, row by row, see [Note: Side by side]; places are those among all of them.
 
     Attributes:
-        nbytes: Of its own gradients that land, in order.
-        ends: Seconds from the beginning of its backward until each is there.
-        before: Bytes of those that land before its own, the latest first: as many as may be waited for.
-        following: Bytes of the one that lands after each of its own; 0: there is none.
-        worked: Seconds that the worker has worked for the position before each of its own; infinite: it does nothing
-            for that one.
-        compute: Seconds of its backward.
+        gradients: Which ones they are, (L,).
+        following: Bytes of the one that lands after each, the least of any plan in a set, (L - 1,); 0: there is none.
+        begin: The place of the first one in each row that may be waited for, (Q,).
+        first: The place of the position's first one, (Q,).
+        stop: The place after the position's last one, (Q,).
     """
 
-    nbytes: tuple[int, ...]
-    ends: tuple[float, ...]
-    before: tuple[int, ...]
-    following: tuple[int, ...]
-    worked: tuple[float, ...]
-    compute: float
+    gradients: Integers
+    following: Integers
+    begin: Integers
+    first: Integers
+    stop: Integers
 
 
 def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
@@ -73,54 +87,6 @@ def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float
     sums = list(accumulate(numels))
     ends = dict(zip(modules, sums, strict=True))
     return [ends[module] / max(sums[-1], 1) for module in modules]
-
-
-def walk(near: Near, room: int, rate: float) -> Durations:
-    """The durations of a position, as `Landings.of` has them.
-
-    Args:
-        near: What counts for it.
-        room: Bytes that gradients may take on the device.
-        rate: Bytes per second of the link.
-    """
-    return _walk(near, _waits(near, room), rate)
-
-
-def _waits(near: Near, room: int) -> list[int]:
-    """Which gradient each one of a position waits for, of those before it and its own, in order; -1: none."""
-    under_way = list(near.before[::-1])
-    found = []
-    for nbytes, following in zip(near.nbytes, near.following, strict=True):
-        found.append(_waited(under_way, max(room - following - nbytes, 0)))
-        under_way.append(nbytes)
-    return found
-
-
-def _walk(near: Near, waits: Sequence[int], rate: float) -> Durations:
-    # How much later than without waiting: behind the beginning, and behind the link. When each has landed: the same.
-    late, late_link = 0.0, NEVER
-    landed, carried = NEVER, 0.0
-    ready, ready_behind = NEVER, NEVER
-    ends = [(NEVER, -nbytes / rate) for nbytes in accumulate((0, *near.before[:-1]))][::-1] if near.before else []
-    for nbytes, end, waited, worked in zip(near.nbytes, near.ends, waits, near.worked, strict=True):
-        if waited >= 0:
-            behind_begin, behind_link = ends[waited]
-            late, late_link = max(late, behind_begin - end), max(late_link, behind_link - end)
-        seconds = nbytes / rate
-        landed, carried = max(end + late, landed) + seconds, max(end + late_link, carried) + seconds
-        ready, ready_behind = max(ready, landed - worked), max(ready_behind, carried - worked)
-        ends.append((landed, carried))
-    return late, near.compute + late_link, landed, carried, ready, ready_behind
-
-
-def _waited(under_way: Sequence[int], most: int) -> int:
-    """The last of those under way that must have landed so that the later ones take no more than `most`; -1: none."""
-    nbytes = 0
-    for index in range(len(under_way) - 1, -1, -1):
-        nbytes += under_way[index]
-        if nbytes > most:
-            return index
-    return -1
 
 
 class Landings:
@@ -146,24 +112,27 @@ class Landings:
         computes: Seconds,
         rates: tuple[float, ...],
     ) -> None:
-        count = len(computes)
-        self._rates, self._computes = rates, computes.tolist()
-        self._chunks, self._nbytes = chunks.tolist(), nbytes.tolist()
-        self._ends = (parts * computes[positions]).tolist() if len(positions) else []
-        self._works = works.tolist()
-        falling = -positions
-        self._first = np.searchsorted(falling, -np.arange(count)).tolist()
-        self._stop = np.searchsorted(falling, -np.arange(count), side="right").tolist()
-        # The last chunk of each position; the last one of any gradient from each on; bytes of all before each.
-        self._last = np.full(count, -1, dtype=np.int64)
-        np.maximum.at(self._last, positions, chunks)
-        self._later = np.append(np.maximum.accumulate(chunks[::-1])[::-1], -1).tolist()
-        self._sums = before_each(nbytes)
-        self._landing = (-np.unique(falling)).tolist()
-        self._kinds = self._kinds_of_positions()
-        self._walked: dict[tuple[Near, int], Seconds] = {}
-        self._bases: dict[int, tuple[Seconds, Integers]] = {}
-        self._exceptions: dict[tuple[int, int, int, bool], Seconds] = {}
+        self._rates, self._computes = np.array(rates), computes
+        # Gradients are counted from 1 here: there is nothing before the first and after the last.
+        self._chunks, self._nbytes = np.full(len(chunks) + 2, NO_CHUNK), _within(nbytes)
+        self._chunks[1:-1] = chunks
+        self._ends, self._works = _within(parts * computes[positions] if len(positions) else parts), _within(works)
+        bounds = np.searchsorted(-positions, 1 - np.arange(len(computes) + 1)) + 1
+        self._first, self._stop = bounds[1:], bounds[:-1]
+        self._landing = np.flatnonzero(self._first < self._stop)[::-1]
+        # The last chunk of each position; the first one of any up to each gradient, the last of any from each on, both
+        # negative; bytes of all before each.
+        self._last = np.full(len(computes), -1, dtype=np.int64)
+        if len(positions):
+            self._last[self._landing] = np.maximum.reduceat(chunks, self._first[self._landing] - 1)
+        self._earlier = -np.minimum.accumulate(self._chunks[:-1])
+        self._later = -np.maximum.accumulate(chunks[::-1])[::-1]
+        self._sums = before_each(self._nbytes)
+        self._kinds, self._worked = self._kinds_of_positions()
+        # With nothing resident, by room: all durations, (R, 6, P, K), the first chunk that counts for each, (P, K).
+        self._rooms: dict[int, int] = {}
+        self._bases = np.zeros((len(rates), 6, len(computes), 0))
+        self._least = np.zeros((len(computes), 0), dtype=np.int64)
 
     def of(self, persistent: Integers, room: Integers, loose: Flags) -> Seconds:
         """Seconds for each rate, position and plan, (R, 6, P, K); 0 where nothing lands.
@@ -181,88 +150,171 @@ class Landings:
             loose: Whether a bound is wanted of all plans with so many resident chunks or fewer, (K,), see
                 [Note: Affected].
         """
-        rooms, which = np.unique(room, return_inverse=True)
-        tables, firsts = zip(*map(self._base, rooms.tolist()), strict=True)
-        least = np.stack(firsts, axis=-1)[:, which]
-        found = np.where(least >= persistent, np.stack(tables, axis=-1)[..., which], 0.0)
-        positions, plans = np.nonzero((self._last[:, None] >= persistent) & (least < persistent))
-        keys = (positions, persistent[plans], room[plans], loose[plans])
-        for plan, key in zip(plans.tolist(), zip(*(part.tolist() for part in keys), strict=True), strict=True):
-            if key not in self._exceptions:
-                self._exceptions[key] = self._durations(self._near(*key), key[2])
-            found[:, :, key[0], plan] = self._exceptions[key]
+        new = sorted(set(room.tolist()) - self._rooms.keys())
+        for number in new:
+            self._rooms[number] = len(self._rooms)
+            self._least = np.append(self._least, self._least_of(number), axis=1)
+        which = np.array([self._rooms[number] for number in room.tolist()])
+        offloaded = self._least[:, which] >= persistent
+        positions, plans = np.nonzero((self._last[:, None] >= persistent) & ~offloaded)
+        affected = self._walk(new, _Cases(positions, persistent[plans], room[plans], loose[plans]))
+        found: Seconds = np.where(offloaded, self._bases[..., which], 0.0)
+        found[:, :, positions, plans] = affected
         return found
 
-    def _base(self, room: int) -> tuple[Seconds, Integers]:
-        """The same with nothing resident, (R, 6, P); and the first chunk that counts for each position, (P,)."""
-        if room not in self._bases:
-            count = len(self._computes)
-            table, least = np.zeros((len(self._rates), 6, count)), np.full(count, -1, dtype=np.int64)
-            starts = np.array([self._first[position] for position in self._landing], dtype=np.int64)
-            reaches = np.maximum(np.searchsorted(self._sums, self._sums[starts] - room) - 1, 0)
-            since = (np.searchsorted(starts, reaches, side="right") - 1).tolist()
-            known: dict[tuple[int, ...], Seconds] = {}
-            for index, (position, reach) in enumerate(zip(self._landing, reaches.tolist(), strict=True)):
-                kinds = (index - since[index], *self._kinds[since[index] : index + 2])
-                if kinds not in known:
-                    known[kinds] = self._durations(self._near(position, 0, room, loose=False), room)
-                table[:, :, position] = known[kinds]
-                least[position] = min(self._chunks[reach : self._stop[position] + 1])
-            self._bases[room] = table, least
-        return self._bases[room]
-
-    def _kinds_of_positions(self) -> list[int]:
-        """A number for each kind, see [Note: Kinds], of all positions at which something lands, in that order."""
-        numbers: dict[tuple[tuple[float, ...], ...], int] = {}
-        found = []
-        for position in self._landing:
-            own = slice(self._first[position], self._stop[position])
-            chunks = self._chunks[own]
-            counted = tuple(chunk - chunks[0] for chunk in chunks)
-            works = tuple(self._works[own])
-            kind = tuple(self._nbytes[own]), tuple(self._ends[own]), counted, works, (self._computes[position],)
-            found.append(numbers.setdefault(kind, len(numbers)))
+    def _least_of(self, room: int) -> Integers:
+        """The first chunk that counts for each position if nothing is resident, (P, 1); -1: nothing lands."""
+        found = np.full((len(self._computes), 1), -1)
+        if len(self._landing):
+            stop = self._stop[self._landing]
+            bounds = np.stack((self._since(self._first[self._landing], room), stop), axis=1)
+            before = np.minimum.reduceat(self._chunks, bounds.reshape(-1))[::2]
+            found[self._landing, 0] = np.minimum(before, self._chunks[stop])
         return found
 
-    def _near(self, position: int, persistent: int, room: int, loose: bool) -> Near:
-        """What counts for a position."""
-        chunks, nbytes = self._chunks, self._nbytes
-        first, stop = self._first[position], self._stop[position]
-        own = [index for index in range(first, stop) if chunks[index] >= persistent]
-        before: list[int] = []
-        held = 0
-        while first > 0 and held <= room:
-            first -= 1
-            if chunks[first] >= persistent:
-                before.append(nbytes[first])
-                held += nbytes[first]
-            elif loose:
-                before.clear()  # How long ago the link has carried it depends on the plan.
-                break
-        after = stop
-        while self._later[after] >= persistent and chunks[after] < persistent:
-            after += 1
-        some = self._later[after] >= persistent
-        uses = [*own, after] if some else own
-        following = [min(nbytes[index + 1 if loose else last : last + 1]) for index, last in pairwise(uses)]
-        return Near(
-            tuple(nbytes[index] for index in own),
-            tuple(self._ends[index] for index in own),
-            tuple(before),
-            tuple(following) if some else (*following, 0),
-            tuple(self._worked(own, range(self._first[position], stop) if loose else own)),
-            self._computes[position],
-        )
+    def _walk(self, new: Sequence[int], cases: _Cases) -> Seconds:
+        """Durations of cases, (R, 6, Q); and of those with nothing resident in rooms that are new."""
+        if not new:
+            return self._durations(cases)
+        several, places = zip(*map(self._neighbourhoods, new), strict=True)
+        found = self._durations(_Cases(*map(np.concatenate, zip(*several, cases, strict=True))))
+        *pieces, rest = np.split(found, np.cumsum([len(bare.positions) for bare in several]), axis=-1)
+        bases = np.zeros((*self._bases.shape[:-1], len(new)))
+        for index, (piece, each) in enumerate(zip(pieces, places, strict=True)):
+            bases[..., self._landing, index] = piece[..., each]
+        self._bases = np.concatenate((self._bases, bases), axis=-1)
+        return rest
 
-    def _durations(self, near: Near, room: int) -> Seconds:
-        """Those of every rate, (R, 6)."""
-        if (near, room) not in self._walked:
-            waits = _waits(near, room)
-            self._walked[near, room] = np.array([_walk(near, waits, rate) for rate in self._rates])
-        return self._walked[near, room]
+    def _neighbourhoods(self, room: int) -> tuple[_Cases, Integers]:
+        """One position of each, see [Note: Kinds], with nothing resident; which one each has that has gradients."""
+        starts = self._first[self._landing]
+        since = (np.searchsorted(starts, self._since(starts, room), side="right") - 1).tolist()
+        known: dict[tuple[int, ...], int] = {}
+        which: list[int] = []
+        some: list[int] = []
+        for index, begin in enumerate(since):
+            kinds = (index - begin, *self._kinds[begin : index + 2])
+            which.append(known.setdefault(kinds, len(known)))
+            if which[-1] == len(some):
+                some.append(index)
+        none = np.zeros(len(some), dtype=np.int64)
+        return _Cases(self._landing[some], none, none + room, none > 0), np.array(which, dtype=np.int64)
 
-    def _worked(self, own: Sequence[int], counted: Sequence[int]) -> Iterator[float]:
-        """Seconds of the worker for those of `counted` before each of `own`, which are among them."""
-        before = dict(zip(counted, accumulate((self._works[index] for index in counted), initial=0.0), strict=False))
-        for index in own:
-            yield before[index] if self._works[index] > 0 else np.inf
+    def _kinds_of_positions(self) -> tuple[list[int], Seconds]:
+        """A number for each kind, see [Note: Kinds], of all positions that have gradients, in the order of landing.
+
+        And seconds that the worker has worked for its position before each gradient, if all of them land, (M + 2,).
+        """
+        # Their bytes: those of a position are found in a dictionary much faster than its numbers.
+        entries = np.stack((self._nbytes, self._ends.view(np.int64), self._works.view(np.int64)), axis=1)
+        width, flat = entries.itemsize * 3, entries.tobytes()
+        numbers: dict[tuple[bytes, float], int] = {}
+        kinds: list[int] = []
+        worked: list[Seconds] = []
+        bounds = (each[self._landing].tolist() for each in (self._first, self._stop, self._computes))
+        for first, stop, compute in zip(*bounds, strict=True):
+            kinds.append(numbers.setdefault((flat[first * width : stop * width], compute), len(numbers)))
+            if kinds[-1] == len(worked):
+                worked.append(np.append(0.0, np.cumsum(self._works[first : stop - 1])))
+        return kinds, _within(np.concatenate([worked[kind] for kind in kinds]) if kinds else np.zeros(0))
+
+    def _since(self, gradients: Integers, room: int | Integers) -> Integers:
+        """The last gradient from which on there is more than the room before each of these; 1 if there is none."""
+        found: Integers = np.maximum(self._sums.searchsorted(self._sums[gradients] - room) - 1, 1)
+        return found
+
+    def _durations(self, cases: _Cases) -> Seconds:
+        """The six of each rate and case, (R, 6, Q)."""
+        found = np.zeros((len(self._rates), 3, 2, len(cases.positions)))
+        if found.size:
+            rows = self._rows(cases)
+            places = rows.first + np.arange((rows.stop - rows.first).max())[:, None]
+            places = np.where(places < rows.stop, places, -1)
+            gradients = rows.gradients.take(places)
+            ends, nbytes = self._ends.take(gradients), self._nbytes.take(gradients)
+            found[:, 0], landed = _landed(ends, nbytes, *self._waits(cases.room, rows, places), self._rates)
+            found[:, 0, 1] += self._computes[cases.positions]
+            found[:, 1] = landed[-1]
+            found[:, 2] = (landed - self._before(gradients, cases.loose)[:, None, None]).max(axis=0)
+        return found.reshape(len(found), 6, -1)
+
+    def _rows(self, cases: _Cases) -> _Rows:
+        positions, persistent, room, loose = cases
+        first, stop = self._first[positions], self._stop[positions]
+        # All before `mixed` land, and none from `resident` on.
+        mixed = self._earlier.searchsorted(-persistent, side="right")
+        resident = self._later.searchsorted(-persistent, side="right") + 1
+        before = (first - self._since(np.minimum(first, mixed), room)).max()
+        after = (np.where(stop < mixed, stop + 1, np.maximum(stop, resident)) - first).max()
+        nothing = len(self._nbytes) - 1
+        index = first[:, None] + np.arange(-before, after + 1)
+        index[:, -1] = nothing
+        lands = self._chunks.take(index, mode="clip") >= persistent[:, None]
+        found = np.flatnonzero(lands)
+        gradients = index.reshape(-1).take(found).clip(0, nothing)
+        counted = np.where(lands | loose[:, None], self._nbytes.take(index, mode="clip"), NO_CHUNK).reshape(-1)
+        following = np.minimum.reduceat(counted, found[:-1] + 1)
+        columns = np.arange(len(index)) * index.shape[1] + before
+        since = first - self._since(first, room)
+        bounds = np.concatenate((columns - before, columns, columns + stop - first, columns - since))
+        begin, own, end, reach = found.searchsorted(bounds).reshape(4, -1)
+        # In a set: how long ago the link has carried those before depends on the plan, if one of them may be resident.
+        return _Rows(gradients, following, np.where(loose & (own - reach < since), own, begin), own, end)
+
+    def _waits(self, room: Integers, rows: _Rows, places: Integers) -> tuple[Integers, Seconds]:
+        """Which gradient of its position each waits for, (G, Q), counted from the first; negative: none of them.
+
+        And bytes from one of another position that it waits for to the first one, negative; or `NEVER`.
+        """
+        nbytes = self._nbytes.take(rows.gradients)
+        sums = before_each(nbytes)
+        most = np.maximum(room - (rows.following + nbytes[:-1]).take(places), 0)
+        wanted = np.where(places >= 0, sums.take(places) - most, -1)
+        waited = sums.searchsorted(wanted.T).T - 1
+        between = (waited >= rows.begin) & (waited < rows.first)
+        return waited - rows.first, np.where(between, sums.take(waited + 1) - sums[rows.first], NEVER)
+
+    def _before(self, gradients: Integers, loose: Flags) -> Seconds:
+        """Seconds that the worker has worked for the position before each, (G, Q); infinite: it does nothing for it."""
+        works = self._works.take(gradients)
+        worked = np.zeros_like(works)
+        np.cumsum(works[:-1], axis=0, out=worked[1:])
+        return np.where(works > 0, np.where(loose, self._worked.take(gradients), worked), np.inf)
+
+
+def _landed(
+    ends: Seconds, nbytes: Integers, waited: Integers, carried: Seconds, rates: Seconds
+) -> tuple[Seconds, Seconds]:
+    """How much later computation ends than without waiting, (R, 2, Q), and when each has landed, (G, R, 2, Q).
+
+    Both from the beginning of the computation, and from when the link has carried what came before.
+
+    Args:
+        ends: Seconds from the beginning of the computation until each gradient is there, (G, Q).
+        nbytes: Of each, (G, Q).
+        waited: As `Landings._waits` has it.
+        carried: The same.
+        rates: Bytes per second of the link, (R,).
+    """
+    count, lanes = len(ends), (len(rates), 2, ends.shape[1])
+    # What may be waited for: for each the one of another position, then all of the position.
+    times = np.full((2 * count, *lanes), NEVER)
+    times[:count, :, 1] = carried[:, None] / rates[:, None]
+    landed = times[count:].reshape(count, -1)
+    which = np.where(waited < 0, np.arange(count)[:, None], waited + count) * landed.shape[1]
+    which = (which[:, None, None] + np.arange(landed.shape[1]).reshape(lanes)).reshape(count, -1)
+    shares = np.empty((2, count, *lanes))
+    shares[0], shares[1] = ends[:, None, None], nbytes[:, None, None] / rates[:, None, None]
+    late, begun = np.zeros(lanes), np.zeros(lanes)
+    late[:, 1], begun[:, 0] = NEVER, NEVER
+    delay, now, free = late.reshape(-1), begun.reshape(-1), np.empty(late.size)
+    take, maximum, add = times.reshape(-1).take, np.maximum, np.add
+    for index, end, seconds, found in zip(which, *shares.reshape(2, count, -1), landed, strict=True):
+        maximum(delay, take(index) - end, delay)
+        now = add(maximum(add(end, delay, free), now, free), seconds, found)
+    return late, times[count:]
+
+
+def _within(values: NDArray[Any]) -> NDArray[Any]:
+    """With a 0 before and after them."""
+    return np.concatenate(([0], values, [0]))

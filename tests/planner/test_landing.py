@@ -1,8 +1,11 @@
-"""What gradients hold up: by hand, against waiting gradient by gradient, and as bounds of sets of plans."""
+"""What gradients hold up: by hand, against walking through it gradient by gradient, and as bounds of sets of plans."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -10,36 +13,136 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.landing import NEVER, Landings, Near, come_together, walk
+from lightning_protrain.planner.landing import NEVER, Landings, come_together
 
 COUNT = 4
-NOTHING = (np.inf,) * 3
 Model = tuple[list[int], list[int], list[int], list[float], list[float], list[float]]
+Plan = tuple[int, int, bool]
+Durations = tuple[float, float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Near:
+    """What counts for the gradients of a position.
+
+    Attributes:
+        nbytes: Of its own gradients that land, in order.
+        ends: Seconds from the beginning of its backward until each is there.
+        before: Bytes of those that land before its own, the latest first: as many as may be waited for.
+        following: Bytes of the one that lands after each of its own; 0: there is none.
+        worked: Seconds that the worker has worked for the position before each of its own; infinite: it does nothing
+            for that one.
+        compute: Seconds of its backward.
+    """
+
+    nbytes: list[int]
+    ends: list[float]
+    before: list[int]
+    following: list[int]
+    worked: list[float]
+    compute: float
+
+
+def near_of(model: Model, position: int, persistent: int, room: int, loose: bool) -> Near:
+    positions, chunks, nbytes, parts, works, computes = model
+    every = [index for index, place in enumerate(positions) if place == position]
+    own = [index for index in every if chunks[index] >= persistent]
+    before: list[int] = []
+    for index in reversed(range(every[0])):
+        if sum(before) > room:
+            break
+        if chunks[index] >= persistent:
+            before.append(nbytes[index])
+        elif loose:
+            before.clear()
+            break
+    after = [index for index in range(every[-1] + 1, len(chunks)) if chunks[index] >= persistent][:1]
+    following = [min(nbytes[index + 1 if loose else last : last + 1]) for index, last in pairwise(own + after)]
+    counted = every if loose else own
+    done = dict(zip(counted, accumulate((works[index] for index in counted), initial=0.0), strict=False))
+    return Near(
+        [nbytes[index] for index in own],
+        [parts[index] * computes[position] for index in own],
+        before,
+        following if after else [*following, 0],
+        [done[index] if works[index] > 0 else np.inf for index in own],
+        computes[position],
+    )
+
+
+def waits_of(near: Near, room: int) -> list[int]:
+    """Which gradient each one of a position waits for, of those before it and its own, in order; -1: none."""
+    under_way = near.before[::-1]
+    found = []
+    for nbytes, following in zip(near.nbytes, near.following, strict=True):
+        most = max(room - following - nbytes, 0)
+        later = [index for index in range(len(under_way)) if sum(under_way[index:]) > most]
+        found.append(max(later, default=-1))
+        under_way.append(nbytes)
+    return found
+
+
+def walk(near: Near, waits: Sequence[int], rate: float) -> Durations:
+    """The durations of a position, as `Landings.of` has them."""
+    # How much later than without waiting: behind the beginning, and behind the link. When each has landed: the same.
+    late, late_link = 0.0, NEVER
+    landed, carried = NEVER, 0.0
+    ready, ready_behind = NEVER, NEVER
+    ends = [(NEVER, -nbytes / rate) for nbytes in accumulate((0, *near.before[:-1]))][::-1] if near.before else []
+    for nbytes, end, waited, worked in zip(near.nbytes, near.ends, waits, near.worked, strict=True):
+        if waited >= 0:
+            behind_begin, behind_link = ends[waited]
+            late, late_link = max(late, behind_begin - end), max(late_link, behind_link - end)
+        seconds = nbytes / rate
+        landed, carried = max(end + late, landed) + seconds, max(end + late_link, carried) + seconds
+        ready, ready_behind = max(ready, landed - worked), max(ready_behind, carried - worked)
+        ends.append((landed, carried))
+    return late, near.compute + late_link, landed, carried, ready, ready_behind
+
+
+def walked(model: Model, plans: Sequence[Plan], rates: Sequence[float]) -> NDArray[np.float64]:
+    """What `Landings.of` says, one position of one plan after another, (R, 6, P, K)."""
+    positions, chunks, *_, computes = model
+    found = np.zeros((len(rates), 6, len(computes), len(plans)))
+    for plan, (persistent, room, loose) in enumerate(plans):
+        for position in {place for place, chunk in zip(positions, chunks, strict=True) if chunk >= persistent}:
+            near = near_of(model, position, persistent, room, loose)
+            for index, rate in enumerate(rates):
+                found[index, :, position, plan] = walk(near, waits_of(near, room), rate)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("near", "room", "found"),
+    ("before", "nbytes", "after", "works", "room", "found"),
     [
         # 1. All fits: the last one lands behind the one before, or when it is there.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), NOTHING[:2], 2.0), 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
-        (Near((1, 3), (1.0, 2.0), (), (3, 0), NOTHING[:2], 2.0), 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
+        ([], [3, 1], [], [0.0, 0.0], 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
+        ([], [1, 3], [], [0.0, 0.0], 9, (0.0, NEVER, 5.0, 4.0, NEVER, NEVER)),
         # 2. Two of three, and then one of 3 at a time: the second waits for the first until 4, which is 2 late; the
         #    third until 7, which is 4 late. A link that is free at 0 is waited for just as long, till 6.
-        (Near((3, 3, 3), (1.0, 2.0, 3.0), (), (3, 3, 3), NOTHING, 3.0), 6, (4.0, 6.0, 10.0, 9.0, NEVER, NEVER)),
+        ([], [3, 3, 3], [3], [0.0] * 3, 6, (4.0, 6.0, 10.0, 9.0, NEVER, NEVER)),
         # 3. The same behind another one of 3: the first waits for that, too.
-        (Near((3,), (1.0,), (3,), (3,), NOTHING[:1], 2.0), 6, (0.0, 1.0, 4.0, 3.0, NEVER, NEVER)),
+        ([3], [3], [3], [0.0], 6, (0.0, 0.0, 4.0, 3.0, NEVER, NEVER)),
         # 4. Of those before, the latest may be under way: the link has carried the one before it 1 ago.
-        (Near((3,), (1.0,), (1, 3), (2,), NOTHING[:1], 2.0), 6, (0.0, 0.0, 4.0, 3.0, NEVER, NEVER)),
+        ([3, 1], [3], [2], [0.0], 6, (0.0, -1.0, 4.0, 3.0, NEVER, NEVER)),
         # 5. The worker begins when the first of two is there, and works longer than the other one takes to come.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), (0.0, 9.0), 2.0), 9, (0.0, NEVER, 5.0, 4.0, 4.0, 3.0)),
+        ([], [3, 1], [], [9.0, 1.0], 9, (0.0, NEVER, 5.0, 4.0, 4.0, 3.0)),
         # 6. It has done a first one of 1 when the second is there, and waits: as if it had begun 1 before that.
-        (Near((3, 5), (1.0, 2.0), (), (5, 0), (0.0, 1.0), 2.0), 9, (0.0, NEVER, 9.0, 8.0, 8.0, 7.0)),
+        ([], [3, 5], [], [1.0, 1.0], 9, (0.0, NEVER, 9.0, 8.0, 8.0, 7.0)),
         # 7. Only the last one completes a chunk.
-        (Near((3, 1), (1.0, 2.0), (), (1, 0), (np.inf, 0.0), 2.0), 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
+        ([], [3, 1], [], [0.0, 1.0], 9, (0.0, NEVER, 5.0, 4.0, 5.0, 4.0)),
     ],
 )
-def test_cases_by_hand(near: Near, room: int, found: tuple[float, ...]) -> None:
-    assert walk(near, room, 1.0) == found
+def test_cases_by_hand(
+    before: list[int], nbytes: list[int], after: list[int], works: list[float], room: int, found: Durations
+) -> None:
+    """A position with a gradient each second, behind another one and before a third one."""
+    positions = [2] * len(before) + [1] * len(nbytes) + [0] * len(after)
+    count, seconds = len(positions), float(len(nbytes))
+    parts = [1.0] * len(before) + [(place + 1) / seconds for place in range(len(nbytes))] + [1.0] * len(after)
+    every = [0.0] * len(before) + works + [0.0] * len(after)
+    model = (positions, [0] * count, before + nbytes + after, parts, every, [seconds] * 3)
+    assert tuple(durations(landings(model), 0, room)[:, 1].tolist()) == found
 
 
 def test_gradients_of_a_module_come_together() -> None:
@@ -64,10 +167,15 @@ def models(draw: st.DrawFn, in_order: bool = False) -> Model:
     return positions, sorted(chunks, reverse=True) if in_order else chunks, nbytes, parts, works, computes
 
 
-def landings(model: Model) -> Landings:
+def landings(model: Model, rates: tuple[float, ...] = (1.0, 0.5)) -> Landings:
     positions, chunks, nbytes = (np.array(values, dtype=np.int64) for values in model[:3])
     parts, works, computes = (np.array(values) for values in model[3:])
-    return Landings(positions, chunks, nbytes, parts, works, computes, (1.0, 0.5))
+    return Landings(positions, chunks, nbytes, parts, works, computes, rates)
+
+
+def of(found: Landings, plans: Sequence[Plan]) -> NDArray[np.float64]:
+    persistent, room, loose = zip(*plans, strict=True)
+    return found.of(np.array(persistent), np.array(room), np.array(loose))
 
 
 def durations(found: Landings, persistent: int, room: int, loose: bool = False) -> NDArray[np.float64]:
@@ -147,13 +255,41 @@ def models_of_few_kinds(draw: st.DrawFn) -> Model:
     return model
 
 
-@given(st.one_of(models(), models_of_few_kinds()), st.integers(0, 12))
-def test_positions_of_a_kind_need_one_walk(model: Model, room: int) -> None:
-    found = landings(model)
-    table = durations(found, 0, room)
-    for position in set(model[0]):
-        near = found._near(position, 0, room, loose=False)
-        assert table[:, position].tolist() == list(walk(near, room, 1.0))
+@st.composite
+def uneven(draw: st.DrawFn) -> Model:
+    """Models with some parameters of no elements, and with durations whose sums depend on the order of addition."""
+    positions, chunks, nbytes, parts, works, computes = draw(st.one_of(models(), models(True), models_of_few_kinds()))
+    scale = st.sampled_from((0.1, 0.3, 0.7, 1.0))
+    return (
+        positions,
+        chunks,
+        [0 if number == 9 else number for number in nbytes],
+        [part * 0.7 for part in parts],
+        [work * draw(scale) for work in works],
+        [compute * 0.9 for compute in computes],
+    )
+
+
+PLANS = st.lists(
+    st.tuples(st.integers(0, 7), st.sampled_from((0, 3, 7, 12, 30)), st.booleans()), min_size=1, max_size=6
+)
+
+
+@given(uneven(), PLANS, PLANS)
+def test_side_by_side_is_one_after_another(model: Model, plans: list[Plan], more: list[Plan]) -> None:
+    """To the last bit, whatever else is walked through; and again when rooms are known."""
+    rates = (0.7, 3.0)
+    found = landings(model, rates)
+    for some in (plans, more, plans):
+        assert of(found, some).tobytes() == walked(model, some, rates).tobytes()
+    (alone,) = of(landings(model, rates[1:]), more[:1])
+    assert alone.tobytes() == walked(model, more[:1], rates[1:]).tobytes()
+
+
+def test_no_gradients_hold_up_nothing() -> None:
+    found = of(landings(([], [], [], [], [], [4.0] * COUNT)), [(0, 0, False), (2, 9, True)])
+    assert found.shape == (2, 6, COUNT, 2)
+    assert not found.any()
 
 
 def test_equal_blocks_are_walked_through_once() -> None:
@@ -161,8 +297,16 @@ def test_equal_blocks_are_walked_through_once() -> None:
     positions = [position for position in reversed(range(10)) for _ in range(3)]
     chunks, count = list(range(30))[::-1], len(positions)
     found = landings((positions, chunks, [2] * count, [1.0] * count, [1.0] * count, [4.0] * 10))
-    durations(found, 0, 4)
-    assert len(found._walked) == 3
+    assert len(found._neighbourhoods(4)[0].positions) == 3
+
+
+def test_computation_that_goes_on_makes_another_kind() -> None:
+    """Six positions whose gradients are alike, 1 after each begins: one of them computes for 4 more."""
+    positions, parts, computes = [5, 4, 3, 2, 1, 0], [1.0, 1.0, 1.0, 1.0, 0.2, 1.0], [1.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    found = durations(landings((positions, positions, [2] * 6, parts, [0.0] * 6, computes)), 0, 4)
+    # Each waits for the one before; the last one, which nothing follows, for the one before that.
+    assert found[1].tolist() == [-2.0, 4.0, 0.0, 0.0, 0.0, NEVER]
+    assert found[2].tolist() == [3.0] * 6
 
 
 @given(models())
