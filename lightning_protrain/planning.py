@@ -37,6 +37,7 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitI
 from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.runtime.node_memory import free_shared_bytes
 from lightning_protrain.searching import search_with_evaluation
 from lightning_protrain.wishes import Wishes
 
@@ -186,7 +187,8 @@ class Case:
         device = None if self.wishes.device_memory is not None else self.device.free_bytes()
         host = None if self.wishes.host_memory is not None else free_host_bytes()
         here = (info.nbytes for info in self.layout.parameters if info.fqn not in waiting)
-        return FreeMemory(device, host, sum(here))
+        shared = free_shared_bytes() if self.wishes.sharers > 1 else None
+        return FreeMemory(device, host, sum(here), shared)
 
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
