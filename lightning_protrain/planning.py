@@ -18,7 +18,7 @@ from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
+from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, memory_terms
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
@@ -141,10 +141,9 @@ class Case:
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
         choice, device_bytes = self.wishes.choice, self.budget(machine)
-        if device_bytes is not None:
-            device_bytes = max(device_bytes - self._room_for_buckets(self.layout.units), 0)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
+            choice = self._with_buckets(choice)
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
@@ -159,6 +158,7 @@ class Case:
             self.wishes.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
+            self._room_for_buckets(self.layout.units),
         )
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
@@ -242,7 +242,7 @@ class Case:
         )
         plan = self._if_all_fits(problem)
         if plan is None:
-            problem = replace(problem, device_bytes=max(budget - room, 0))
+            problem = replace(problem, device_bytes=budget - room, reserved=room)
             plan = search_with_evaluation(problem, self.wishes.knobs)
         plan = predict(problem, plan, self.wishes.knobs)
         assert plan.prediction is not None
@@ -273,9 +273,10 @@ class Case:
         return 3 * max(trained, default=0)
 
     def _with_buckets(self, plan: Plan) -> Plan:
-        """With the room that sums over ranks take, in its terms and in what is predicted."""
+        """With the room that sums over these ranks take, in its terms and in what is predicted, whoever made it."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
-        memory = replace(plan.memory, gradients_in_flight=plan.memory.gradients_in_flight + nbytes)
+        own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
+        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
         prediction = plan.prediction.with_buckets(nbytes) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction)
 
