@@ -38,6 +38,7 @@ from lightning_protrain.replicas import (
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
+from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
 # Of one message.
@@ -94,6 +95,7 @@ class DataParallelStrategy(ProcessStrategy):
         self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
+        self._sigterm = SigtermNote()
         # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
@@ -102,6 +104,8 @@ class DataParallelStrategy(ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
+            if (module := self.lightning_module) is not None:
+                self._sigterm.listen(module.trainer)
 
     @property
     def precision_plugin(self) -> ProTrainPrecision:
@@ -311,6 +315,7 @@ class DataParallelStrategy(ProcessStrategy):
             refuse_uneven(module.trainer.num_training_batches)
             # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
             module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._meet_before_batch  # type: ignore[method-assign]
+            self._sigterm.wait_for_others()
 
     def _meet_before_batch(self) -> None:
         """Waits until all ranks are about to train the same batch; if one is told to end, all do.
@@ -324,7 +329,7 @@ class DataParallelStrategy(ProcessStrategy):
         trainer = module.trainer
         self._ranks.attendance.doing = f"Training at step {trainer.global_step}"
         what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
-        if self._meet(what, trainer.received_sigterm):
+        if self._meet(what, trainer.received_sigterm or self._sigterm.received):
             raise SIGTERMException
 
     def on_train_end(self) -> None:
@@ -368,6 +373,7 @@ class DataParallelStrategy(ProcessStrategy):
     def teardown(self) -> None:
         """The model is the user's alone again."""
         self._flat = None
+        self._sigterm.close()
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
