@@ -21,20 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
+from lightning_protrain.overlap import writes_averages
 from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.replicas import (
-    DDPOptions,
-    FlatAverage,
-    GradSync,
-    chooses_flat,
-    without_sync,
-    wrap,
-)
+from lightning_protrain.replicas import DDPOptions, FlatAverage, GradSync, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
@@ -161,10 +155,23 @@ class DataParallelStrategy(ProcessStrategy):
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
     def own_shardings(self) -> tuple[Sharding, ...]:
-        """The same for the ranks of this run."""
+        """The same for the ranks of this run; every rank calls it.
+
+        Raises:
+            ValueError: Weights shall be shared that each rank would write to.
+        """
         if self._parallelism.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        return self.shardings(self.num_processes if self._ranks is not None else 1)
+        found = self.shardings(self.num_processes if self._ranks is not None else 1)
+        module = self.lightning_module
+        name = writes_averages(module.trainer) if module is not None else ""
+        if Sharding.SHARD not in found or not self._meet("the callbacks", bool(name)):
+            return found
+        why = f"{name or 'a callback'} writes averages over weights on every rank, and those would be shared"
+        if self._parallelism.sharding == "shard":
+            raise ValueError(f'sharding="shard": {why}. Set sharding="replicate".')
+        rank_zero_info(f'sharding="auto" takes "replicate": {why} under "shard".')
+        return (Sharding.REPLICATE,)
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""

@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "parallel": (
         "consensus",
         "outline",
+        "overlap",
         "owned_states",
         "planner",
         "precision",
