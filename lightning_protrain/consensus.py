@@ -79,14 +79,16 @@ def least_memory(mine: FreeMemory, ranks: Ranks) -> FreeMemory:
     Raises:
         RuntimeError: A rank is gone, or has failed.
     """
-    told = torch.tensor([-1 if value is None else value for value in (mine.device, mine.host, mine.weights)])
+    values = mine.device, mine.host, mine.weights, mine.shared
+    told = torch.tensor([-1 if value is None else value for value in values])
     everywhere = [torch.empty_like(told) for _ in range(ranks.world_size)]
     work = dist.all_gather(everywhere, told, group=ranks.meeting, async_op=True)
     ranks.attendance.wait(work, "the memory of all ranks")
     found = []
     for each in everywhere:
-        device, host, weights = each.tolist()
-        found.append(FreeMemory(None if device < 0 else device, None if host < 0 else host, weights))
+        device, host, weights, shared = each.tolist()
+        limits = [None if value < 0 else value for value in (device, host, shared)]
+        found.append(FreeMemory(limits[0], limits[1], weights, limits[2]))
     for sentence in shortages(found):
         rank_zero_info(sentence)
     return least(found, ranks.local_size)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_protrain.consensus import decide, least_memory
+from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.sharding import choose, plan_each
@@ -22,6 +23,8 @@ from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.gauging import gauge
+from lightning_protrain.runtime.node_memory import FOLDER
+from lightning_protrain.runtime.owners import shared_bytes
 
 # Machines to plan for, by name and by who would hold what is offloaded, as one rank has them; None stands for this one.
 Machines = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
@@ -43,7 +46,7 @@ def plan_jointly(
         model: With the weights of this rank, some of which may be waited for, see [Note: Plans before weights].
         ranks: Who trains together; None: there is one.
         shardings: Who may hold offloaded chunks. If a plan is searched for, that whose step is expected to be shorter;
-            else the first.
+            else the first that there is a plan under.
         device: Where gradients are averaged.
         dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
 
@@ -58,24 +61,41 @@ def plan_jointly(
         return case, case.plan_among(None, shardings[0])
     waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     case = replace(case, free=least_memory(case.free_memory(waiting), ranks))
+    network = None
     if ranks.meet("the search for a plan", case.searches()):
         # Under the first sharding all sums are made that another one has.
         network = gauge(ranks, device, shardings[0], case.layout, dtype)
         rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
-        plan = decide(lambda: _plan_fastest(case, network, shardings))
-    else:
-        plan = decide(lambda: case.plan_among(None, shardings[0]))
+    plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     return case.among(plan.sharding), plan
 
 
-def _plan_fastest(case: Case, network: Network, shardings: Sequence[Sharding]) -> Plan:
+def _plan_best(case: Case, network: Network | None, shardings: Sequence[Sharding], num_sharers: int) -> Plan:
     def make(sharding: Sharding) -> Plan:
-        return case.plan_among(network if sharding is Sharding.SHARD else network.without_owners(), sharding)
+        shares = sharding is Sharding.SHARD
+        plan = case.plan_among(network if shares or network is None else network.without_owners(), sharding)
+        if shares and len(shardings) > 1:  # Of one that is asked for, the runtime says what it lacks.
+            _refuse_small_room(case, plan, num_sharers)
+        return plan
 
-    choice = choose(plan_each(shardings, make))
+    choice = choose(plan_each(shardings, make, compares=network is not None))
     if choice.sentence:
         rank_zero_info(choice.sentence)
     return choice.plan
+
+
+def _refuse_small_room(case: Case, plan: Plan, num_sharers: int) -> None:
+    """Refuses a plan whose offloaded weights do not fit the memory that ranks of a machine can share."""
+    free = case.free_memory()
+    assert free.shared is not None
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    needed = shared_bytes(offloaded, {info.fqn: info.nbytes for info in case.layout.parameters}, num_sharers)
+    if needed > free.shared:
+        raise ValueError(
+            f"{FOLDER} has {short_bytes(free.shared)} free on the machine of rank {free.shared_at}, needs "
+            f"{short_bytes(needed)} for the weights that ranks share. Give it more (`docker run --shm-size`, `mount -o "
+            "remount,size=...`)."
+        )
 
 
 def answers(case: Case, machines: Machines) -> Answers:

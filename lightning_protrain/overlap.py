@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.guard import can_be_watched
@@ -249,3 +249,13 @@ def _origin(owner: Any, name: str) -> str:
     """The module that defines the hook `name` of `owner`; empty if it has none."""
     function = vars(owner).get(name) or getattr(type(owner), name, None)
     return getattr(function, "__module__", "") or ""
+
+
+def writes_averages(trainer: Trainer) -> str:
+    """The name of a callback that writes averages of weights over the weights; empty: there is none.
+
+    It does so for validation or when training ends, through `data` or before other ranks have read what they average.
+    """
+    callbacks: Sequence[Any] = getattr(trainer, "callbacks", ())
+    averaging = WeightAveraging, StochasticWeightAveraging
+    return next((type(callback).__name__ for callback in callbacks if isinstance(callback, averaging)), "")

@@ -21,23 +21,18 @@ from torch.optim import Optimizer
 
 from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
+from lightning_protrain.overlap import writes_averages
 from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.replicas import (
-    DDPOptions,
-    FlatAverage,
-    GradSync,
-    chooses_flat,
-    without_sync,
-    wrap,
-)
+from lightning_protrain.replicas import DDPOptions, FlatAverage, GradSync, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
+from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
 # Of one message.
@@ -94,6 +89,7 @@ class DataParallelStrategy(ProcessStrategy):
         self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
+        self._sigterm = SigtermNote()
         # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
@@ -102,6 +98,8 @@ class DataParallelStrategy(ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
+            if (module := self.lightning_module) is not None:
+                self._sigterm.listen(module.trainer)
 
     @property
     def precision_plugin(self) -> ProTrainPrecision:
@@ -157,10 +155,23 @@ class DataParallelStrategy(ProcessStrategy):
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
     def own_shardings(self) -> tuple[Sharding, ...]:
-        """The same for the ranks of this run."""
+        """The same for the ranks of this run; every rank calls it.
+
+        Raises:
+            ValueError: Weights shall be shared that each rank would write to.
+        """
         if self._parallelism.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        return self.shardings(self.num_processes if self._ranks is not None else 1)
+        found = self.shardings(self.num_processes if self._ranks is not None else 1)
+        module = self.lightning_module
+        name = writes_averages(module.trainer) if module is not None else ""
+        if Sharding.SHARD not in found or not self._meet("the callbacks", bool(name)):
+            return found
+        why = f"{name or 'a callback'} writes averages over weights on every rank, and those would be shared"
+        if self._parallelism.sharding == "shard":
+            raise ValueError(f'sharding="shard": {why}. Set sharding="replicate".')
+        rank_zero_info(f'sharding="auto" takes "replicate": {why} under "shard".')
+        return (Sharding.REPLICATE,)
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
@@ -311,6 +322,7 @@ class DataParallelStrategy(ProcessStrategy):
             refuse_uneven(module.trainer.num_training_batches)
             # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
             module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._meet_before_batch  # type: ignore[method-assign]
+            self._sigterm.wait_for_others()
 
     def _meet_before_batch(self) -> None:
         """Waits until all ranks are about to train the same batch; if one is told to end, all do.
@@ -324,7 +336,7 @@ class DataParallelStrategy(ProcessStrategy):
         trainer = module.trainer
         self._ranks.attendance.doing = f"Training at step {trainer.global_step}"
         what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
-        if self._meet(what, trainer.received_sigterm):
+        if self._meet(what, trainer.received_sigterm or self._sigterm.received):
             raise SIGTERMException
 
     def on_train_end(self) -> None:
@@ -368,6 +380,7 @@ class DataParallelStrategy(ProcessStrategy):
     def teardown(self) -> None:
         """The model is the user's alone again."""
         self._flat = None
+        self._sigterm.close()
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)

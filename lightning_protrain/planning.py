@@ -18,7 +18,7 @@ from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes
+from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, memory_terms
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
@@ -37,6 +37,7 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitI
 from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.runtime.node_memory import free_shared_bytes
 from lightning_protrain.searching import search_with_evaluation
 from lightning_protrain.wishes import Wishes
 
@@ -140,10 +141,9 @@ class Case:
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
         choice, device_bytes = self.wishes.choice, self.budget(machine)
-        if device_bytes is not None:
-            device_bytes = max(device_bytes - self._room_for_buckets(self.layout.units), 0)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
+            choice = self._with_buckets(choice)
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
@@ -158,6 +158,7 @@ class Case:
             self.wishes.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
+            self._room_for_buckets(self.layout.units),
         )
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
@@ -186,7 +187,8 @@ class Case:
         device = None if self.wishes.device_memory is not None else self.device.free_bytes()
         host = None if self.wishes.host_memory is not None else free_host_bytes()
         here = (info.nbytes for info in self.layout.parameters if info.fqn not in waiting)
-        return FreeMemory(device, host, sum(here))
+        shared = free_shared_bytes() if self.wishes.sharers > 1 else None
+        return FreeMemory(device, host, sum(here), shared)
 
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
@@ -240,7 +242,7 @@ class Case:
         )
         plan = self._if_all_fits(problem)
         if plan is None:
-            problem = replace(problem, device_bytes=max(budget - room, 0))
+            problem = replace(problem, device_bytes=budget - room, reserved=room)
             plan = search_with_evaluation(problem, self.wishes.knobs)
         plan = predict(problem, plan, self.wishes.knobs)
         assert plan.prediction is not None
@@ -271,9 +273,10 @@ class Case:
         return 3 * max(trained, default=0)
 
     def _with_buckets(self, plan: Plan) -> Plan:
-        """With the room that sums over ranks take, in its terms and in what is predicted."""
+        """With the room that sums over these ranks take, in its terms and in what is predicted, whoever made it."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
-        memory = replace(plan.memory, gradients_in_flight=plan.memory.gradients_in_flight + nbytes)
+        own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
+        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
         prediction = plan.prediction.with_buckets(nbytes) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction)
 

@@ -76,7 +76,7 @@ class ProTrainStrategy(DataParallelStrategy):
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
         sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
             the ranks of a machine together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
-            `"auto"`: the faster one of `"shard"` and `"replicate"` if a plan is searched for, else `"shard"`.
+            `"auto"`: the faster one of `"shard"` and `"replicate"` that fits; if nothing is searched for, the first.
         reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.

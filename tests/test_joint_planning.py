@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_protrain import joint_planning
 from lightning_protrain.joint_planning import answers, plan_jointly
+from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.search import NoFeasiblePlan
@@ -18,6 +19,7 @@ from lightning_protrain.planning import SHARE_OF_ALL, Case
 from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.runtime.owners import shared_bytes
 from tests.machines import CPU, GIB
 from tests.test_planning import case
 
@@ -37,7 +39,13 @@ class Alone:
         return flag
 
 
-def jointly(found: Case, network: Network, monkeypatch: pytest.MonkeyPatch, **shares: Any) -> tuple[Case, Plan, Any]:
+def jointly(
+    found: Case,
+    network: Network,
+    monkeypatch: pytest.MonkeyPatch,
+    among: tuple[Sharding, ...] = (SHARD, REPLICATE),
+    **shares: Any,
+) -> tuple[Case, Plan, Any]:
     """What two ranks of one machine take on such a network; and under which sharding it was measured."""
     asked: list[Sharding] = []
 
@@ -50,7 +58,7 @@ def jointly(found: Case, network: Network, monkeypatch: pytest.MonkeyPatch, **sh
     monkeypatch.setattr(joint_planning, "least_memory", lambda mine, _: replace(mine, **shares))
     ranks: Any = Alone()
     said = replace(found, wishes=found.wishes.among(SHARD, 2, 2))
-    return *plan_jointly(said, nn.Linear(1, 1), ranks, (SHARD, REPLICATE), torch.device("cpu")), asked
+    return *plan_jointly(said, nn.Linear(1, 1), ranks, among, torch.device("cpu")), asked
 
 
 @pytest.mark.parametrize(("network", "chosen"), [(TO_ALL, REPLICATE), (TO_OWNERS, SHARD)], ids=["to all", "to owners"])
@@ -76,6 +84,60 @@ def test_the_network_decides_who_holds_what(
     ]
     assert plan.prediction.step_seconds == min(times)
     assert f'under "{other}"' in sentence
+
+
+def shared_by(found: Case) -> int:
+    """Bytes that two ranks would share of the plan of a case."""
+    plan = replace(found, wishes=found.wishes.among(SHARD, 2, 2)).plan_among(TO_OWNERS, SHARD)
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    return shared_bytes(offloaded, {info.fqn: info.nbytes for info in found.layout.parameters}, 2)
+
+
+@pytest.mark.parametrize("wishes", [{"device_memory": 60_000}, {"choice": "offload"}], ids=["searched", "given"])
+@pytest.mark.parametrize(("short", "chosen"), [(0, SHARD), (1, REPLICATE)], ids=["enough", "a byte less"])
+def test_where_the_memory_that_can_be_shared_is_small_each_has_a_copy(
+    wishes: dict[str, Any],
+    short: int,
+    chosen: Sharding,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = case(**wishes)
+    needs = shared_by(found)
+    with caplog.at_level("INFO"):
+        _, plan, _ = jointly(found, TO_OWNERS, monkeypatch, shared=needs - short, shared_at=1)
+    assert plan.sharding is chosen
+    assert plan.num_offloaded_chunks > 0
+    why = (
+        f'under "shard" there is no plan (/dev/shm has {short_bytes(needs - 1)} free on the machine of rank 1, needs '
+        f"{short_bytes(needs)} for the weights that ranks share)."
+    )
+    assert caplog.text.count(why) == short
+    assert caplog.text.count('takes "replicate"') == short
+
+
+def test_what_can_be_shared_does_not_matter_where_everything_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        _, plan, _ = jointly(case(GIB), TO_OWNERS, monkeypatch, shared=0)
+    assert (plan.sharding, plan.num_offloaded_chunks) == (SHARD, 0)
+    assert "sharding=" not in caplog.text
+
+
+def test_what_is_asked_for_is_left_to_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = case(device_memory=60_000)
+    _, plan, _ = jointly(found, TO_ALL, monkeypatch, among=(SHARD,), shared=0)
+    assert plan.sharding is SHARD
+    assert plan.num_offloaded_chunks > 0
+
+
+def test_neither_room_to_share_nor_for_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = case(device_memory=60_000).plan_among(None, SHARD).prediction
+    assert one is not None
+    found = case(device_memory=60_000, host_memory=int(1.2 * one.host_bytes))
+    with pytest.raises(ValueError, match=r"^/dev/shm has 0 B free on the machine of rank 0, .*docker run --shm-size"):
+        jointly(found, TO_ALL, monkeypatch, shared=0)
 
 
 def test_a_host_that_holds_one_copy_only_is_shared(

@@ -64,7 +64,8 @@ def test_resident_sharding_leaves_nothing_to_decide() -> None:
 
 def strategy_with(sharding: Any, local_size: int, world_size: int) -> ProTrainStrategy:
     strategy = ProTrainStrategy(sharding=sharding, parallel_devices=[CPU] * local_size)
-    strategy._ranks = SimpleNamespace() if world_size > 1 else None  # type: ignore[assignment]
+    ranks: Any = SimpleNamespace(meet=lambda what, flag: flag)
+    strategy._ranks = ranks if world_size > 1 else None
     return strategy
 
 

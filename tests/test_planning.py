@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
-from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.plan import BlockPolicy, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
@@ -148,6 +149,49 @@ def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
     )
     assert plan.prediction.budget == several.budget(tiny)
     assert plan.prediction.device_bytes <= plan.memory.total <= plan.prediction.budget
+
+
+def least_named(found: Case) -> int:
+    """The least `device_memory` that the refusal of a plan asks for."""
+    with pytest.raises(ValueError, match="device") as caught:
+        found.plan()
+    (needed,) = re.findall(r"needs? at least .*?\((\d+) bytes\)", str(caught.value))
+    return int(needed)
+
+
+@pytest.mark.parametrize("choice", ["auto", "offload"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ranks: int) -> None:
+    def on(nbytes: int) -> Case:
+        found = case(device_memory=nbytes, choice=choice)
+        return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
+
+    needed = least_named(on(1000))
+    assert least_named(on(needed - 1)) == needed
+    assert on(needed).plan().num_offloaded_chunks > 0
+    with pytest.raises(ValueError, match=rf"\({needed - 1} bytes\) (are|is) allowed"):
+        on(needed - 1).plan()
+
+
+def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:
+    found = case(device_memory=GIB, choice="resident")
+    total = found.plan().memory.total
+    tight = replace(found, wishes=replace(found.wishes, device_memory=total).among(Sharding.REPLICATE, 2, 2))
+    assert tight.plan().memory.total == total
+
+
+@pytest.mark.parametrize(("made_by", "given_to"), [(2, 2), (1, 2), (2, 1)])
+def test_a_plan_that_is_given_back_has_room_for_the_sums_of_these_ranks(made_by: int, given_to: int) -> None:
+    def among(ranks: int, **wishes: Any) -> Case:
+        found = case(**wishes)
+        return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
+
+    made = among(made_by, choice="offload").plan()
+    expected = among(given_to, choice="offload").plan().memory
+    given = among(given_to, choice=made, device_memory=expected.total)
+    assert given.plan().memory == expected
+    with pytest.raises(ValueError, match=rf"needs .*\({expected.total} bytes\) on the device"):
+        among(given_to, choice=made, device_memory=expected.total - 1).plan()
 
 
 def test_ranks_that_share_one_copy_step_it_together() -> None:

@@ -19,11 +19,15 @@ class FreeMemory:
         device: Of its device; None: no limit, or the user gives one.
         host: Of its machine, for all ranks there together; None: the user gives a limit.
         weights: What weights take of the host already: they are a part of what the plan counts.
+        shared: Of the host's memory that its ranks can share; None: they share nothing.
+        shared_at: A rank of the machine that has so little to share.
     """
 
     device: int | None
     host: int | None
     weights: int
+    shared: int | None = None
+    shared_at: int = 0
 
     def share(self, copies: int, nbytes: int) -> int:
         """Bytes of the host for each of so many copies of what is offloaded, with what weights take already.
@@ -47,7 +51,9 @@ def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
     _, host, weights = min(hosts)
     devices = [each.device for each in found if each.device is not None]
     has_limit = all(each.host is not None for each in found)
-    return FreeMemory(min(devices, default=None), host if has_limit else None, weights)
+    rooms = [(each.shared, rank) for rank, each in enumerate(found) if each.shared is not None]
+    shared = min(rooms, default=(None, 0))
+    return FreeMemory(min(devices, default=None), host if has_limit else None, weights, *shared)
 
 
 def shortages(found: Sequence[FreeMemory]) -> list[str]:

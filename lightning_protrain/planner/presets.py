@@ -39,6 +39,7 @@ class _Case:
     state_bytes: float
     saved_bytes: Mapping[str, int] | None
     use: HostUse
+    reserved: int
 
     def plan(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], num_chunk_buffers: int) -> Plan:
         """The plan of these decisions."""
@@ -63,9 +64,13 @@ class _Case:
             for block in self.layout.blocks
         )
 
+    def needed(self, plan: Plan) -> int:
+        """Bytes of the device, with those that are reserved where something is offloaded."""
+        return plan.memory.total + (self.reserved if plan.num_offloaded_chunks else 0)
+
     def fits(self, plan: Plan) -> bool:
         """Whether the device budget allows it."""
-        return self.device_budget is None or plan.memory.total <= self.device_budget
+        return self.device_budget is None or self.needed(plan) <= self.device_budget
 
     def most_buffers(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], least: int, most: int) -> Plan:
         """The plan with as many chunk buffers between `least` and `most` as the device budget allows.
@@ -78,12 +83,12 @@ class _Case:
             return self.plan(chunks, blocks, most)
         if not self.fits(plan):
             raise ValueError(
-                f"The plan needs at least {format_bytes(plan.memory.total)} on the device for model states, "
+                f"The plan needs at least {format_bytes(self.needed(plan))} on the device for model states, "
                 f"{format_bytes(self.device_budget)} are allowed. Raise device_memory to that, or train fewer "
                 "parameters."
             )
         more = range(least + 1, most + 1)
-        fitting = bisect_right(more, self.device_budget, key=lambda num: self.plan(chunks, blocks, num).memory.total)
+        fitting = bisect_right(more, self.device_budget, key=lambda num: self.needed(self.plan(chunks, blocks, num)))
         return self.plan(chunks, blocks, least + fitting)
 
     def on_host(self, plan: Plan) -> Plan:
@@ -106,6 +111,7 @@ def make_plan(
     min_num_params: int,
     saved_bytes: Mapping[str, int] | None = None,
     use: HostUse = ALONE,
+    reserved: int = 0,
 ) -> Plan:
     """Makes a plan that fits, or says why there is none.
 
@@ -123,13 +129,14 @@ def make_plan(
         saved_bytes: Bytes that autograd saves in one forward of each block, by its name: of every storage once, without
             weights and buffers, rounded up to whole pages. Needed for `num_swap_blocks` alone.
         use: Who else uses the host.
+        reserved: Bytes that the device needs beside a plan that offloads anything.
 
     Raises:
         ValueError: The plan does not fit, a knob contradicts the model or another knob, or it would be ignored.
     """
     if preset not in get_args(Preset):
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")
-    case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes, use)
+    case = _Case(layout, device_budget, host_budget, state_bytes, saved_bytes, use, reserved)
     if preset == "resident":
         knobs.refuse('"resident"', allowed=knobs.forbids_alone)
         return _resident(case)
@@ -157,7 +164,7 @@ def _resident(case: _Case) -> Plan:
         raise ValueError(
             f'plan="resident" needs {format_bytes(plan.memory.total)} on the device for model states, '
             f'{format_bytes(case.device_budget)} are allowed. Give plan="auto", or plan="offload", which needs '
-            f"{format_bytes(offload.memory.total)}."
+            f"{format_bytes(case.needed(offload))}."
         )
     return plan
 

@@ -35,7 +35,8 @@ class Problem:
         hardware: The machine.
         training: How the training loop uses the plan.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        device_bytes: What the device may hold at its peak, activations included; None: no limit.
+        device_bytes: What the device may hold at its peak, activations included; None: no limit. Negative: what is
+            reserved beside it does not even fit.
         host_bytes: What the host may hold for this plan; None: no limit.
         alpha: Fragmentation factor for activations, as in `memory_timeline`.
         foreach: Whether the optimizer steps all resident parameters at once.
@@ -44,6 +45,7 @@ class Problem:
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
         network: How gradients are summed over ranks, for the time that is predicted; None: there is one, or it is not
             known. The search leaves it out.
+        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -62,6 +64,7 @@ class Problem:
     checkpoint_copy: int = 0
     sharers: int = 1
     network: Network | None = None
+    reserved: int = 0
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""

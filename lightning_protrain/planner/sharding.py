@@ -19,7 +19,7 @@ class Choice:
     """A plan, and why it is this one.
 
     Attributes:
-        plan: The sentence is among its advice.
+        plan: The sentence is among its advice, if anything was predicted.
         sentence: For the user; empty: there was nothing to choose.
     """
 
@@ -27,12 +27,15 @@ class Choice:
     sentence: str = ""
 
 
-def plan_each(shardings: Sequence[Sharding], make: Callable[[Sharding], Plan]) -> dict[Sharding, Plan | ValueError]:
+def plan_each(
+    shardings: Sequence[Sharding], make: Callable[[Sharding], Plan], compares: bool = True
+) -> dict[Sharding, Plan | ValueError]:
     """A plan under each sharding, or why there is none; a plan that offloads nothing is the same under all of them.
 
     Args:
         shardings: That with the least memory of the host first.
         make: Makes a plan, or raises a ValueError.
+        compares: Whether there is something to choose by; else the first plan is the last one.
     """
     found: dict[Sharding, Plan | ValueError] = {}
     for sharding in shardings:
@@ -41,7 +44,7 @@ def plan_each(shardings: Sequence[Sharding], make: Callable[[Sharding], Plan]) -
         except ValueError as error:
             found[sharding] = error
             continue
-        if not plan.num_offloaded_chunks:
+        if not (compares and plan.num_offloaded_chunks):
             break
     return found
 
@@ -66,11 +69,16 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
     plans = {sharding: plan for sharding, plan in found.items() if isinstance(plan, Plan)}
     if not plans:
         raise next(error for error in found.values() if isinstance(error, ValueError))
-    first = next(iter(plans.values()))
+    first, plan = next(iter(plans.items()))
     times = {sharding: seconds(plan) for sharding, plan in plans.items()}
     known = {sharding: time for sharding, time in times.items() if time is not None}
-    if len(found) == 1 or len(known) < len(plans):
-        return Choice(first)
+    if len(known) < len(plans):
+        refused = [_of_other(each, error) for each, error in found.items() if isinstance(error, ValueError)]
+        # Of the first that there would be, nobody needs to hear why there is no other one.
+        says = first is not next(iter(found))
+        return Choice(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
+    if len(found) == 1:
+        return Choice(plan)
     chosen = next(each for each, time in known.items() if time <= (1 + NEAR) * min(known.values()))
     others = [_of_other(each, found[each], known.get(each), known[chosen]) for each in found if each is not chosen]
     taken = f'sharding="auto" takes "{chosen}": a step{where} is expected to take {short_seconds(known[chosen])}'
@@ -81,7 +89,7 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
     return Choice(plan, sentence)
 
 
-def _of_other(sharding: Sharding, answer: Plan | ValueError, seconds: float | None, chosen: float) -> str:
+def _of_other(sharding: Sharding, answer: Plan | ValueError, seconds: float | None = None, chosen: float = 0.0) -> str:
     if seconds is None:
         return f'under "{sharding}" there is no plan ({str(answer).partition(". ")[0].removesuffix(".")})'
     why = " (too little less for a copy on every rank)" if seconds < chosen else ""

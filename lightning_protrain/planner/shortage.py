@@ -13,6 +13,7 @@ from lightning_protrain.planner.branch import minimize
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.space import Space
 from lightning_protrain.planner.timeline import memory_timeline
@@ -87,15 +88,17 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
         problem.foreach,
     )
     phase = max(timeline.phases, key=lambda phase: phase.total)
-    short = needed - budget
-    terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in phase.device.items() if nbytes)
+    short, reserved = needed - budget, problem.reserved
+    held = {**phase.device, GRADIENT_BUCKETS: reserved}
+    terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
     unit = f" at {phase.unit!r}" if phase.unit else ""
     sentences = [
         (
-            f"No plan fits: the device would need at least {format_bytes(needed)}{condition}, {format_bytes(budget)} "
-            f"are allowed, {format_bytes(short)} are short. Most is there in the phase {phase.name!r}{unit}: {terms}."
+            f"No plan fits: the device would need at least {format_bytes(needed + reserved)}{condition}, "
+            f"{format_bytes(budget + reserved)} are allowed, {format_bytes(short)} are short. Most is there in the "
+            f"phase {phase.name!r}{unit}: {terms}."
         ),
-        f"Raise device_memory to {format_bytes(needed)}.",
+        f"Raise device_memory to {format_bytes(needed + reserved)}.",
     ]
     # With smaller activations every level is at most that much nearer to what is there without any.
     states = plan.memory.total - plan.memory.swapped_activations
@@ -107,7 +110,8 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
             f"{format_bytes(activations)}, and {format_bytes(budget - states)} are left for them."
         )
     else:
-        sentences.append(f"No smaller batch would help: without any activations {format_bytes(states)} are needed.")
+        without = format_bytes(states + reserved)
+        sentences.append(f"No smaller batch would help: without any activations {without} are needed.")
     return sentences
 
 

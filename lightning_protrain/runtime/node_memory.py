@@ -161,7 +161,7 @@ def open_node_memory(
     Raises:
         ValueError: There is too little room on some node, or a rank does not see what another one of its node sees.
     """
-    nbytes += pages(num_counters * _COUNTER_BYTES) if num_counters else 0
+    nbytes = with_counters(nbytes, num_counters)
     fills = ranks.local_rank == 0
     path, error = _create(nbytes, folder) if fills else ("", "")
     told: list[tuple[str, str]] = [("", "")] * ranks.world_size
@@ -188,9 +188,26 @@ def pages(nbytes: int) -> int:
     return max(-(-nbytes // PAGE), 1) * PAGE
 
 
+def with_counters(nbytes: int, num_counters: int) -> int:
+    """What blocks of so many bytes take in all, with so many numbers behind them."""
+    return nbytes + (pages(num_counters * _COUNTER_BYTES) if num_counters else 0)
+
+
+def free_shared_bytes(folder: Path = FOLDER) -> int:
+    """Bytes of memory that ranks of this machine could share now; 0 where there is no such file system.
+
+    Args:
+        folder: As in `open_node_memory`.
+    """
+    if not folder.is_dir():
+        return 0
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def _create(nbytes: int, folder: Path) -> tuple[str, str]:
     """A file of that size, and why there is none."""
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize if folder.is_dir() else 0
+    free = free_shared_bytes(folder)
     if free < nbytes:
         return "", (
             f'sharding="shard" keeps {nbytes:,} bytes of weights in memory that the ranks of a node share, and '

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_protrain.host import HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages
+from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages, with_counters
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,17 @@ def num_counters(num_chunks: int, num_ranks: int) -> int:
     return (2 + num_chunks) * num_ranks
 
 
+def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ranks: int) -> int:
+    """What `share_chunks` takes of the memory that ranks of a node can share.
+
+    Args:
+        chunks: All offloaded ones.
+        nbytes: Of the model's parameters, by first name.
+        num_ranks: Of the node.
+    """
+    return with_counters(_block_bytes(chunks, nbytes), num_counters(len(chunks), num_ranks)) if chunks else 0
+
+
 def share_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: Ranks, host: HostMemory
 ) -> list[Share]:
@@ -94,8 +105,12 @@ def share_chunks(
     Raises:
         ValueError: There is too little memory that ranks can share.
     """
-    masters = [parameters[fqn].nbytes for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters]
-    nbytes = sum(pages(chunk.nbytes) for chunk in chunks) + sum(map(pages, masters))
+    nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))
     owners = owners_in_chunks(chunks, parameters, ranks.local_size)
     return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
+
+
+def _block_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int]) -> int:
+    masters = [nbytes[fqn] for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters]
+    return sum(pages(chunk.nbytes) for chunk in chunks) + sum(map(pages, masters))

@@ -97,6 +97,43 @@ def test_where_there_is_nothing_to_choose_weights_are_shared(options: dict[str, 
         assert not any("sharding=" in sentence for sentence in taken.said)
 
 
+def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, bool]:
+    """What is taken where each rank sees so many bytes of free memory to share, and whether weights are those of DDP.
+
+    What the runtime finds is not made up: it may share.
+    """
+    torch.set_num_threads(1)
+    expected = train(rank, DDPStrategy)[0].state_dict()
+    joint_planning.gauge = lambda *_: NETWORKS["shard"]
+    planning.free_shared_bytes = lambda: rooms[rank]
+    said = listen()
+    module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
+    taken = of(strategy, said, module)
+    equal = all(torch.equal(value, expected[key]) for key, value in taken.weights.items())
+    return taken._replace(weights={}), equal
+
+
+@pytest.mark.parametrize("rooms", [[64 << 20, 1000], [1000, 64 << 20]], ids=["rank 1", "rank 0"])
+@pytest.mark.parametrize("options", [{"device_memory": "64KiB"}, {"plan": "offload"}], ids=["searched", "given"])
+def test_ranks_that_cannot_share_so_much_have_a_copy_each(
+    rooms: list[int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    first, second = values(run_ranks(crowd, 2, tmp_path, rooms, options))
+    small = rooms.index(1000)
+    for taken, equal in (first, second):
+        assert equal
+        assert (taken.sharding, taken.num_offloaded > 0) == ("replicate", True)
+    (said,) = (sentence for sentence in first[0].said if "sharding=" in sentence)
+    assert said.startswith('sharding="auto" takes "replicate": ')
+    assert f'under "shard" there is no plan (/dev/shm has 1000 B free on the machine of rank {small}, needs ' in said
+
+
+def test_who_asks_for_shared_weights_gets_them_or_an_error(tmp_path: Path) -> None:
+    options = {"sharding": "shard", "device_memory": "64KiB"}
+    (first, equal), _ = values(run_ranks(crowd, 2, tmp_path, [1000, 1000], options))
+    assert (first.sharding, equal) == ("shard", True)
+
+
 # --- loaded once ------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
@@ -23,6 +24,42 @@ class Decaying(Module):
                 parameter.mul_(0.9)
 
 
+class Validated(Module):
+    """Is validated once in two steps."""
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.training_step(batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+AVERAGES = {
+    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.5),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1, swa_epoch_start=1),
+}
+
+
+def _average(rank: int, name: str, validates: bool) -> list[Any]:
+    """With averages that Lightning writes over weights: what differs from DDP, who holds what, and the refusal."""
+    options = {"limit_train_batches": 4, "limit_val_batches": 2 if validates else 0, "max_steps": -1, "max_epochs": 3}
+
+    def averaged(sharding: Any) -> tuple[nn.Module, Any]:
+        return train(rank, sharding, Validated, callbacks=[AVERAGES[name]()], num_sanity_val_steps=0, **options)
+
+    expected, (found, trainer) = averaged(None)[0].state_dict(), averaged("auto")
+    wrong = [key for key, value in found.state_dict().items() if not torch.equal(expected[key], value)]
+    with pytest.raises(ValueError, match=rf'sharding="shard": {name} .* Set sharding="replicate"'):
+        averaged("shard")
+    return [wrong, str(trainer.strategy.plan.sharding)]
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("validates", [True, False])
+def test_weights_that_averages_are_written_over_are_not_shared(name: str, validates: bool, tmp_path: Path) -> None:
+    assert values(run_ranks(_average, 2, tmp_path, name, validates)) == [[[], "replicate"]] * 2
+
+
 class Counting(Module):
     """Scales its loss by a buffer in which every rank counts what it has seen itself."""
 
@@ -35,11 +72,11 @@ class Counting(Module):
         return super().training_step(batch) * self.seen
 
 
-def train(rank: int, sharding: Any, kind: type[Module], accumulate: int = 1) -> tuple[nn.Module, Any]:
+def train(rank: int, sharding: Any, kind: type[Module], accumulate: int = 1, **more: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module = kind("full")
-    options: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": accumulate}
+    options: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": accumulate, **more}
     if sharding is not None:
         options["kind"] = lambda **process: ProTrainStrategy(sharding=sharding, plan="offload", **process)
     trainer = trainer_on_rank(rank, 2, **options)

@@ -43,6 +43,23 @@ def test_the_least_of_all_ranks(
 
 
 @pytest.mark.parametrize(
+    ("shared", "local_size", "expected"),
+    [
+        ([100, 100], 2, (100, 0)),
+        ([100, 100, 64, 64], 2, (64, 2)),  # The second machine has less.
+        ([100, 64], 2, (64, 1)),  # Ranks of one machine in containers of their own.
+        ([0, 0], 2, (0, 0)),
+        ([None, None], 1, (None, 0)),
+    ],
+)
+def test_the_least_that_can_be_shared_is_that_of_a_rank(
+    shared: list[int | None], local_size: int, expected: tuple[int | None, int]
+) -> None:
+    found = least([FreeMemory(None, 10, 5, nbytes) for nbytes in shared], local_size)
+    assert (found.shared, found.shared_at) == expected
+
+
+@pytest.mark.parametrize(
     ("found", "said"),
     [
         ([(10, 10), (10, 10)], []),

@@ -93,6 +93,25 @@ def test_what_offloads_nothing_is_planned_once() -> None:
     assert choose(found) == Choice(replace(RESIDENT, sharding=SHARD))
 
 
+def test_without_anything_to_choose_by_the_first_plan_is_taken() -> None:
+    asked: list[Sharding] = []
+
+    def make(sharding: Sharding) -> Plan:
+        asked.append(sharding)
+        return replace(OFFLOAD, sharding=sharding)
+
+    found = plan_each((SHARD, REPLICATE), make, compares=False)
+    assert asked == [SHARD]
+    assert choose(found) == Choice(replace(OFFLOAD, sharding=SHARD))
+
+
+def test_it_is_said_why_the_first_is_not_taken_if_nothing_is_predicted() -> None:
+    found = chosen(NONE, None)
+    assert found.plan == answer(REPLICATE, None)
+    assert found.sentence == f'sharding="auto" takes "replicate": under "shard" {REFUSED}.'
+    assert chosen(None, NONE).sentence == ""
+
+
 def test_what_fails_under_one_is_planned_under_the_other() -> None:
     def make(sharding: Sharding) -> Plan:
         if sharding is SHARD:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_protrain.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime import owners
-from lightning_protrain.runtime.owners import assign_owners, share_chunks
+from lightning_protrain.runtime.owners import assign_owners, share_chunks, shared_bytes
 
 CHUNKS = st.lists(st.lists(st.integers(0, 10_000), max_size=7), max_size=7)
 
@@ -54,6 +54,10 @@ def test_one_rank_owns_everything() -> None:
     assert assign_owners([[3, 1], [], [2]], 1) == [[0, 0], [], [0]]
 
 
+def test_nothing_offloaded_shares_nothing() -> None:
+    assert shared_bytes((), {"a": 4}, 2) == 0
+
+
 class _Room:
     """Stands for the memory of a node, of the size that was asked for."""
 
@@ -73,6 +77,9 @@ def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: p
     chunks = (_chunk(2560, "a", "b"), _chunk(4096, "c", streamed="bfloat16"))
     ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2)
     shares = share_chunks(chunks, parameters, ranks, HostMemory())
+    sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
+    # What is asked for, and a page for numbers.
+    assert shared_bytes(chunks, sizes, 2) == shares[0].memory.nbytes + PAGE
     assert [share.owners for share in shares] == [(0, 1), (1,)]
     assert {share.local_rank for share in shares} == {local_rank}
     assert shares[0].memory is shares[1].memory
