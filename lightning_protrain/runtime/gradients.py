@@ -203,7 +203,7 @@ class Landing:
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
         with below_guard():
             older = host.grad
-            if is_given_up(older):
+            if older is not None and is_given_up(older):
                 return  # So is the sum, until `zero_grad` drops it.
             if grad.is_sparse:
                 self._land_latest(index)
@@ -234,7 +234,8 @@ class Landing:
             self._call_user_hooks(slot)
         if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)
-        self._add(self._pending_bytes)
+        if self._sums or self._jobs:
+            self._add(self._pending_bytes)
 
     def _home(self, index: int) -> GradientMemory:
         """Where a gradient of the chunk stays.
