@@ -5,11 +5,12 @@
     python -m benchmarks.planner search --results planner-search
     python -m benchmarks.planner profile --results planner-profile
     python -m benchmarks.planner order --results planner-order
+    python -m benchmarks.planner policies --results planner-policies
 
 `memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
 the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
-CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile` and `order` are in
-files of their own.
+CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile`, `order` and
+`policies` are in files of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import planner_order, planner_profile, planner_search, subjects
+from benchmarks import planner_order, planner_policies, planner_profile, planner_search, subjects
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
@@ -208,9 +209,12 @@ def main(arguments: Sequence[str]) -> None:
         text, result = planner_search.run(options.models, options.tried, options.sequence)
     elif options.command == "profile":
         text, result = planner_profile.run(options.models)
+    elif options.command == "policies":
+        sizes = options.blocks, options.sequence
+        text, result = planner_policies.run(options.models, options.batches, options.loops, *sizes)
     else:
-        sizes = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
-        subject = subjects.Subject("", None, steps=options.steps, **sizes)
+        given = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
+        subject = subjects.Subject("", None, steps=options.steps, **given)
         text, result = planner_order.run(subject, options.plans, options.budgets)
     print(text)
     if options.results:
@@ -239,7 +243,13 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument("--batch", type=int, default=4)
     order.add_argument("--sequence", type=int, default=128)
     order.add_argument("--steps", type=int, default=22, help=f"of each; the first {planner_order.WARM_UP} do not count")
-    for command in (memory, searching, profiling, order):
+    policies = commands.add_parser("policies", help="counts of policies, and policies block by block")
+    policies.add_argument("--models", nargs="+", default=list(planner_policies.MODELS), choices=planner_policies.MODELS)
+    policies.add_argument("--batches", nargs="+", type=int, default=planner_policies.BATCHES)
+    policies.add_argument("--loops", nargs="+", default=list(planner_search.LOOPS), choices=planner_search.LOOPS)
+    policies.add_argument("--blocks", type=int, default=planner_policies.BLOCKS)
+    policies.add_argument("--sequence", type=int, default=planner_policies.SEQUENCE)
+    for command in (memory, searching, profiling, order, policies):
         command.add_argument("--results", help="name of the folder in which the result is kept")
     return parser
 

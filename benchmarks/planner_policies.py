@@ -1,0 +1,181 @@
+"""Whether policies chosen block by block would beat counts of policies: both by trying all plans of small models.
+
+The search decides how many blocks swap and how many checkpoint; which ones these are is laid out as [Note: Layout of
+policies] says. Here every block may have any policy, beside all numbers of resident chunks and of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.largest import learn, problem_of
+from benchmarks.planner_search import LOOPS, MACHINE
+from benchmarks.report import table
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
+from lightning_protrain.planner.clock import Columns, simulate
+from lightning_protrain.planner.columns import columns_of
+from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.policies import lay_out
+from lightning_protrain.planner.problem import Packing, Problem
+from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.profiler.catalogue import gpu
+
+SEQUENCE = 1024
+BLOCKS = 4
+# By name: a configuration of so many blocks. In the second one every other block has experts: blocks differ.
+_COMMON = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 32000}
+_EXPERTS = {"decoder_sparse_step": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1408}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"model_type": "llama", "num_key_value_heads": 16, **_COMMON},
+    "Qwen3, experts in every other block": {"model_type": "qwen3_moe", "num_key_value_heads": 4, **_COMMON, **_EXPERTS},
+}
+BATCHES = (1, 8, 32)
+# Of what lies between the plan that needs least and the one that needs most.
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
+HEADER = ("model", "batch", "loop", "plans", "budgets", "counts / block by block, most", "where they differ")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one training loop, on devices of several sizes.
+
+    Attributes:
+        model: Which model.
+        batch: Sequences.
+        loop: Which loop.
+        plans: So many were tried.
+        ratios: By share of memory: the best step of counts over the best of all.
+        policies: The same of plans that are faster: policies of all, of counts, by first letters.
+    """
+
+    model: str
+    batch: int
+    loop: str
+    plans: int
+    ratios: dict[float, float]
+    policies: dict[float, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    plan: Plan
+    nbytes: int
+    counted: bool
+
+
+def problem_for(name: str, batch: int, blocks: int = BLOCKS, sequence: int = SEQUENCE) -> Problem:
+    """The search for one of `MODELS` in mixed precision, of which everything is trained."""
+    own = {"num_hidden_layers": blocks, "max_position_embeddings": sequence, "tie_word_embeddings": False}
+    config = {**MODELS[name], **own}
+    known = learn(config, "full", "bf16-mixed", batch, sequence)
+    return replace(problem_of(known, gpu(MACHINE, 64 << 40, 32)), host_bytes=None, chunk_bytes=(None,))
+
+
+def compare(name: str, batch: int, problem: Problem, loop: str) -> Row:
+    """Tries all plans, and finds the best of each kind for each share of the memory."""
+    problem = replace(problem, training=LOOPS[loop])
+    trials = list(_trials(problem))
+    seconds = _seconds(problem, [trial.plan for trial in trials])
+    nbytes, counted = np.array([trial.nbytes for trial in trials]), np.array([trial.counted for trial in trials])
+    ratios, policies = {}, {}
+    for share in SHARES:
+        fits = nbytes <= nbytes.min() + share * (nbytes.max() - nbytes.min())
+        best, of_counts = (int(np.where(some, seconds, np.inf).argmin()) for some in (fits, fits & counted))
+        ratios[share] = float(seconds[of_counts] / seconds[best])
+        if ratios[share] > 1 + 1e-9:
+            policies[share] = _letters(trials[best].plan), _letters(trials[of_counts].plan)
+    return Row(name, batch, loop, len(trials), ratios, policies)
+
+
+def _trials(problem: Problem) -> Iterator[_Trial]:
+    layout = problem.layout
+    packed = pack_chunks(layout, None)
+    places = Packing(problem, None, None).places
+    names = [block.name for block in layout.blocks]
+    counted = {
+        lay_out(len(names), places[:swaps], checkpoints)
+        for swaps in range(len(places) + 1)
+        for checkpoints in range(len(names) - swaps + 1)
+    }
+    for persistent in range(len(packed) + 1):
+        chunks = tuple(with_residency(layout, chunk, index < persistent) for index, chunk in enumerate(packed))
+        low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+        saved = problem.profile.swap_bytes(low)
+        for kinds in product(BlockPolicy, repeat=len(names)):
+            blocks = tuple(
+                BlockPlan(block, kind, saved[block] if kind is BlockPolicy.SWAP else 0)
+                for block, kind in zip(names, kinds, strict=True)
+            )
+            for plan, nbytes in _with_buffers(problem, chunks, blocks):
+                yield _Trial(plan, nbytes, kinds in counted)
+
+
+def _with_buffers(
+    problem: Problem, chunks: tuple[ChunkPlan, ...], blocks: tuple[BlockPlan, ...]
+) -> Iterator[tuple[Plan, int]]:
+    """Plans with all numbers of buffers, and their bytes on the device."""
+    layout, training = problem.layout, problem.training
+    shapes = {info.fqn: info.shape for info in layout.parameters}
+    without = None
+    for buffers in range(minimum_chunk_buffers(layout, chunks), sum(not chunk.resident for chunk in chunks) + 1):
+        memory = memory_terms(layout, chunks, buffers, problem.state_bytes, blocks)
+        plan = Plan(chunks, blocks, buffers, memory, shapes)
+        if without is None:
+            how = problem.hardware, problem.state_bytes, training.accumulate, problem.alpha, problem.foreach
+            without = memory_timeline(problem.profile, layout, plan, *how).device_peak - memory.chunk_buffers
+        yield plan, without + memory.chunk_buffers
+
+
+def _seconds(problem: Problem, plans: Sequence[Plan]) -> NDArray[np.float64]:
+    each = [columns_of(problem.profile, problem.layout, plan, problem.hardware, problem.training) for plan in plans]
+    stacked = {
+        field.name: np.concatenate([getattr(columns, field.name) for columns in each], axis=-1)
+        for field in fields(Columns)
+    }
+    return simulate(Columns(**stacked), problem.training, problem.hardware.asynchronous)
+
+
+def _letters(plan: Plan) -> str:
+    return "".join(block.policy.value[0] for block in plan.blocks)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The table."""
+    lines = [
+        (
+            row.model, row.batch, row.loop, f"{row.plans:,}", len(row.ratios), f"{max(row.ratios.values()):.4f}",
+            "; ".join(f"{share:.0%}: {best} for {counts}" for share, (best, counts) in row.policies.items()) or "-",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return table(HEADER, lines)
+
+
+def run(
+    models: Sequence[str] = tuple(MODELS),
+    batches: Sequence[int] = BATCHES,
+    loops: Sequence[str] = tuple(LOOPS),
+    blocks: int = BLOCKS,
+    sequence: int = SEQUENCE,
+) -> tuple[str, dict[str, Any]]:
+    """The table and what is in it.
+
+    Args:
+        models: Keys of `MODELS`.
+        batches: Sequences in a batch.
+        loops: Keys of `LOOPS`.
+        blocks: Of each model.
+        sequence: Tokens in a sequence.
+    """
+    rows = []
+    for name, batch in product(models, batches):
+        problem = problem_for(name, batch, blocks, sequence)
+        rows += [compare(name, batch, problem, loop) for loop in loops]
+    return render(rows), {"rows": [vars(row) for row in rows]}
