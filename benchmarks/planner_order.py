@@ -118,7 +118,7 @@ def plan_of(problem: Problem, resident: float, checkpointed: float, swapped: flo
     packed = pack_chunks(layout)
     chunks = tuple(with_residency(layout, chunk, at < resident * len(packed)) for at, chunk in enumerate(packed))
     count = len(layout.blocks)
-    policies = lay_out(count, spread(round(swapped * count), count), round(checkpointed * count))
+    policies = lay_out(range(count), spread(round(swapped * count), count), round(checkpointed * count))
     saved = problem.profile.swap_bytes(frozenset())
     blocks = tuple(
         BlockPlan(block.name, policy, saved[block.name] if policy is BlockPolicy.SWAP else 0)

@@ -45,6 +45,7 @@ class Footprint:
         needed: Indices of the chunks that each unit needs.
         sizes: Those of `chunks`.
         places: Indices of the blocks that may swap, in the order in which they are taken.
+        order: Indices of all blocks, in the order in which they are checkpointed.
         hardware: Whether copies run beside computation.
         state_bytes: Bytes of optimizer states for each trainable element.
         accumulate: Micro-batches in a step.
@@ -67,6 +68,7 @@ class Footprint:
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
         places: Sequence[int],
+        order: Sequence[int],
         hardware: HardwareProfile,
         state_bytes: float,
         accumulate: int = 1,
@@ -87,9 +89,7 @@ class Footprint:
         self._column = np.full((num_blocks + 1) ** 2, -1, dtype=np.int64)
         self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
-        # What is in no block is so far behind them that it is not reached.
-        self._order = np.append(np.arange(num_blocks), 2 * num_blocks)
-        self._places_before = np.searchsorted(np.array(places, dtype=np.int64), self._order)
+        self._others_before = _others_before(order, places)
         self._activations = Activations(profile, layout, sizes, hardware.asynchronous, accumulate, alpha, foreach)
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
         held = self._activations.held(np.arange(len(chunks) + 1))
@@ -114,8 +114,7 @@ class Footprint:
 
     def checkpoints(self, num_swap: Integers, num_checkpoint: Integers) -> Flags:
         """Which blocks recompute, (B + 1, K)."""
-        among_others = self._order[:, None] - np.minimum(self._places_before[:, None], num_swap)
-        checkpoints: Flags = ~self.swaps(num_swap) & (among_others < num_checkpoint)
+        checkpoints: Flags = ~self.swaps(num_swap) & (self._others_before[:, num_swap] < num_checkpoint)
         return checkpoints
 
     def swapped(self, num_swap: Integers, persistent: Integers) -> Integers:
@@ -223,6 +222,14 @@ class Footprint:
         swapped = self.swapped(num_swap, persistent)
         most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
         return most
+
+
+def _others_before(order: Sequence[int], places: Sequence[int]) -> Integers:
+    """How many blocks that do not swap are checkpointed before each, if the first s places swap, (B + 1, S + 1)."""
+    # What is in no block is so far behind them that it is not reached.
+    rank = np.append(np.argsort(np.array(order, dtype=np.int64)), 2 * len(order))
+    before = rank[list(places)] < rank[:, None]
+    return rank[:, None] - np.pad(np.cumsum(before, axis=1), ((0, 0), (1, 0)))
 
 
 def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:

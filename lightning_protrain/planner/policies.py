@@ -2,34 +2,55 @@
 
 [Note: Layout of policies]
 Swapped blocks come early and apart from each other: what one of them swaps has the time of the blocks up to the next
-one to leave and to come back. Checkpointed blocks are the first ones among the others. What the last blocks keep is
-used up first in backward, and makes room for what comes back. The places of swapped blocks do not depend on the number
-of checkpoints, and one more checkpoint turns the first kept block into a checkpointed one.
+one to leave and to come back. Of the others, those that take the least time for each byte they free are checkpointed
+first: where some blocks have experts and others do not, that is more than a few per cent of a step. Blocks that cost
+about the same go by their place, the first one first: what the last blocks keep is used up first in backward, and
+makes room for what comes back. The places of swapped blocks do not depend on the number of checkpoints, and one more
+checkpoint turns the next kept block of that order into a checkpointed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from math import inf
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.records import ModelLayout
 
+# Blocks cost about the same if they differ by no more than that from the next cheaper one.
+ALIKE = 1.05
 
-def lay_out(num_blocks: int, swapped: Collection[int], num_checkpoint: int) -> tuple[BlockPolicy, ...]:
+
+def lay_out(order: Sequence[int], swapped: Collection[int], num_checkpoint: int) -> tuple[BlockPolicy, ...]:
     """Policies of all blocks, see [Note: Layout of policies].
 
     Args:
-        num_blocks: How many blocks there are.
+        order: Indices of all blocks, as of `checkpoint_order`; by place where nothing is known of their costs.
         swapped: Indices of those that swap.
         num_checkpoint: How many of the others recompute.
     """
-    policies = [BlockPolicy.KEEP] * num_blocks
+    policies = [BlockPolicy.KEEP] * len(order)
     for index in swapped:
         policies[index] = BlockPolicy.SWAP
-    others = [index for index in range(num_blocks) if index not in swapped]
+    others = [index for index in order if index not in swapped]
     for index in others[:num_checkpoint]:
         policies[index] = BlockPolicy.CHECKPOINT
     return tuple(policies)
+
+
+def checkpoint_order(seconds: Iterable[float], nbytes: Iterable[float]) -> tuple[int, ...]:
+    """Indices of all blocks, those first whose recomputation takes the least time for each byte.
+
+    Args:
+        seconds: What each takes to recompute.
+        nbytes: What each frees; who frees nothing comes last.
+    """
+    costs = [taken / freed if freed > 0 else inf for taken, freed in zip(seconds, nbytes, strict=True)]
+    kinds, kind, previous = [0] * len(costs), 0, 0.0
+    for index in sorted(range(len(costs)), key=costs.__getitem__):
+        kind += costs[index] > ALIKE * previous
+        kinds[index], previous = kind, costs[index]
+    return tuple(sorted(range(len(costs)), key=kinds.__getitem__))
 
 
 def spread(num_swap: int, num_blocks: int) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ def _interleave(case: _Case, num_swap: int, num_checkpoint: int) -> tuple[BlockP
     Raises:
         ValueError: It is not known what a block saves, or it saves nothing.
     """
-    policies = lay_out(len(case.keep_all), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
+    policies = lay_out(range(len(case.keep_all)), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
     return tuple(
         BlockPlan(kept.name, policy, _saved_bytes(case, kept.name, num_swap) if policy is BlockPolicy.SWAP else 0)
         for kept, policy in zip(case.keep_all, policies, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.policies import lay_out, swap_interval, swap_places
+from lightning_protrain.planner.policies import checkpoint_order, lay_out, swap_interval, swap_places
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -99,13 +99,18 @@ class Unpacked:
         forward: Seconds of the device in the forward of each segment.
         backward: The same in its backward.
         places: Blocks that may swap, in the order in which they are taken.
+        order: All blocks, in the order in which they are checkpointed.
     """
 
     def __init__(self, problem: Problem, num_swap: int | None) -> None:
         seconds, segments = problem.hardware.seconds, problem.profile.segments
         self.forward = [seconds(segment.forward.operations) for segment in segments]
         self.backward = [seconds(segment.backward.operations) for segment in segments]
-        self.places = _places(problem, self.forward, num_swap)
+        computes = _of_blocks(problem, self.forward)
+        self.places = _places(problem, computes, num_swap)
+        # Copies of weights are not there where the weights are streamed.
+        saved = (it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments)
+        self.order = checkpoint_order(computes, _of_blocks(problem, saved))
 
 
 class Packing:
@@ -121,6 +126,7 @@ class Packing:
         chunk_bytes: As given.
         chunks: All chunks, offloaded.
         places: As in `Unpacked`.
+        order: As in `Unpacked`.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class Packing:
         self.problem, self.chunk_bytes = problem, chunk_bytes
         self.chunks = pack_chunks(problem.layout, chunk_bytes)
         self._unpacked = unpacked or Unpacked(problem, num_swap)
-        self.places = self._unpacked.places
+        self.places, self.order = self._unpacked.places, self._unpacked.order
         self._needed = chunks_of(problem.layout, self.chunks)
         # The last chunk that each block needs: without it resident the block is streamed.
         last = [max(self._needed[block.name], default=-1) for block in problem.layout.blocks]
@@ -160,6 +166,7 @@ class Packing:
             self._needed,
             self.sizes,
             self.places,
+            self.order,
             problem.hardware,
             problem.state_bytes,
             problem.training.accumulate,
@@ -181,7 +188,7 @@ class Packing:
         layout = self.problem.layout
         resident = (with_residency(layout, chunk, True) for chunk in self.chunks[:persistent])
         chunks = (*resident, *self.chunks[persistent:])
-        policies = lay_out(len(layout.blocks), self.places[:num_swap], num_checkpoint)
+        policies = lay_out(self.order, self.places[:num_swap], num_checkpoint)
         swapped = self.footprint.swap_bytes[:-1, persistent].tolist()
         blocks = tuple(
             BlockPlan(block.name, policy, nbytes if policy is BlockPolicy.SWAP else 0)
@@ -196,7 +203,16 @@ class Packing:
         )
 
 
-def _places(problem: Problem, forward: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
+def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
+    """Sums of what segments take, over those of each block."""
+    sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
+    for segment, value in zip(problem.profile.segments, values, strict=True):
+        if segment.unit in sums:
+            sums[segment.unit] += value
+    return list(sums.values())
+
+
+def _places(problem: Problem, computes: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
     """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
     names = [block.name for block in problem.layout.blocks]
     low = frozenset(info.fqn for info in problem.layout.parameters if info.streamed_dtype is not None)
@@ -204,9 +220,5 @@ def _places(problem: Problem, forward: Sequence[float], num_swap: int | None) ->
     nbytes = [max(swapped.get(name, 0), 0) for name in names]
     able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
     rate = min(problem.hardware.upload, problem.hardware.download)
-    computes = dict.fromkeys(names, 0.0)
-    for segment, seconds in zip(problem.profile.segments, forward, strict=True):
-        if segment.unit in computes:
-            computes[segment.unit] += seconds
     transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
-    return swap_places(able, swap_interval(transfers, list(computes.values())), num_swap)
+    return swap_places(able, swap_interval(transfers, computes), num_swap)

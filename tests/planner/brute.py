@@ -33,26 +33,31 @@ def all_candidates(problem: Problem, knobs: Knobs) -> Iterator[Candidate]:
     """Every plan that the knobs allow, whether it fits or not."""
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     for index, size in enumerate(sizes):
-        places = Packing(problem, size, knobs.num_swap_blocks).places
-        yield from _over(problem, knobs, index, size, places)
+        packing = Packing(problem, size, knobs.num_swap_blocks)
+        yield from _over(problem, knobs, index, size, packing.places, packing.order)
 
 
 def _over(
-    problem: Problem, knobs: Knobs, packing: int, size: int | None, places: tuple[int, ...]
+    problem: Problem,
+    knobs: Knobs,
+    packing: int,
+    size: int | None,
+    places: tuple[int, ...],
+    order: tuple[int, ...],
 ) -> Iterator[Candidate]:
     layout, training = problem.layout, problem.training
     streamed = pack_chunks(layout, size)
     names = [block.name for block in layout.blocks]
 
     def policies(num_swap: int, num_checkpoint: int) -> list[BlockPolicy]:
-        found, left = [], num_checkpoint
-        for index in range(len(names)):
+        found, left = {}, num_checkpoint
+        for index in order:
             if index in places[:num_swap]:
-                found.append(BlockPolicy.SWAP)
+                found[index] = BlockPolicy.SWAP
             else:
-                found.append(BlockPolicy.CHECKPOINT if left > 0 else BlockPolicy.KEEP)
+                found[index] = BlockPolicy.CHECKPOINT if left > 0 else BlockPolicy.KEEP
                 left -= 1
-        return found
+        return [found[index] for index in range(len(names))]
 
     curve = ActivationCurve(
         problem.profile, layout, streamed, policies, problem.hardware.asynchronous, training.accumulate,
