@@ -100,9 +100,9 @@ def _trials(problem: Problem) -> Iterator[_Trial]:
     packing = Packing(problem, None, None)
     names = [block.name for block in layout.blocks]
     counted = {
-        lay_out(packing.order, packing.places[:swaps], checkpoints)
+        lay_out(len(names), packing.steps, packing.places[:swaps], steps)
         for swaps in range(len(packing.places) + 1)
-        for checkpoints in range(len(names) - swaps + 1)
+        for steps in range(len(packing.steps) + 1)
     }
     for persistent in range(len(packed) + 1):
         chunks = tuple(with_residency(layout, chunk, index < persistent) for index, chunk in enumerate(packed))

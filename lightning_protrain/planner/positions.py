@@ -60,6 +60,7 @@ class Positions:
         selective_casts: What own casts, if none is made, take off it.
         again_peak: `forward.again_peak`.
         again_casts: The same of it.
+        asked_live: As in `Segment`; at least `backward_live`.
         block: Index among the blocks of the layout; `NOWHERE` outside.
         reached: 1 where there is a backward, else 0.
         previous: Index of the latest segment of a block before it; `NOWHERE` if there is none.
@@ -87,6 +88,7 @@ class Positions:
     selective_casts: Integers
     again_peak: Integers
     again_casts: Integers
+    asked_live: Integers
     block: Integers
     reached: Integers
     previous: Integers
@@ -147,6 +149,7 @@ class Positions:
                 lambda it: _less(it.forward.selective_peak, it.forward.selective_peak_without_casts)
             ),
             again_peak=array(lambda it: it.forward.again_peak),
+            asked_live=array(lambda it: max(it.asked_live, it.backward.live_bytes)),
             again_casts=own_casts(lambda it: _less(it.forward.again_peak, it.forward.again_peak_without_casts)),
             block=np.array(block, dtype=np.int64),
             reached=array(lambda it: it.backward.peak_bytes > 0),
@@ -168,7 +171,7 @@ class Positions:
 
     def selective_recomputation(self) -> Integers:
         """The same while a block that has kept its products is run again."""
-        return self.backward_live - self.checkpoint_saving + self.again_peak - self.forward_live
+        return self.asked_live - self.checkpoint_saving + self.again_peak - self.forward_live
 
     def freed_before(self, freed: Integers) -> Integers:
         """What has been `freed`, (S, C), in forward until each segment, and is not gone anyway."""

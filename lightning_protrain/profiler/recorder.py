@@ -169,7 +169,7 @@ class Recorder:
             self._live.add(storage)
         flops = count_flops(func, args, kwargs, result)
         cost = operation_cost(func, flops, inputs, outputs)
-        products = self._found(fresh) if is_product(func) else []
+        products = self._found(fresh) if is_product(func, args, kwargs) else []
         self._segments.operation(cost, before, workspace_bytes(func, args), products)
         if in_backward():
             return
@@ -214,6 +214,11 @@ class Recorder:
             if activation is not None:
                 self._segments.save(activation, self._copies.get(key))
                 return self._live.shadow(tensor, activation)
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Autograd asks for what it has kept."""
+        self._segments.asked()
         return tensor
 
     def profile(self) -> ModelProfile:

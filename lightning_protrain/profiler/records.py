@@ -246,6 +246,7 @@ class Segment:
             `checkpoint_saving` such a tensor counts for the first segment that is given it alone.
         product_bytes: Bytes of its products, see [Note: Products]; None: they are written to, and cannot be kept.
         idle_product_bytes: Those that a recomputation does not come to: autograd saves nothing after them.
+        asked_live: Activations when its backward first asks for something saved; 0: not known.
         between: Whether it lies between two calls; where the root is a block, its calls have no name either.
     """
 
@@ -261,6 +262,7 @@ class Segment:
     held_bytes: int = 0
     product_bytes: int | None = None
     idle_product_bytes: int = 0
+    asked_live: int = 0
     between: bool = False
 
 

@@ -90,6 +90,8 @@ class _Segment:
     products: dict[Activation, None] = field(default_factory=dict)
     made: int = 0
     idle: int = 0
+    # Bytes that were live when its backward first asked for something saved.
+    asked: int = 0
     rewritten: bool = False
     # Of what is given, what is dead when backward begins.
     unkept: list[Activation] = field(default_factory=list)
@@ -167,6 +169,13 @@ class SegmentRecorder:
         if cast is not None:
             segment.casts[activation] = cast
         self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+
+    def asked(self) -> None:
+        """Backward asks for something saved."""
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self._end
+        segment = self._segments[bisect_right(self._numbers, number) - 1]
+        segment.asked = segment.asked or self._live.now
 
     def written(self, activation: Activation) -> None:
         """An operation has changed `activation` in place."""
@@ -278,7 +287,9 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         gradients=tuple(segment.gradients),
         held_bytes=_total(segment.unkept),
         idle_product_bytes=segment.idle,
-        product_bytes=None if segment.between or segment.rewritten else segment.made,
+        asked_live=segment.asked,
+        # Where autograd saves nothing, nobody holds them.
+        product_bytes=None if segment.between or segment.rewritten else segment.made * bool(segment.saved),
         between=segment.between,
     )
 

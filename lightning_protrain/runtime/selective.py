@@ -91,8 +91,9 @@ class Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Part of `TorchDispatchMode`."""
-        made = func(*args, **(kwargs or {}))
-        if is_product(func):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if is_product(func, args, kwargs):
             self._products.keep(func, made)
         return made
 
@@ -115,7 +116,8 @@ class Finding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Part of `TorchDispatchMode`."""
-        return self._products.find(func) if is_product(func) else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        return self._products.find(func) if is_product(func, args, kwargs) else func(*args, **kwargs)
 
 
 class Both:
