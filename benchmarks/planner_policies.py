@@ -39,6 +39,10 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCHES = (1, 8, 32)
 # Of what lies between the plan that needs least and the one that needs most.
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
+# A block that keeps its products alone is light.
+LETTERS = {
+    BlockPolicy.KEEP: "k", BlockPolicy.SELECTIVE: "l", BlockPolicy.CHECKPOINT: "c", BlockPolicy.SWAP: "s"
+}  # fmt: skip
 HEADER = ("model", "batch", "loop", "plans", "budgets", "counts / block by block, most", "where they differ")
 
 
@@ -52,7 +56,7 @@ class Row:
         loop: Which loop.
         plans: So many were tried.
         ratios: By share of memory: the best step of counts over the best of all.
-        policies: The same of plans that are faster: policies of all, of counts, by first letters.
+        policies: The same of plans that are faster: policies of all, of counts, by `LETTERS`.
     """
 
     model: str
@@ -143,7 +147,7 @@ def _seconds(problem: Problem, plans: Sequence[Plan]) -> NDArray[np.float64]:
 
 
 def _letters(plan: Plan) -> str:
-    return "".join(block.policy.value[0] for block in plan.blocks)
+    return "".join(LETTERS[block.policy] for block in plan.blocks)
 
 
 def render(rows: Sequence[Row]) -> str:

@@ -68,18 +68,23 @@ def kept(module: nn.Module) -> Plan:
 
 
 def alternating(module: nn.Module) -> Plan:
-    """Every other chunk resident, every other block checkpointed."""
-    return place(module, resident=lambda index: index % 2 == 0, checkpointed=lambda index: index % 2 == 1)
+    """Every other chunk resident, every other block checkpointed, half of these but for their products."""
+    plan = place(module, resident=lambda index: index % 2 == 0, checkpointed=lambda index: index % 2 == 1)
+    return _selecting(plan, lambda index: index % 4 == 1)
 
 
 def selective(module: nn.Module) -> Plan:
     """Every chunk streamed; the blocks keep their products alone, keep all and keep nothing in turns."""
-    plan = place(module, checkpointed=lambda index: index % 3 == 2)
-    chosen = (
-        replace(block, policy=BlockPolicy.SELECTIVE) if block.name and index % 3 == 0 else block
+    return _selecting(place(module, checkpointed=lambda index: index % 3 == 2), lambda index: index % 3 == 0)
+
+
+def _selecting(plan: Plan, chosen: Callable[[int], bool]) -> Plan:
+    """With some blocks that keep their products alone; the root keeps what it kept."""
+    blocks = (
+        replace(block, policy=BlockPolicy.SELECTIVE) if block.name and chosen(index) else block
         for index, block in enumerate(plan.blocks)
     )
-    return replace(plan, blocks=tuple(chosen))
+    return replace(plan, blocks=tuple(blocks))
 
 
 def plans() -> dict[str, PlanMaker]:
@@ -90,5 +95,4 @@ def plans() -> dict[str, PlanMaker]:
         "half": half,
         "kept": kept,
         "alternating": alternating,
-        "selective": selective,
     }

@@ -2,9 +2,9 @@
 
 [Note: Live chunks]
 The runtime fetches in the order of use as long as it need not give up what is used earlier. So when a unit has begun,
-those chunks are there that are needed next, from its own on; after them, where room is left, what was used last. As
-many as there are buffers, if these have the bytes for them; else the bytes of all buffers are the bound. A unit that
-encloses others is there while they run.
+those chunks are there that are needed next, from its own on; after them, where room is left, what was used last. Before
+the first unit that streams they are those that it will need. There are as many as there are buffers, if these have the
+bytes for them; else the bytes of all buffers are the bound. A unit that encloses others is there while they run.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class LiveChunks:
         self._plan = plan
         there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
         back = there[::-1]
-        self.evaluation = self._walk(there, ())
-        self.forward = self._walk(there, back)
+        # What is needed first was used last by the backward before, and may be there still.
+        first = self._bytes_of((index for needs in there for index in needs), ())
+        self.evaluation = self._walk(there, (), first)
+        self.forward = self._walk(there, back, first)
         after_forward = self.forward[-1] if self.forward else 0
         self.backward = self._walk(back, (), after_forward)[::-1]
 

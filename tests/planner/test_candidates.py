@@ -37,7 +37,7 @@ def test_sets_hold_back_no_more_than_any_of_their_plans(backward: bool) -> None:
     packing = Packing(large_problem(8, per_block), 1, None)
     numbers, resident_chunks = np.arange(per_block, 4 * per_block), np.full(3 * per_block, resident)
     shape = len(packing.candidates.block), len(numbers)
-    nothing = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
+    nothing = np.zeros(shape, dtype=np.bool_), None, np.zeros(shape, dtype=np.int64)
 
     def late(loose: bool):
         each = np.full(len(numbers), loose)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_protrain.planner.chunks import pack_chunks
+from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.live import LiveChunks
 from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
@@ -38,6 +38,15 @@ def test_those_that_are_needed_next(
     assert list(live.forward) == forward
     assert list(live.backward) == backward
     assert list(live.evaluation) == evaluation
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_what_was_used_last_is_there_until_the_first_unit_that_streams(num_buffers: int) -> None:
+    plan = plan_of(LAYOUT, num_buffers)
+    resident = [with_residency(LAYOUT, chunk, index < 2) for index, chunk in enumerate(plan.chunks)]
+    live = LiveChunks(LAYOUT, replace(plan, chunks=tuple(resident)), UNITS)
+    streamed = [chunk.nbytes for chunk in plan.chunks[2:]][:num_buffers]
+    assert live.forward[0] == live.forward[1] == live.evaluation[0] == sum(streamed)
 
 
 def test_never_more_than_the_buffers_have() -> None:

@@ -81,7 +81,7 @@ def test_what_is_of_the_fewest_swapped_blocks_alone_is_no_bound(planted: str, mo
         space.Space, planted, lambda self, found, *rest: real(self, replace(found, swaps=found.swap), *rest)
     )
     failed = 0
-    for seed in range(60):
+    for seed in range(40, 100):
         try:
             check_boxes(seed)
         except AssertionError:
