@@ -305,13 +305,11 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
     ends, flat, rows, waits = _waits(columns.wait_backward, 1)
     swaps: list[bool] = (columns.swap_in.max(axis=1) > 0).tolist()
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
-    begins = _only_where(works)
     # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads,
     # the first of them that the worker has waited for.
-    first = (columns.compute_backward + columns.stall)[:, None], (lands + columns.landed)[:, None]
-    behind_begin = np.concatenate((*first, lands[:, None] + begins + columns.ready[:, None]), axis=1)
-    first = (lands + columns.drain)[:, None], columns.carry[:, None]
-    behind_link = np.concatenate((*first, begins + columns.ready_behind[:, None]), axis=1)
+    first = columns.compute_backward + columns.stall, lands + columns.landed, lands + columns.ready
+    behind_begin = np.stack(first, axis=1)
+    behind_link = np.stack((lands + columns.drain, columns.carry, columns.ready_behind), axis=1)
 
     # Of each position its computation, its downloads, and what the worker has waited for.
     following = np.empty(behind_begin.shape)
@@ -331,7 +329,9 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
         ends[index, 0], before = time, entered
-    hosts = _worked(following[:, 2:], works, following[:, 1:2] + begins, np.broadcast_to(start, works.shape[1:]))
+    begins = _only_where(works)
+    known, landed = (following[:, row : row + 1] + begins for row in (2, 1))
+    hosts = _worked(known, works, landed, np.broadcast_to(start, works.shape[1:]))
     stepped = hosts[:, 0] if training.overlap == "backward" else None
     return _Ended(time, np.maximum(down, hosts[0]), down, stepped)
 
