@@ -6,11 +6,12 @@
     python -m benchmarks.planner profile --results planner-profile
     python -m benchmarks.planner order --results planner-order
     python -m benchmarks.planner policies --results planner-policies
+    python -m benchmarks.planner selective --results planner-selective
 
 `memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
 the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
-CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile`, `order` and
-`policies` are in files of their own.
+CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile`, `order`,
+`policies` and `selective` are in files of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import planner_order, planner_policies, planner_profile, planner_search, subjects
+from benchmarks import planner_order, planner_policies, planner_profile, planner_search, planner_selective, subjects
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
@@ -226,6 +227,8 @@ def main(arguments: Sequence[str]) -> None:
     elif options.command == "policies":
         sizes = options.blocks, options.sequence
         text, result = planner_policies.run(options.models, options.batches, options.loops, *sizes)
+    elif options.command == "selective":
+        text, result = planner_selective.run(options.batches, options.sequence)
     else:
         given = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
         subject = subjects.Subject("", None, steps=options.steps, **given)
@@ -263,7 +266,10 @@ def _parser() -> argparse.ArgumentParser:
     policies.add_argument("--loops", nargs="+", default=list(planner_search.LOOPS), choices=planner_search.LOOPS)
     policies.add_argument("--blocks", type=int, default=planner_policies.BLOCKS)
     policies.add_argument("--sequence", type=int, default=planner_policies.SEQUENCE)
-    for command in (memory, searching, profiling, order, policies):
+    selective = commands.add_parser("selective", help="plans with blocks that keep their products, and without")
+    selective.add_argument("--batches", nargs="+", type=int, default=planner_selective.BATCHES)
+    selective.add_argument("--sequence", type=int, default=planner_selective.SEQUENCE)
+    for command in (memory, searching, profiling, order, policies, selective):
         command.add_argument("--results", help="name of the folder in which the result is kept")
     return parser
 

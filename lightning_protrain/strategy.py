@@ -64,7 +64,7 @@ class ProTrainStrategy(DataParallelStrategy):
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
         num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
-        num_checkpoint_blocks: How many blocks, from the first, recompute their activations.
+        num_checkpoint_blocks: How many blocks recompute their activations; the others keep or swap all of them.
         num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
         blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the repeated
