@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy, parallel
-from lightning_protrain.parallel import Parallelism
+from lightning_protrain.parallelism import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
 from tests.distributed.test_parity import Module, strategy_of
@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
         ("sharding", "zero", "sharding='zero': give one of 'auto', 'resident', 'replicate', 'shard'"),
         ("reduce_dtype", "float16", "reduce_dtype='float16': give one of None, 'float32', 'bfloat16'"),
         ("adapter_grad_sync", None, "adapter_grad_sync=None: give one of 'auto', 'ddp', 'flat'"),
+        ("gather", "nvlink", "gather='nvlink': give one of 'auto', 'host', 'device'"),
     ],
 )
 def test_what_is_no_choice_is_refused(name: str, value: Any, message: str) -> None:
