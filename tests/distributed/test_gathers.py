@@ -90,9 +90,8 @@ def test_two_ranks_come_to_the_same_bits(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_so_do_they_in_other_ways(kind: str, world_size: int, tmp_path: Path) -> None:
-    ways: list[tuple[str, dict[str, Any]]] = [
-        (overlap, clipping) for overlap in ("off", "backward", "forward") for clipping in ({}, CLIP)
-    ]
+    ways: list[tuple[str, dict[str, Any]]] = [("backward", {})]
+    ways += [(overlap, clipping) for overlap in ("off", "forward") for clipping in ({}, CLIP)]
     assert values(run_ranks(_compare, world_size, tmp_path, world_size, kind, ways, [False, True])) == [[]] * world_size
 
 
