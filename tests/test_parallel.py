@@ -17,6 +17,7 @@ from lightning_protrain import ProTrainStrategy, parallel
 from lightning_protrain.parallelism import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
+from lightning_protrain.runtime.parts import WINDOW
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
@@ -55,6 +56,18 @@ def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copie
     strategy = strategy_with("auto", 4, 4)
     wishes = strategy.among_ranks(strategy._wishes, sharding)
     assert wishes == replace(strategy._wishes, copies=copies, sharers=sharers, ranks=strategy.world_size)
+
+
+@pytest.mark.parametrize(
+    ("gather", "device", "reserved"),
+    [("host", "cuda", 0), ("device", "cuda", WINDOW), ("auto", "cuda", WINDOW), ("device", "cpu", 0)],
+)
+def test_memory_to_gather_for_others_is_left_out_of_plans(gather: Any, device: str, reserved: int) -> None:
+    strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, 0)])
+    alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
+    strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
+    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).reserved == reserved
+    assert alone.reserved == 0
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from functools import partial
 from pathlib import Path
@@ -235,6 +236,49 @@ def test_a_rank_that_leaves_the_script_holds_up_nobody(accumulate: int, overlap:
     # What it expects of the next micro-batch, of the other kind, is then another order, too.
     assert [left for _, left, _ in found] == [accumulate * (rank == who) for rank in range(2)]
     assert found[0][2] == found[1][2] > 0
+
+
+class Wild(Module):
+    """Takes other ways through its layers in some micro-batches, and looks at weights in others."""
+
+    ways: dict[int, list[int]] = {}
+    looks: tuple[int, ...] = ()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        (tokens,) = batch
+        if batch_idx in self.looks:
+            self.model.layers[0].up.weight.sum().item()
+        hidden = self.model.embedding(tokens[:, :-1])
+        for layer in self.ways.get(batch_idx, [0, 1, 2]):
+            hidden = self.model.layers[layer](hidden)
+        loss: Tensor = nn.functional.cross_entropy(self.model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+        return loss
+
+
+def _go_wild(rank: int, world_size: int) -> tuple[list[str], int]:
+    """What differs, and how often this rank left a script."""
+    patch, left, end, wrong = pytest.MonkeyPatch(), [], Walk.end, []
+    patch.setattr(Walk, "end", lambda walk: (end(walk), left.append(walk.left))[0])
+    for seed in range(8):
+        own, common = random.Random(f"{seed} {rank}"), random.Random(seed)
+        accumulate, overlap = common.choice([1, 2]), common.choice(["off", "backward", "forward"])
+        batches = range(10 * accumulate)
+        ways = {at: own.choice([[1, 2], [0, 1], [0, 0, 1, 2], [1, 0, 2]]) for at in batches if own.random() < 0.08}
+        mine: Any = type("Mine", (Wild,), {"ways": ways, "looks": [at for at in batches if own.random() < 0.04]})
+        options = {"accumulate_grad_batches": accumulate, "max_steps": 10}
+        expected, _ = fit(rank, world_size, "host", overlap, cls=mine, **options)
+        found, _ = fit(rank, world_size, "device", overlap, cls=mine, **options)
+        wrong += [f"{seed}: {name}" for name in differing(expected, found)[:1]]
+    patch.undo()
+    return wrong, sum(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_leave_anywhere_come_to_the_same_bits(world_size: int, tmp_path: Path) -> None:
+    found = values(run_ranks(_go_wild, world_size, tmp_path, world_size))
+    assert [wrong for wrong, _ in found] == [[]] * world_size
+    assert sum(left for _, left in found) > 5
 
 
 class Failing(Leaving):
