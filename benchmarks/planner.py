@@ -47,7 +47,7 @@ from lightning_protrain.strategy import ProTrainStrategy
 HEADER = ("model", "plan", "precision", "predicted", "measured", "measured / predicted", "phase", "unit", "met")
 WANTED = (0.95, 1.0)
 ADAMW_STATE_BYTES = 8.0
-KEEP, CHECKPOINT, SWAP = BlockPolicy
+KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 CPU = HardwareProfile(
     "CPU", *(1.0,) * 6, flops={"float32": 1.0}, memory=1.0, device_step=1.0, host_step=1.0, host_memory=1.0,
     device_bytes=1, host_bytes=1, asynchronous=False,
@@ -60,33 +60,47 @@ PLANS: dict[str, tuple[Callable[[int, int], bool], Callable[[int], BlockPolicy]]
     "swap": (lambda index, count: False, lambda index: (SWAP, CHECKPOINT, SWAP, KEEP)[index % 4]),
     "swap-all": (lambda index, count: False, lambda index: SWAP),
     "half": (lambda index, count: index < count // 2, lambda index: (KEEP, CHECKPOINT)[index % 2]),
+    "selective": (lambda index, count: False, lambda index: SELECTIVE),
+    "selective-mixed": (
+        lambda index, count: index < count // 2,
+        lambda index: (SWAP, SELECTIVE, CHECKPOINT, SELECTIVE)[index % 4],
+    ),
     "resident-checkpoint": (lambda index, count: True, lambda index: CHECKPOINT),
 }
 ROWS = (
     "gpt2/resident/fp32",
     "gpt2/offload/fp32",
     "gpt2/swap/bf16",
+    "gpt2/selective/fp32",
     "llama/keep/fp32",
     "llama/swap/fp32",
     "llama/offload/bf16",
+    "llama/selective/fp32",
+    "llama/selective/bf16",
+    "llama/selective-mixed/bf16",
     "llama/resident-checkpoint/bf16",
     "qwen3/half/bf16",
     "qwen3/swap-all/fp32",
     "gemma2/keep/bf16",
     "gemma2/offload/fp32",
+    "gemma2/selective/bf16",
     "t5/resident/fp32",
     "t5/offload/bf16",
     "t5/swap/fp32",
+    "t5/selective/fp32",
     "bert/half/fp32",
     "bert/offload/bf16",
     "mixtral/offload/fp32",
     "mixtral/resident/bf16",
+    "mixtral/selective/bf16",
     "lora/resident/bf16",
     "lora/offload/fp32",
     "lora/keep/bf16",
+    "lora/selective/bf16",
     "llava/offload/fp32",
     "llava/swap/bf16",
     "llava/half/fp32",
+    "llava/selective-mixed/fp32",
 )
 
 

@@ -27,7 +27,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.outlook import expected_memory
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.policies import lay_out, spread
+from lightning_protrain.planner.policies import by_place, lay_out, spread
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import StepTime, Training, step_time
 from lightning_protrain.profiler.blocks import describe_model
@@ -118,7 +118,7 @@ def plan_of(problem: Problem, resident: float, checkpointed: float, swapped: flo
     packed = pack_chunks(layout)
     chunks = tuple(with_residency(layout, chunk, at < resident * len(packed)) for at, chunk in enumerate(packed))
     count = len(layout.blocks)
-    policies = lay_out(count, spread(round(swapped * count), count), round(checkpointed * count))
+    policies = lay_out(count, by_place(count), spread(round(swapped * count), count), round(checkpointed * count))
     saved = problem.profile.swap_bytes(frozenset())
     blocks = tuple(
         BlockPlan(block.name, policy, saved[block.name] if policy is BlockPolicy.SWAP else 0)

@@ -97,12 +97,12 @@ def compare(name: str, batch: int, problem: Problem, loop: str) -> Row:
 def _trials(problem: Problem) -> Iterator[_Trial]:
     layout = problem.layout
     packed = pack_chunks(layout, None)
-    places = Packing(problem, None, None).places
+    packing = Packing(problem, None, None)
     names = [block.name for block in layout.blocks]
     counted = {
-        lay_out(len(names), places[:swaps], checkpoints)
-        for swaps in range(len(places) + 1)
-        for checkpoints in range(len(names) - swaps + 1)
+        lay_out(len(names), packing.steps, packing.places[:swaps], steps)
+        for swaps in range(len(packing.places) + 1)
+        for steps in range(len(packing.steps) + 1)
     }
     for persistent in range(len(packed) + 1):
         chunks = tuple(with_residency(layout, chunk, index < persistent) for index, chunk in enumerate(packed))

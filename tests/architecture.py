@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 80
 # What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "companions": (),
+    "products": (),
     "host": (),
     "counters": (),
     "uploads": ("host",),
@@ -31,11 +32,11 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "profiler.machine": ("profiler.records",),
     "profiler.catalogue": ("profiler.machine",),
     "profiler.limits": (),
-    "profiler": ("profiler", "companions", "counters", "device"),
+    "profiler": ("profiler", "companions", "counters", "device", "products"),
     "planner": ("planner", "profiler.records", "profiler.machine"),
     "runtime": (
         *("runtime", "planner.network", "planner.plan", "profiler.records"),
-        *("companions", "counters", "device", "host", "uploads"),
+        *("companions", "counters", "device", "host", "products", "uploads"),
     ),
     "checkpoint": ("checkpoint",),
     "checkpoint_io": ("checkpoint",),

@@ -72,6 +72,16 @@ def alternating(module: nn.Module) -> Plan:
     return place(module, resident=lambda index: index % 2 == 0, checkpointed=lambda index: index % 2 == 1)
 
 
+def selective(module: nn.Module) -> Plan:
+    """Every chunk streamed; the blocks keep their products alone, keep all and keep nothing in turns."""
+    plan = place(module, checkpointed=lambda index: index % 3 == 2)
+    chosen = (
+        replace(block, policy=BlockPolicy.SELECTIVE) if block.name and index % 3 == 0 else block
+        for index, block in enumerate(plan.blocks)
+    )
+    return replace(plan, blocks=tuple(chosen))
+
+
 def plans() -> dict[str, PlanMaker]:
     """Makers of what to give as `plan`, by name."""
     return {
@@ -80,4 +90,5 @@ def plans() -> dict[str, PlanMaker]:
         "half": half,
         "kept": kept,
         "alternating": alternating,
+        "selective": selective,
     }

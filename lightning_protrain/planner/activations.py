@@ -64,6 +64,7 @@ class Activations:
         alpha: Fragmentation factor for activations and temporaries; below 1, and on a synchronous device, it counts
             as 1.
         foreach: As in `memory_timeline`.
+        selective: Whether blocks may keep their products alone.
 
     Raises:
         ValueError: The profile has no backward.
@@ -78,6 +79,7 @@ class Activations:
         accumulate: int = 1,
         alpha: float = 1.0,
         foreach: bool = False,
+        selective: bool = False,
     ) -> None:
         self._positions = Positions.of(profile, layout)
         self._inside = self._positions.block != NOWHERE
@@ -91,22 +93,25 @@ class Activations:
         streamed = frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
         self._casts = self._positions.casts(streamed)
         self._first_streamed = _first_streamed(self._positions, sizes, streamed)
-        self._highest, self._without_casts = self._backward_levels()
+        self._highest, self._without_casts = self._backward_levels(selective)
+        self._kept_peaks = self._forward_peaks(selective)
 
-    def levels(self, checkpoints: Flags, swaps: Flags) -> Levels:
+    def levels(self, recomputes: Flags, swaps: Flags, selects: Flags | None = None) -> Levels:
         """What `highest` needs to know of U layouts of policies.
 
         Args:
-            checkpoints: Which blocks recompute, (B + 1, U); the last row is of what is in no block.
+            recomputes: Which blocks recompute, (B + 1, U); the last row is of what is in no block.
             swaps: Which swap, (B + 1, U).
+            selects: Which of those that recompute keep their products, (B + 1, U); None: none.
         """
         kept, given = (
             np.array([*(of.get(name, 0) for name in self._blocks), 0], dtype=np.int64)[:, None]
             for of in (self._reserve.kept, self._reserve.checkpointed)
         )
-        reserve = np.where(swaps, 0, np.where(checkpoints, given, kept)).sum(axis=0) + self._reserve.total({})
+        wholly = recomputes if selects is None else recomputes & ~selects
+        reserve = np.where(swaps, 0, np.where(wholly, given, kept)).sum(axis=0) + self._reserve.total({})
         at = self._positions.block  # `NOWHERE` is the last one.
-        return self._levels(checkpoints[at], swaps[at], reserve)
+        return self._levels(recomputes[at], swaps[at], None if selects is None else selects[at], reserve)
 
     def highest(self, levels: Levels, pair: Integers, persistent: Integers) -> Integers:
         """The peaks of K candidates, as in `ActivationCurve.peaks`.
@@ -149,37 +154,58 @@ class Activations:
         """
         return self._held[persistent]
 
-    def _levels(self, checkpoints: Flags, swaps: Flags, reserve: Integers) -> Levels:
+    def _levels(self, checkpoints: Flags, swaps: Flags, selects: Flags | None, reserve: Integers) -> Levels:
         at = self._positions
         saved = at.checkpoint_saving
         freed = _choose(checkpoints, swaps, saved, at.swap_saving, np.where(self._inside, np.minimum(saved, 0), 0))
+        if selects is not None:
+            freed -= np.where(selects, at.products[:, None], 0)
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
-        forward = self._forward(checkpoints, swaps, there + at.window(freed, swaps))
+        forward = self._forward(checkpoints, swaps, selects, there + at.window(freed, swaps))
         found = *forward, *self._backward(checkpoints, swaps, there)
         return Levels(*(np.ascontiguousarray(levels.T) for levels in (*found, reserve)))
 
-    def _forward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers, Integers]:
+    def _forward(
+        self, checkpoints: Flags, swaps: Flags, selects: Flags | None, there: Integers
+    ) -> tuple[Integers, Integers, Integers]:
         """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones.
 
         `there` is what comes on top of the profile's levels, or goes off them.
         """
         at, inside, saved = self._positions, self._inside, self._positions.checkpoint_saving
-        levels = np.where(checkpoints, at.unsaved_peak[:, None], at.forward_peak[:, None])
+        (kept_peak, kept_own), (selective, selective_own) = self._kept_peaks
+        levels = np.where(checkpoints, at.unsaved_peak[:, None], kept_peak)
+        own = np.where(checkpoints, at.unsaved_casts[:, None], kept_own)
+        if selects is not None:
+            levels, own = np.where(selects, selective, levels), np.where(selects, selective_own, own)
         levels += there
         casts = self._casts * at.reached
         kept = np.where(inside, np.clip(np.minimum(casts, saved), 0, None), casts)
         nothing = np.zeros_like(saved)
-        own = np.where(checkpoints, at.unsaved_casts[:, None], at.forward_casts[:, None])
         return levels, before(_choose(checkpoints, swaps, nothing, nothing, kept)), own
 
-    def _backward_levels(self) -> tuple[Integers, Integers]:
+    def _forward_peaks(self, selective: bool) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
+        """Levels in forward if everything or all products are kept, and what they lose without own casts, (S, 1) each.
+
+        Neither is below what the next step of a block would take.
+        """
+        at, inside = self._positions, self._inside & selective
+        higher = np.maximum(at.selective_peak, at.unsaved_peak)
+        higher_casts = np.minimum(at.selective_casts, at.unsaved_casts)
+        highest = np.where(inside, np.maximum(higher, at.forward_peak), at.forward_peak)
+        highest_casts = np.where(inside, np.minimum(higher_casts, at.forward_casts), at.forward_casts)
+        return (highest[:, None], highest_casts[:, None]), (higher[:, None], higher_casts[:, None])
+
+    def _backward_levels(self, selective: bool) -> tuple[Integers, Integers]:
         """Levels in backward if everything is kept or run again, (S, 1), and what they lose without own casts, (S,)."""
         at, inside = self._positions, self._inside
         kept, again = at.backward_peak + np.where(inside, at.newly_held, 0), at.recomputation()
+        again_without = again - at.forward_casts
+        if selective:
+            kept, found = kept + np.where(inside, at.idle_products, 0), at.selective_recomputation()
+            again, again_without = np.maximum(again, found), np.maximum(again_without, found - at.again_casts)
         highest = np.where(inside, np.maximum(kept, again), at.backward_peak)
-        without = np.where(
-            inside, np.maximum(kept - at.backward_casts, again - at.forward_casts), kept - at.backward_casts
-        )
+        without = np.where(inside, np.maximum(kept - at.backward_casts, again_without), kept - at.backward_casts)
         return highest[:, None], highest - without
 
     def _backward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers]:
@@ -208,14 +234,15 @@ class ActivationCurve(Activations):
         profile: One step with forward and backward.
         layout: The model.
         chunks: All chunks in execution order; of their residency nothing is read.
-        assignment: Policies of all blocks of `layout.blocks`, in that order, if so many swap and so many checkpoint:
-            `assignment(num_swap, num_checkpoint)`. Which blocks swap does not depend on the number of checkpoints, and
-            one more checkpoint turns one `KEEP` into a `CHECKPOINT`. It is called once for each pair.
+        assignment: Policies of all blocks of `layout.blocks`, in that order, if so many swap and the others take so
+            many steps (see [Note: Layout of policies]): `assignment(num_swap, num_steps)`. It is called once for each
+            pair.
         asynchronous: Whether copies run beside computation (`HardwareProfile.asynchronous`).
         accumulate: Micro-batches in a step.
         alpha: Fragmentation factor for activations and temporaries; below 1, and on a synchronous device, it counts
             as 1.
         foreach: As in `memory_timeline`.
+        selective: Whether blocks may keep their products alone.
 
     Raises:
         ValueError: The profile has no backward.
@@ -231,12 +258,13 @@ class ActivationCurve(Activations):
         accumulate: int = 1,
         alpha: float = 1.0,
         foreach: bool = False,
+        selective: bool = False,
     ) -> None:
-        super().__init__(profile, layout, Sizes.of(layout, chunks), asynchronous, accumulate, alpha, foreach)
+        super().__init__(profile, layout, Sizes.of(layout, chunks), asynchronous, accumulate, alpha, foreach, selective)
         self._assignment = assignment
-        self._policies: dict[tuple[int, int], tuple[Flags, Flags, int]] = {}
+        self._policies: dict[tuple[int, int], tuple[Flags, Flags, Flags, int]] = {}
 
-    def peaks(self, checkpointed: Integers, swapped: Integers, persistent: Integers) -> Integers:
+    def peaks(self, num_steps: Integers, swapped: Integers, persistent: Integers) -> Integers:
         """The largest, over all positions and the optimizer step, of activations, temporaries and resident gradients.
 
         What else is on the device is added by the caller: resident parameters and optimizer states
@@ -244,28 +272,29 @@ class ActivationCurve(Activations):
         and `held`. Swapped activations are counted here.
 
         Args:
-            checkpointed: Number of checkpointing blocks of every candidate, (K,).
+            num_steps: Steps of the blocks that do not swap, of every candidate, (K,).
             swapped: Number of swapping blocks, (K,).
             persistent: How many of the first chunks are resident, (K,).
 
         Returns:
-            Bytes, (K,): they do not grow with `checkpointed`, and do not fall with `persistent`.
+            Bytes, (K,): they do not grow with `num_steps`, and do not fall with `persistent`.
         """
-        width = len(self._blocks) + 1
-        pairs, pair = np.unique(swapped * width + checkpointed, return_inverse=True)
+        width = 2 * len(self._blocks) + 1
+        pairs, pair = np.unique(swapped * width + num_steps, return_inverse=True)
         known = [self._policies_of(*divmod(int(entry), width)) for entry in pairs]
         checkpoints = np.stack([entry[0] for entry in known], axis=1)  # (S, U)
-        swaps = np.stack([entry[1] for entry in known], axis=1)
-        reserve = np.array([entry[2] for entry in known], dtype=np.int64)
-        return self.highest(self._levels(checkpoints, swaps, reserve), pair.reshape(-1), persistent)
+        swaps, selects = (np.stack([entry[number] for entry in known], axis=1) for number in (1, 2))
+        reserve = np.array([entry[3] for entry in known], dtype=np.int64)
+        return self.highest(self._levels(checkpoints | selects, swaps, selects, reserve), pair.reshape(-1), persistent)
 
-    def _policies_of(self, num_swap: int, num_checkpoint: int) -> tuple[Flags, Flags, int]:
-        key = num_swap, num_checkpoint
+    def _policies_of(self, num_swap: int, num_steps: int) -> tuple[Flags, Flags, Flags, int]:
+        key = num_swap, num_steps
         if key not in self._policies:
-            blocks = self._assignment(num_swap, num_checkpoint)
-            flags = [self._positions.policies(blocks, kind) for kind in (BlockPolicy.CHECKPOINT, BlockPolicy.SWAP)]
+            blocks = self._assignment(num_swap, num_steps)
+            kinds = BlockPolicy.CHECKPOINT, BlockPolicy.SWAP, BlockPolicy.SELECTIVE
+            checkpoints, swaps, selects = (self._positions.policies(blocks, kind) for kind in kinds)
             reserve = self._reserve.total(dict(zip(self._blocks, blocks, strict=True)))
-            self._policies[key] = flags[0], flags[1], reserve
+            self._policies[key] = checkpoints, swaps, selects, reserve
         return self._policies[key]
 
 

@@ -62,7 +62,8 @@ class Candidates:
         layout: The model.
         needed: Indices of the chunks that each unit needs.
         sizes: Those of all chunks in execution order.
-        computes: Seconds of the device at each position, in forward and in backward.
+        computes: Seconds of the device at each position: in forward, in a forward that runs again but for its products,
+            in backward.
         hardware: The machine.
         training: How plans are used.
 
@@ -80,7 +81,7 @@ class Candidates:
         layout: ModelLayout,
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
-        computes: tuple[Sequence[float], Sequence[float]],
+        computes: tuple[Sequence[float], Sequence[float], Sequence[float]],
         hardware: HardwareProfile,
         training: Training,
     ) -> None:
@@ -88,7 +89,7 @@ class Candidates:
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
-        self._forward, self._backward = (np.array(seconds)[:, None] for seconds in computes)
+        self._forward, self._selective, self._backward = (np.array(seconds)[:, None] for seconds in computes)
         of_block = self.block < len(index_of)
         copied = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * sizes.nbytes / hardware.download
         streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
@@ -135,7 +136,8 @@ class Candidates:
         persistent: Integers,
         fewest: Integers,
         buffers: Integers,
-        checkpointed: Flags,
+        recomputes: Flags,
+        selects: Flags | None,
         swapped: Integers,
         loose: Flags,
     ) -> Columns:
@@ -145,7 +147,8 @@ class Candidates:
             persistent: Resident chunks, (K,); the most of any plan of the set.
             fewest: The least resident chunks of the set, (K,).
             buffers: Chunk buffers, (K,); the most of the set.
-            checkpointed: Whether a position's block recomputes, (P, K); in a set, whether in all its plans.
+            recomputes: Whether a position's block recomputes, (P, K); in a set, whether in all its plans.
+            selects: Whether it does so but for its products, (P, K); in a set, whether in any plan. None: never.
             swapped: Bytes that a position swaps, (P, K).
             loose: Whether it is a set, (K,): what is late depends on the plan, see [Note: Held back].
         """
@@ -170,7 +173,7 @@ class Candidates:
         )
         return Columns(
             compute_forward=self._forward,
-            recompute=checkpointed * self._forward,
+            recompute=recomputes * (self._forward if selects is None else self._again(selects)),
             compute_backward=self._backward,
             upload_forward=ups.nbytes / rate_forward,
             late_forward=ups.late / rate_forward,
@@ -195,6 +198,10 @@ class Candidates:
             swap_in=swapped / rate_backward,
             device_step=self._device_step(fewest),
         )
+
+    def _again(self, selects: Flags) -> Seconds:
+        """Seconds to run a position again, (P, K)."""
+        return np.where(selects, self._selective, self._forward)
 
     def _holding(self, persistent: Integers, room: Integers, loose: Flags, rates: Seconds) -> Seconds:
         """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.

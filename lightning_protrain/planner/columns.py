@@ -12,7 +12,8 @@ from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
 from lightning_protrain.planner.landing import Landings, come_together
-from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.plan import ChunkPlan, Plan
+from lightning_protrain.planner.recomputation import again_seconds
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
 
@@ -101,7 +102,10 @@ def columns_of(
     blocks = {block.name: block for block in plan.blocks}
     own = [blocks.get(segment.unit) for segment in profile.segments]
     swapped = _column(block.swap_bytes if block else 0 for block in own)
-    again = _column(block is not None and block.policy is BlockPolicy.CHECKPOINT for block in own)
+    again = _column(
+        again_seconds(segment, block.policy, hardware) if block else 0.0
+        for segment, block in zip(profile.segments, own, strict=True)
+    )
     forward = _column(hardware.seconds(segment.forward.operations) for segment in profile.segments)
     backward = _column(hardware.seconds(segment.backward.operations) for segment in profile.segments)
     ups, backs = _streams(profile, layout, plan)
@@ -120,7 +124,7 @@ def columns_of(
         tail = _tails(layout, plan, ups, gradients, hardware, training, rate_forward)
     return Columns(
         compute_forward=forward,
-        recompute=again * forward,
+        recompute=again,
         compute_backward=backward,
         upload_forward=upload / rate_forward,
         late_forward=_column(ups.late) / rate_forward,

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.activations import Activations, Levels
 from lightning_protrain.planner.buffers import Buffers
 from lightning_protrain.planner.host import _pages
-from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms
+from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, MemoryTerms
+from lightning_protrain.planner.policies import Step
 from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapped_bytes
@@ -33,6 +34,7 @@ HALVED = 8
 # From so many chunks away a guess goes by the slope between the last two.
 FAR = 8
 UNKNOWN = 1 << 60
+_RECOMPUTES = BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE
 
 
 class Footprint:
@@ -45,6 +47,7 @@ class Footprint:
         needed: Indices of the chunks that each unit needs.
         sizes: Those of `chunks`.
         places: Indices of the blocks that may swap, in the order in which they are taken.
+        steps: What blocks give up, in that order, see [Note: Layout of policies].
         hardware: Whether copies run beside computation.
         state_bytes: Bytes of optimizer states for each trainable element.
         accumulate: Micro-batches in a step.
@@ -57,6 +60,7 @@ class Footprint:
         buffers: Bytes of chunk buffers.
         swap_bytes: Host bytes that a block swaps if the first p chunks are resident, (B + 1, N + 1); the last row is of
             what is in no block, as in all that has a row for each block.
+        num_steps: How many steps there are if the first s places swap, (S + 1,).
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Footprint:
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
         places: Sequence[int],
+        steps: Sequence[Step],
         hardware: HardwareProfile,
         state_bytes: float,
         accumulate: int = 1,
@@ -84,13 +89,17 @@ class Footprint:
         self._levels: Levels | None = None
         # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
         self._fewest = np.full((2, 0), UNKNOWN, dtype=np.int64)
-        self._column = np.full((num_blocks + 1) ** 2, -1, dtype=np.int64)
+        self._width = len(steps) + 1
+        self._column = np.full((len(places) + 1) * self._width, -1, dtype=np.int64)
         self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
-        # What is in no block is so far behind them that it is not reached.
-        self._order = np.append(np.arange(num_blocks), 2 * num_blocks)
-        self._places_before = np.searchsorted(np.array(places, dtype=np.int64), self._order)
-        self._activations = Activations(profile, layout, sizes, hardware.asynchronous, accumulate, alpha, foreach)
+        begins, ends = (_first_steps(steps, kinds, num_blocks) for kinds in (_RECOMPUTES, _RECOMPUTES[:1]))
+        self._begin, self._end = (_steps_before(first, steps, places) for first in (begins, ends))
+        self._selects = bool((begins < ends).any())
+        taken = [sum(index == place for index, _ in steps) for place in places]
+        self.num_steps = len(steps) - before_each(np.array(taken, dtype=np.int64))
+        how = hardware.asynchronous, accumulate, alpha, foreach, self._selects
+        self._activations = Activations(profile, layout, sizes, *how)
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
         held = self._activations.held(np.arange(len(chunks) + 1))
         self._fixed = resident + held + layout.buffer_bytes
@@ -112,44 +121,50 @@ class Footprint:
         swaps: Flags = self._rank[:, None] < num_swap
         return swaps
 
-    def checkpoints(self, num_swap: Integers, num_checkpoint: Integers) -> Flags:
-        """Which blocks recompute, (B + 1, K)."""
-        among_others = self._order[:, None] - np.minimum(self._places_before[:, None], num_swap)
-        checkpoints: Flags = ~self.swaps(num_swap) & (among_others < num_checkpoint)
-        return checkpoints
+    def recomputes(self, num_swap: Integers, num_steps: Integers) -> Flags:
+        """Which blocks recompute, as a whole or but for their products, (B + 1, K)."""
+        recomputes: Flags = ~self.swaps(num_swap) & (self._begin[:, num_swap] < num_steps)
+        return recomputes
+
+    def selects(self, num_swap: Integers, num_steps: Integers) -> Flags | None:
+        """Which of these keep their products, (B + 1, K); None: none does, whatever the number."""
+        if not self._selects:
+            return None
+        selects: Flags = self.recomputes(num_swap, num_steps) & (self._end[:, num_swap] >= num_steps)
+        return selects
 
     def swapped(self, num_swap: Integers, persistent: Integers) -> Integers:
         """Host bytes that each block swaps, (B + 1, K)."""
         return np.where(self.swaps(num_swap), self.swap_bytes[:, persistent], 0)
 
-    def device(self, num_swap: Integers, num_checkpoint: Integers, fewest: Integers, point: Flags) -> Integers:
+    def device(self, num_swap: Integers, num_steps: Integers, fewest: Integers, point: Flags) -> Integers:
         """Bytes on the device but for chunk buffers, (K,).
 
         Args:
             num_swap: Swapping blocks.
-            num_checkpoint: Checkpointing blocks.
+            num_steps: Steps of the others, see [Note: Layout of policies].
             fewest: Resident chunks.
             point: Whether there are exactly so many of them, or so many or more: then it is what no plan is below.
         """
-        peaks = self._activations.highest(*self._levels_of(num_swap, num_checkpoint), fewest)
+        peaks = self._activations.highest(*self._levels_of(num_swap, num_steps), fewest)
         fixed = np.where(point, self._fixed[fewest], self._least_fixed[fewest])
         states = np.where(point, self._states[fewest], self._least_states[fewest])
         return np.maximum(peaks + fixed, states + self._neighbours(num_swap, fewest))
 
     def fewest_offloaded(
-        self, num_swap: Integers, num_checkpoint: Integers, known: Integers, budget: int, beside: Integers
+        self, num_swap: Integers, num_steps: Integers, known: Integers, budget: int, beside: Integers
     ) -> Integers:
         """Offloaded chunks below which no candidate fits the device, (K,); N + 1 where none fits at all.
 
         Args:
             num_swap: Swapping blocks.
-            num_checkpoint: Checkpointing blocks.
+            num_steps: Steps of the others, see [Note: Layout of policies].
             known: Chunks that are offloaded at least: the result is of interest from there on.
             budget: Bytes of the device.
             beside: Bytes of the fewest chunk buffers if the first p are resident, (N + 1,); as the budget, the same in
                 every call.
         """
-        levels, columns = self._levels_of(num_swap, num_checkpoint)
+        levels, columns = self._levels_of(num_swap, num_steps)
         more = levels.reserve.size - self._fewest.shape[1]
         self._fewest = found, since = np.pad(self._fewest, ((0, 0), (0, more)), constant_values=UNKNOWN)
         if (new := np.flatnonzero(since[columns] > known)).size:
@@ -202,15 +217,15 @@ class Footprint:
             swapped_activations=int(self._neighbours(swap, at)[0]),
         )
 
-    def _levels_of(self, num_swap: Integers, num_checkpoint: Integers) -> tuple[Levels, Integers]:
+    def _levels_of(self, num_swap: Integers, num_steps: Integers) -> tuple[Levels, Integers]:
         """Levels of all layouts of policies that were asked for so far, and which of them these have, (K,)."""
-        width = len(self._rank)
-        pairs = num_swap * width + num_checkpoint
+        pairs = num_swap * self._width + num_steps
         new = pairs[self._column[pairs] < 0]
         if new.size:
             new = np.unique(new)
-            swap, checkpoint = np.divmod(new, width)
-            found = self._activations.levels(self.checkpoints(swap, checkpoint), self.swaps(swap))
+            swap, steps = np.divmod(new, self._width)
+            recomputes, selects = self.recomputes(swap, steps), self.selects(swap, steps)
+            found = self._activations.levels(recomputes, self.swaps(swap), selects)
             self._levels = found if self._levels is None else self._levels.beside(found)
             self._column[new] = self._levels.reserve.size - new.size + np.arange(new.size)
         assert self._levels is not None
@@ -223,6 +238,23 @@ class Footprint:
         swapped = self.swapped(num_swap, persistent)
         most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
         return most
+
+
+def _first_steps(steps: Sequence[Step], policies: Sequence[BlockPolicy], num_blocks: int) -> Integers:
+    """Which step is the first that gives each block one of these policies, (B + 1,)."""
+    # What is in no block is so far behind them that it is not reached.
+    first = np.full(num_blocks + 1, 2 * len(steps), dtype=np.int64)
+    for number, (index, policy) in reversed(list(enumerate(steps))):
+        if policy in policies:
+            first[index] = number
+    return first
+
+
+def _steps_before(first: Integers, steps: Sequence[Step], places: Sequence[int]) -> Integers:
+    """Steps of blocks that do not swap before each of `first`, if the first s places swap, (B + 1, S + 1)."""
+    of_place = [np.array([number for number, step in enumerate(steps) if step[0] == place]) for place in places]
+    gone = [(numbers < first[:, None]).sum(axis=1) for numbers in of_place]
+    return first[:, None] - np.cumsum(np.stack([np.zeros_like(first), *gone], axis=1), axis=1)
 
 
 def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:

@@ -14,7 +14,8 @@ class Knobs:
         num_persistent_chunks: The first so many chunks are resident (n_persist).
         num_chunk_buffers: So many offloaded chunks may be on the device at one time (n_buffer).
         num_swap_blocks: So many blocks swap their activations (n_swap), spread over the first ones.
-        num_checkpoint_blocks: So many blocks recompute their activations (n_checkpoint), between them.
+        num_checkpoint_blocks: So many blocks recompute their activations (n_checkpoint), between them; the others
+            keep or swap all of them.
         num_keep_offloaded_blocks: So many blocks with offloaded chunks keep their activations.
         chunk_bytes: The most bytes of a chunk (S_chunk).
 
@@ -46,6 +47,11 @@ class Knobs:
     def are_whole(self) -> bool:
         """Whether nothing is left open; the number of blocks that keep with offloaded chunks follows from the rest."""
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
+
+    @property
+    def leave_policies(self) -> bool:
+        """Whether nothing is said of how many blocks checkpoint or keep: then some may keep their products alone."""
+        return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
 
     @property
     def forbids_alone(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ class BlockPolicy(StrEnum):
     """What happens to the activations of a block between its forward and its backward (paper, section 3.2)."""
 
     KEEP = "keep"
+    SELECTIVE = "selective"  # keeps the products and computes the rest again, see [Note: Products]
     CHECKPOINT = "checkpoint"
     SWAP = "swap"
 
@@ -68,7 +69,7 @@ class BlockPlan:
         name: Fully qualified name.
         policy: What happens to its activations.
         swap_bytes: Host bytes that one call of it swaps, each saved storage rounded up to whole pages: all that
-            autograd saves under `SWAP`, the block's inputs under `CHECKPOINT` (0: they stay), none under `KEEP`.
+            autograd saves under `SWAP`, the block's inputs under `CHECKPOINT` (0: they stay), none under the others.
     """
 
     name: str
@@ -289,9 +290,10 @@ def _check_swap(block: BlockPlan) -> None:
             f"The plan gives block {block.name!r} ({block.policy}) swap_bytes={block.swap_bytes}: give the host bytes "
             "that its activations take, or another policy."
         )
-    if block.swap_bytes and block.policy is BlockPolicy.KEEP:
+    if block.swap_bytes and block.policy in (BlockPolicy.KEEP, BlockPolicy.SELECTIVE):
         raise ValueError(
-            f"The plan gives block {block.name!r} swap_bytes={block.swap_bytes}, but keeps its activations. Give 0."
+            f"The plan gives block {block.name!r} ({block.policy}) swap_bytes={block.swap_bytes}, but nothing of it is "
+            "swapped. Give 0."
         )
     if block.swap_bytes and not block.name:
         raise ValueError(

@@ -2,34 +2,96 @@
 
 [Note: Layout of policies]
 Swapped blocks come early and apart from each other: what one of them swaps has the time of the blocks up to the next
-one to leave and to come back. Checkpointed blocks are the first ones among the others. What the last blocks keep is
-used up first in backward, and makes room for what comes back. The places of swapped blocks do not depend on the number
-of checkpoints, and one more checkpoint turns the first kept block into a checkpointed one.
+one to leave and to come back. The others give up activations in *steps*: a block gives up all but its products (see
+[Note: Products]), then these too, or all at once where that is cheaper. The steps that take the least time for each
+byte they free come first: where some blocks have experts and others do not, that is more than a few per cent of a step.
+Those that cost about the same go by the place of their block, the first one first: what the last blocks keep is used up
+first in backward, and makes room for what comes back. The places of swapped blocks do not depend on the number of
+steps, and one more step is one more block that gives up something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import itemgetter
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.records import ModelLayout
 
+# Steps cost about the same if they differ by no more than that from the next cheaper one.
+ALIKE = 1.05
+# A block and what becomes of it.
+Step = tuple[int, BlockPolicy]
 
-def lay_out(num_blocks: int, swapped: Collection[int], num_checkpoint: int) -> tuple[BlockPolicy, ...]:
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What a block takes to compute again, and what that frees.
+
+    Attributes:
+        seconds: As a whole.
+        nbytes: Bytes that are free then.
+        selective_seconds: But for its products.
+        selective_nbytes: Bytes that are free then; 0: that is not possible.
+    """
+
+    seconds: float
+    nbytes: float
+    selective_seconds: float = 0.0
+    selective_nbytes: float = 0.0
+
+
+def lay_out(
+    num_blocks: int, steps: Sequence[Step], swapped: Collection[int], num_steps: int
+) -> tuple[BlockPolicy, ...]:
     """Policies of all blocks, see [Note: Layout of policies].
 
     Args:
         num_blocks: How many blocks there are.
-        swapped: Indices of those that swap.
-        num_checkpoint: How many of the others recompute.
+        steps: All of them, of all blocks, as of `order_steps`.
+        swapped: Indices of blocks that swap.
+        num_steps: How many steps the others take.
     """
     policies = [BlockPolicy.KEEP] * num_blocks
     for index in swapped:
         policies[index] = BlockPolicy.SWAP
-    others = [index for index in range(num_blocks) if index not in swapped]
-    for index in others[:num_checkpoint]:
-        policies[index] = BlockPolicy.CHECKPOINT
+    for index, policy in [step for step in steps if step[0] not in swapped][:num_steps]:
+        policies[index] = policy
     return tuple(policies)
+
+
+def by_place(num_blocks: int) -> tuple[Step, ...]:
+    """The steps where nothing is known of costs: one block after the other is checkpointed."""
+    return tuple((index, BlockPolicy.CHECKPOINT) for index in range(num_blocks))
+
+
+def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
+    """All steps, those that take the least time for each byte first, see [Note: Layout of policies]."""
+    costs = [
+        (seconds / freed if freed > 0 else inf, index, policy)
+        for index, block in enumerate(blocks)
+        for policy, seconds, freed in _steps(block)
+    ]
+    found: list[tuple[int, int, int, BlockPolicy]] = []
+    kind, previous = 0, 0.0
+    for cost, index, policy in sorted(costs, key=itemgetter(0)):
+        kind, previous = kind + (cost > ALIKE * previous), cost
+        found.append((kind, index, len(found), policy))
+    return tuple((index, policy) for _, index, _, policy in sorted(found))
+
+
+def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
+    """Those of one block: what becomes of it, seconds and bytes; each byte costs more than one of the step before."""
+    whole = BlockPolicy.CHECKPOINT, block.seconds, block.nbytes
+    if block.selective_nbytes <= 0:
+        return [whole]
+    seconds, nbytes = block.seconds - block.selective_seconds, block.nbytes - block.selective_nbytes
+    if nbytes <= 0 or block.selective_seconds * nbytes >= seconds * block.selective_nbytes:
+        return [whole]
+    first = BlockPolicy.SELECTIVE, block.selective_seconds, block.selective_nbytes
+    return [first, (BlockPolicy.CHECKPOINT, seconds, nbytes)]
 
 
 def spread(num_swap: int, num_blocks: int) -> tuple[int, ...]:

@@ -54,6 +54,13 @@ class Positions:
         swap_saving: As in `Segment`.
         swap_bytes: What comes back if it has been swapped: with copies of what other segments save too.
         input_bytes: As in `Segment`.
+        products: `product_bytes`; 0 where they cannot be kept.
+        idle_products: `idle_product_bytes`.
+        selective_peak: `forward.selective_peak`.
+        selective_casts: What own casts, if none is made, take off it.
+        again_peak: `forward.again_peak`.
+        again_casts: The same of it.
+        asked_live: As in `Segment`; at least `backward_live`.
         block: Index among the blocks of the layout; `NOWHERE` outside.
         reached: 1 where there is a backward, else 0.
         previous: Index of the latest segment of a block before it; `NOWHERE` if there is none.
@@ -75,6 +82,13 @@ class Positions:
     swap_saving: Integers
     swap_bytes: Integers
     input_bytes: Integers
+    products: Integers
+    idle_products: Integers
+    selective_peak: Integers
+    selective_casts: Integers
+    again_peak: Integers
+    again_casts: Integers
+    asked_live: Integers
     block: Integers
     reached: Integers
     previous: Integers
@@ -128,6 +142,15 @@ class Positions:
             swap_saving=array(lambda it: it.swap_saving),
             swap_bytes=array(lambda it: swap_bytes.get(it.unit, 0)),
             input_bytes=array(lambda it: it.input_bytes),
+            products=array(lambda it: it.product_bytes or 0),
+            idle_products=array(lambda it: it.idle_product_bytes),
+            selective_peak=array(lambda it: it.forward.selective_peak),
+            selective_casts=own_casts(
+                lambda it: _less(it.forward.selective_peak, it.forward.selective_peak_without_casts)
+            ),
+            again_peak=array(lambda it: it.forward.again_peak),
+            asked_live=array(lambda it: max(it.asked_live, it.backward.live_bytes)),
+            again_casts=own_casts(lambda it: _less(it.forward.again_peak, it.forward.again_peak_without_casts)),
             block=np.array(block, dtype=np.int64),
             reached=array(lambda it: it.backward.peak_bytes > 0),
             previous=np.array(_previous(block), dtype=np.int64),
@@ -145,6 +168,10 @@ class Positions:
     def recomputation(self) -> Integers:
         """The most activations while a checkpointed block is run again, over the level without it."""
         return self.backward_live - self.checkpoint_saving + self.forward_peak - self.forward_live
+
+    def selective_recomputation(self) -> Integers:
+        """The same while a block that has kept its products is run again."""
+        return self.asked_live - self.checkpoint_saving + self.again_peak - self.forward_live
 
     def freed_before(self, freed: Integers) -> Integers:
         """What has been `freed`, (S, C), in forward until each segment, and is not gone anyway."""

@@ -22,7 +22,7 @@ from lightning_protrain.planner.memory import (
     minimum_chunk_buffers,
 )
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
-from lightning_protrain.planner.policies import check_counts, lay_out, spread
+from lightning_protrain.planner.policies import by_place, check_counts, lay_out, spread
 from lightning_protrain.profiler.records import ModelLayout
 
 Preset = Literal["auto", "resident", "offload"]
@@ -227,7 +227,8 @@ def _interleave(case: _Case, num_swap: int, num_checkpoint: int) -> tuple[BlockP
     Raises:
         ValueError: It is not known what a block saves, or it saves nothing.
     """
-    policies = lay_out(len(case.keep_all), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
+    count = len(case.keep_all)
+    policies = lay_out(count, by_place(count), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
     return tuple(
         BlockPlan(kept.name, policy, _saved_bytes(case, kept.name, num_swap) if policy is BlockPolicy.SWAP else 0)
         for kept, policy in zip(case.keep_all, policies, strict=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,11 @@ from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.policies import lay_out, swap_interval, swap_places
+from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
+from lightning_protrain.planner.recomputation import selective_seconds
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
 
 Integers = NDArray[np.int64]
 # Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
@@ -94,18 +96,24 @@ class Unpacked:
     Args:
         problem: The problem.
         num_swap: So many blocks must be able to swap; None: as many as transfers can be hidden for.
+        selective: Whether blocks may keep their products alone.
 
     Attributes:
         forward: Seconds of the device in the forward of each segment.
+        selective: The same when it runs again, but for its products.
         backward: The same in its backward.
         places: Blocks that may swap, in the order in which they are taken.
+        steps: What blocks give up, in that order, see [Note: Layout of policies].
     """
 
-    def __init__(self, problem: Problem, num_swap: int | None) -> None:
+    def __init__(self, problem: Problem, num_swap: int | None, selective: bool) -> None:
         seconds, segments = problem.hardware.seconds, problem.profile.segments
         self.forward = [seconds(segment.forward.operations) for segment in segments]
         self.backward = [seconds(segment.backward.operations) for segment in segments]
-        self.places = _places(problem, self.forward, num_swap)
+        computes = _of_blocks(problem, self.forward)
+        self.places = _places(problem, computes, num_swap)
+        self.selective = [selective_seconds(segment, problem.hardware) for segment in segments]
+        self.steps = order_steps(_recomputations(problem, self.forward, self.selective if selective else None))
 
 
 class Packing:
@@ -116,20 +124,27 @@ class Packing:
         chunk_bytes: The most bytes of a chunk; None: no limit.
         num_swap: As in `Unpacked`.
         unpacked: What other ways of packing have in common with this one, if it is known.
+        selective: As in `Unpacked`.
 
     Attributes:
         chunk_bytes: As given.
         chunks: All chunks, offloaded.
         places: As in `Unpacked`.
+        steps: As in `Unpacked`.
     """
 
     def __init__(
-        self, problem: Problem, chunk_bytes: int | None, num_swap: int | None, unpacked: Unpacked | None = None
+        self,
+        problem: Problem,
+        chunk_bytes: int | None,
+        num_swap: int | None,
+        unpacked: Unpacked | None = None,
+        selective: bool = True,
     ) -> None:
         self.problem, self.chunk_bytes = problem, chunk_bytes
         self.chunks = pack_chunks(problem.layout, chunk_bytes)
-        self._unpacked = unpacked or Unpacked(problem, num_swap)
-        self.places = self._unpacked.places
+        self._unpacked = unpacked or Unpacked(problem, num_swap, selective)
+        self.places, self.steps = self._unpacked.places, self._unpacked.steps
         self._needed = chunks_of(problem.layout, self.chunks)
         # The last chunk that each block needs: without it resident the block is streamed.
         last = [max(self._needed[block.name], default=-1) for block in problem.layout.blocks]
@@ -144,7 +159,7 @@ class Packing:
     def candidates(self) -> Candidates:
         """What takes how long."""
         problem = self.problem
-        computes = self._unpacked.forward, self._unpacked.backward
+        computes = self._unpacked.forward, self._unpacked.selective, self._unpacked.backward
         return Candidates(
             problem.profile, problem.layout, self._needed, self.sizes, computes, problem.hardware, problem.training
         )
@@ -160,6 +175,7 @@ class Packing:
             self._needed,
             self.sizes,
             self.places,
+            self.steps,
             problem.hardware,
             problem.state_bytes,
             problem.training.accumulate,
@@ -169,19 +185,19 @@ class Packing:
             problem.sharers,
         )
 
-    def keeps(self, num_swap: Integers, num_checkpoint: Integers, persistent: Integers) -> Integers:
+    def keeps(self, num_swap: Integers, num_steps: Integers, persistent: Integers) -> Integers:
         """How many blocks with offloaded chunks keep their activations, (K,)."""
-        others = self.footprint.swaps(num_swap) | self.footprint.checkpoints(num_swap, num_checkpoint)
+        others = self.footprint.swaps(num_swap) | self.footprint.recomputes(num_swap, num_steps)
         streamed = self._last_chunk[:, None] >= persistent
         keeps: Integers = (streamed & ~others).sum(axis=0)
         return keeps
 
-    def plan(self, num_swap: int, num_checkpoint: int, persistent: int, buffers: int) -> Plan:
+    def plan(self, num_swap: int, num_steps: int, persistent: int, buffers: int) -> Plan:
         """The plan of these decisions."""
         layout = self.problem.layout
         resident = (with_residency(layout, chunk, True) for chunk in self.chunks[:persistent])
         chunks = (*resident, *self.chunks[persistent:])
-        policies = lay_out(len(layout.blocks), self.places[:num_swap], num_checkpoint)
+        policies = lay_out(len(layout.blocks), self.steps, self.places[:num_swap], num_steps)
         swapped = self.footprint.swap_bytes[:-1, persistent].tolist()
         blocks = tuple(
             BlockPlan(block.name, policy, nbytes if policy is BlockPolicy.SWAP else 0)
@@ -196,7 +212,36 @@ class Packing:
         )
 
 
-def _places(problem: Problem, forward: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
+def _recomputations(
+    problem: Problem, forward: Sequence[float], selective: Sequence[float] | None
+) -> list[Recomputation]:
+    """What each block takes to compute again, given the seconds of each segment; None: only as a whole."""
+    segments = problem.profile.segments
+    # Copies of weights are not there where the weights are streamed.
+    saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
+    values = [forward, saved]
+    if selective is not None:
+        pairs = zip(segments, saved, selective, forward, strict=True)
+        values += [selective, [_left(*each) for each in pairs]]
+    return [Recomputation(*each) for each in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
+
+
+def _left(segment: Segment, saved: int, selective: float, forward: float) -> float:
+    """What is free of `saved` bytes if products are kept; if that cannot be, the block of the segment cannot do it."""
+    products = segment.product_bytes
+    return -inf if products is None or products > saved or selective > forward else saved - products
+
+
+def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
+    """Sums of what segments take, over those of each block."""
+    sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
+    for segment, value in zip(problem.profile.segments, values, strict=True):
+        if segment.unit in sums:
+            sums[segment.unit] += value
+    return list(sums.values())
+
+
+def _places(problem: Problem, computes: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
     """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
     names = [block.name for block in problem.layout.blocks]
     low = frozenset(info.fqn for info in problem.layout.parameters if info.streamed_dtype is not None)
@@ -204,9 +249,5 @@ def _places(problem: Problem, forward: Sequence[float], num_swap: int | None) ->
     nbytes = [max(swapped.get(name, 0), 0) for name in names]
     able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
     rate = min(problem.hardware.upload, problem.hardware.download)
-    computes = dict.fromkeys(names, 0.0)
-    for segment, seconds in zip(problem.profile.segments, forward, strict=True):
-        if segment.unit in computes:
-            computes[segment.unit] += seconds
     transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
-    return swap_places(able, swap_interval(transfers, list(computes.values())), num_swap)
+    return swap_places(able, swap_interval(transfers, computes), num_swap)

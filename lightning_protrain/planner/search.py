@@ -93,7 +93,7 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
     found: list[Packing] = []
-    unpacked = Unpacked(problem, knobs.num_swap_blocks)
+    unpacked = Unpacked(problem, knobs.num_swap_blocks, knobs.leave_policies)
     for size in sizes:
         packing = Packing(problem, size, knobs.num_swap_blocks, unpacked)
         if all(packing.chunks != other.chunks for other in found):

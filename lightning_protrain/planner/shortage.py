@@ -14,7 +14,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
-from lightning_protrain.planner.problem import Packing, Problem
+from lightning_protrain.planner.problem import Packing, Problem, Unpacked
 from lightning_protrain.planner.space import Space
 from lightning_protrain.planner.timeline import memory_timeline
 
@@ -144,12 +144,10 @@ def _pins(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> list[str]:
     """Which single knobs are in the way."""
     helpful = []
     for name in knobs.given:
-        if name == "chunk_bytes":
-            packings = [Packing(problem, size, knobs.num_swap_blocks) for size in problem.chunk_bytes]
-        else:
-            swap = None if name == "num_swap_blocks" else knobs.num_swap_blocks
-            packings = [Packing(problem, size, swap) for size in (space.packing.chunk_bytes for space in spaces)]
         freed = replace(knobs, **{name: None})
+        sizes = problem.chunk_bytes if name == "chunk_bytes" else [space.packing.chunk_bytes for space in spaces]
+        unpacked = Unpacked(problem, freed.num_swap_blocks, freed.leave_policies)
+        packings = [Packing(problem, size, None, unpacked) for size in sizes]
         if any(_fits(Space(packing, freed)) for packing in packings):
             helpful.append(f"{name}={getattr(knobs, name)}")
     return [f"Without {' or without '.join(helpful)} there is a plan that fits."] if helpful else []

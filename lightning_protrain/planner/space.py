@@ -32,7 +32,7 @@ class _Boxes:
     Attributes:
         swap: The fewest swapping blocks, (K,).
         swaps: The most of them.
-        least: The fewest checkpointing blocks.
+        least: The fewest steps of the others, see [Note: Layout of policies].
         most: The most of them.
         fewest: The fewest resident chunks.
         persistent: The most of them.
@@ -81,7 +81,7 @@ class _Each:
 
 
 class Space:
-    """Candidates (swapped blocks, checkpointed blocks, offloaded chunks) over one packing, under the knobs.
+    """Candidates (swapped blocks, steps of the others, offloaded chunks) over one packing, under the knobs.
 
     Args:
         packing: The model in chunks.
@@ -95,8 +95,9 @@ class Space:
         problem = packing.problem
         self._device_budget = UNLIMITED if problem.device_bytes is None else problem.device_bytes
         self._host_budget = UNLIMITED if problem.host_bytes is None else problem.host_bytes
-        blocks = problem.layout.blocks
-        self._count = len(blocks) if all(block.name for block in blocks) else 0
+        named = all(block.name for block in problem.layout.blocks)
+        # How many steps there are beside each number of swapped blocks.
+        self._num_steps = packing.footprint.num_steps if named else np.zeros(1, dtype=np.int64)
 
     @cached_property
     def _quantum(self) -> float:
@@ -109,22 +110,23 @@ class Space:
 
     @cached_property
     def weights(self) -> Floats:
-        """About how many seconds one more swapped block, checkpoint or offloaded chunk may take, (3, 1)."""
+        """About how many seconds one more swapped block, step or offloaded chunk may take, (3, 1)."""
         checkpoint, chunk = self.packing.candidates.each
-        return np.array([checkpoint + chunk, checkpoint, chunk])[:, None]
+        step = checkpoint * len(self.packing.problem.layout.blocks) / max(int(self._num_steps[0]), 1)
+        return np.array([checkpoint + chunk, step, chunk])[:, None]
 
     def roots(self) -> tuple[Integers, Integers]:
         """Least and greatest corners of one box for each number of swapped blocks, (3, K)."""
         knobs = self.knobs
-        count = self._count
         swap, checkpoint, resident = knobs.num_swap_blocks, knobs.num_checkpoint_blocks, knobs.num_persistent_chunks
-        swaps = np.arange(len(self.packing.places) + 1) if swap is None else np.array([swap])
+        swaps = np.arange(len(self._num_steps)) if swap is None else np.array([swap])
+        swaps = swaps[swaps < len(self._num_steps)]
         least = np.zeros_like(swaps) if checkpoint is None else np.full_like(swaps, checkpoint)
-        most = count - swaps if checkpoint is None else least
+        most = self._num_steps[swaps] if checkpoint is None else least
         offloaded = (0, self.num_chunks) if resident is None else (self.num_chunks - resident,) * 2
         low = np.stack((swaps, least, np.full_like(swaps, offloaded[0])))
         high = np.stack((swaps, most, np.full_like(swaps, offloaded[1])))
-        possible = (swaps <= len(self.packing.places)) & (least + swaps <= max(count, 0)) & (offloaded[0] >= 0)
+        possible = (least <= self._num_steps[swaps]) & (offloaded[0] >= 0)
         return low[:, possible], high[:, possible]
 
     def whole(self) -> tuple[Integers, Integers]:
@@ -191,19 +193,20 @@ class Space:
 
     def cut(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
         """What is left of boxes without candidates that do not fit the device, see [Note: Fewest offloaded]."""
-        most = np.minimum(high[1], self._count - low[0])
-        high = np.stack((np.minimum(high[0], self._count - low[1]), most, high[2]))
+        most = np.minimum(high[1], self._num_steps[low[0]])
+        swaps = len(self._num_steps) - np.searchsorted(self._num_steps[::-1], low[1]) - 1
+        high = np.stack((np.minimum(high[0], swaps), most, high[2]))
         some = (low <= high).all(axis=0)
         low, high = low[:, some], high[:, some]
         if self._device_budget == UNLIMITED or not low.size:
             return low, high
         each = _Each.of(low[0], high[0])
-        width = len(self.packing.problem.layout.blocks) + 1
+        width = int(self._num_steps[0]) + 1
         pairs, pair = np.unique(each.swap * width + self._most(high[1], each), return_inverse=True)
-        swap, checkpoint = np.divmod(pairs, width)
+        swap, steps = np.divmod(pairs, width)
         known = np.full_like(pairs, self.num_chunks)
         np.minimum.at(known, pair.reshape(-1), low[2, each.box])
-        fewest = self.packing.footprint.fewest_offloaded(swap, checkpoint, known, self._device_budget, self._beside)
+        fewest = self.packing.footprint.fewest_offloaded(swap, steps, known, self._device_budget, self._beside)
         of_each = fewest[pair.reshape(-1)]
         fits = of_each <= high[2, each.box]
         first = each.least(np.where(fits, each.swap, UNLIMITED))
@@ -211,11 +214,11 @@ class Space:
         return np.stack((first, low[1], np.maximum(low[2], each.least(of_each)))), np.stack((last, *high[1:]))
 
     def corner(self, low: Integers, high: Integers) -> Integers:
-        """In each box the candidate with the most checkpoints and the fewest offloaded chunks."""
+        """In each box the candidate with the most steps and the fewest offloaded chunks."""
         return np.stack((low[0], high[1], low[2]))
 
     def probe(self, low: Integers, high: Integers) -> Integers:
-        """In each box the candidate with the most checkpoints and as few offloaded chunks as fit, about."""
+        """In each box the candidate with the most steps and as few offloaded chunks as fit, about."""
         first, last = low[2].copy(), high[2].copy()
         for _ in range(PROBES):
             middle = (first + last) // 2
@@ -259,8 +262,8 @@ class Space:
         return each.least(self.packing.footprint.device(each.swap, self._most(boxes.most, each), *of_each))
 
     def _most(self, most: Integers, each: _Each) -> Integers:
-        """The most checkpoints beside each number of swapped blocks."""
-        return np.minimum(most[each.box], self._count - each.swap)
+        """The most steps beside each number of swapped blocks."""
+        return np.minimum(most[each.box], self._num_steps[each.swap])
 
     def _fewest_buffers(self, persistent: Integers) -> Integers:
         pinned = self.knobs.num_chunk_buffers
@@ -284,11 +287,18 @@ class Space:
     def _simulate(self, boxes: _Boxes, buffers: Integers) -> Floats:
         problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
         # Those of all candidates.
-        checkpoints = footprint.checkpoints(boxes.swap, boxes.least) & ~footprint.swaps(boxes.swaps)
+        recomputes = footprint.recomputes(boxes.swap, boxes.least) & ~footprint.swaps(boxes.swaps)
+        selects = footprint.selects(boxes.swap, boxes.least)
         swapped = footprint.swapped(boxes.swap, boxes.fewest)
         at = candidates.block
         columns = candidates.columns(
-            boxes.persistent, boxes.fewest, buffers, checkpoints[at], swapped[at], ~boxes.point
+            boxes.persistent,
+            boxes.fewest,
+            buffers,
+            recomputes[at],
+            None if selects is None else selects[at],
+            swapped[at],
+            ~boxes.point,
         )
         return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))
 

@@ -167,7 +167,8 @@ class _Model:
         if checkpoint_copy:
             self._host[CHECKPOINT_COPY] = checkpoint_copy
         policies = [plan.policy(block.name) for block in layout.blocks]
-        self._checkpoints = self._at.policies(policies, BlockPolicy.CHECKPOINT)[:, None]
+        self._selective = self._at.policies(policies, BlockPolicy.SELECTIVE)
+        self._checkpoints = (self._at.policies(policies, BlockPolicy.CHECKPOINT) | self._selective)[:, None]
         self._swaps = self._at.policies(policies, BlockPolicy.SWAP)[:, None]
         moved = np.array([*(plan.block(block.name).swap_bytes > 0 for block in layout.blocks), False])
         inputs = self._checkpoints[:, 0] & moved[self._at.block]
@@ -183,9 +184,10 @@ class _Model:
     def forward(self) -> Phase:
         """The gradients of the step before are still there: they are dropped when the loss is known."""
         at = self._at
-        freed = self._freed(at.checkpoint_saving, at.swap_saving)
+        freed = self._freed()
         kept, unsaved = at.forward_peak - self._own(at.forward_casts), at.unsaved_peak - self._own(at.unsaved_casts)
         levels = np.where(self._checkpoints[:, 0], unsaved, kept)
+        levels = np.where(self._selective, at.selective_peak - self._own(at.selective_casts), levels)
         levels += (at.held(self._checkpoints, self._checkpoints) - at.freed_before(freed))[:, 0]
         window = at.window(freed, self._swaps) + at.window(self._inputs, self._inputs > 0)
         gradients = np.full_like(levels, self._all_gradients)
@@ -197,7 +199,10 @@ class _Model:
         kept = at.backward_peak - self._own(at.backward_casts)
         recomputed = at.recomputation() - self._own(at.forward_casts) - self._inputs[:, 0]
         levels = np.where(self._checkpoints[:, 0], np.maximum(kept + at.newly_held, recomputed), kept)
-        freed = self._freed(at.checkpoint_saving, at.swap_saving)
+        recomputed = at.selective_recomputation() - self._own(at.again_casts)
+        selective = np.maximum(kept + at.newly_held + at.idle_products, recomputed)
+        levels = np.where(self._selective, selective, levels)
+        freed = self._freed()
         levels += (at.held(self._checkpoints, self._checkpoints) - before(freed * at.reached[:, None]))[:, 0]
         window = at.window(at.swap_bytes[:, None], self._swaps) + at.window(self._inputs, self._inputs > 0)
         window += np.where(self._swaps, at.copies()[:, None], 0)
@@ -229,10 +234,12 @@ class _Model:
         own: Integers = np.where(self._casts == self._castable, casts, 0)
         return own
 
-    def _freed(self, checkpointed: Integers, swapped: Integers) -> Integers:
+    def _freed(self) -> Integers:
         """What every segment frees under its policy, (S, 1)."""
-        kept = np.where(self._checkpoints, checkpointed[:, None] + self._inputs, self._casts[:, None])
-        freed: Integers = np.where(self._swaps, swapped[:, None], kept)
+        at = self._at
+        checkpointed = (at.checkpoint_saving - np.where(self._selective, at.products, 0))[:, None]
+        kept = np.where(self._checkpoints, checkpointed + self._inputs, self._casts[:, None])
+        freed: Integers = np.where(self._swaps, at.swap_saving[:, None], kept)
         return freed
 
     def _gradients_at(self) -> Integers:

@@ -61,6 +61,7 @@ class Reserve:
     def total(self, policies: Mapping[str, BlockPolicy]) -> int:
         """Bytes to reserve under these policies; a block that is swapped, or has none here, leaves nothing."""
         left = {BlockPolicy.KEEP: self.kept, BlockPolicy.CHECKPOINT: self.checkpointed}
+        left[BlockPolicy.SELECTIVE] = self.kept  # It is not known what its products take.
         saved = sum(left[policies[name]][name] for name in self.kept if policies.get(name) in left)
         return saved + max(self.running.values(), default=0)
 

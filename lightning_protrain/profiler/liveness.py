@@ -30,14 +30,15 @@ class Activation:
         is_gradient: Whether it has become the gradient of a parameter.
         is_cast: Whether it is a copy of a parameter that the present segment has made.
         is_own: Whether the present segment has saved it and was not given it.
+        is_product: Whether it is a product of the present segment, see [Note: Products].
     """
 
-    __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "nbytes", "original_alive")
+    __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.original_alive = True
-        self.is_gradient = self.is_cast = self.is_own = False
+        self.is_gradient = self.is_cast = self.is_own = self.is_product = False
         self._holders = 0
         self._shadow: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
 
@@ -57,12 +58,13 @@ class LiveBytes:
         casts: The part of `now` that `is_cast`.
         kept: The part of `now` that `is_own` and that autograd alone keeps.
         kept_casts: The part of both.
+        dropped: Bytes that are or were `is_product` since this was last set to 0, and that nobody but autograd holds.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held_gradients = 0
-        self.casts = self.kept = self.kept_casts = 0
+        self.casts = self.kept = self.kept_casts = self.dropped = 0
         # By address of a storage that is alive.
         self._found: dict[int, Activation] = {}
 
@@ -128,6 +130,7 @@ class LiveBytes:
         self._count(activation, -1)
         activation._holders -= 1
         activation.original_alive &= not is_original
+        self.dropped += activation.nbytes * (is_original and activation.is_product)
         self._count(activation, 1)
         if not activation.alive:
             self.now -= activation.nbytes

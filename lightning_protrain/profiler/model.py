@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.measuring import RealMode
@@ -95,16 +95,12 @@ def _recorded_step(
         for module in list(model.modules()):
             vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)
         recorder.watch_gradients()
-        with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack):
+        with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             outputs = step()
         recorder.run_backward(outputs)
         del outputs
     recorder.check_conserved()
     return recorder.profile()
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:

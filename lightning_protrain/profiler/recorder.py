@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from lightning_protrain.products import is_product
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
 from lightning_protrain.profiler.liveness import Activation, LiveBytes
-from lightning_protrain.profiler.operations import count_flops, operation_cost
+from lightning_protrain.profiler.operations import count_flops, operation_cost, written_tensors
 from lightning_protrain.profiler.records import ModelProfile, ParameterUse, UnitCall, UnitInfo, swapped_bytes
 from lightning_protrain.profiler.segments import SegmentRecorder
 
@@ -163,13 +164,17 @@ class Recorder:
         before = self._live.now
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = {tensor.untyped_storage()._cdata for tensor in outputs}
-        for tensor in outputs:
-            if tensor.untyped_storage()._cdata not in read:
-                self._live.add(tensor.untyped_storage())
+        fresh = [each.untyped_storage() for each in outputs if each.untyped_storage()._cdata not in read]
+        for storage in fresh:
+            self._live.add(storage)
         flops = count_flops(func, args, kwargs, result)
-        self._segments.operation(operation_cost(func, flops, inputs, outputs), before, workspace_bytes(func, args))
+        cost = operation_cost(func, flops, inputs, outputs)
+        products = self._found(fresh) if is_product(func, args, kwargs) else []
+        self._segments.operation(cost, before, workspace_bytes(func, args), products)
         if in_backward():
             return
+        for activation in self._found(tensor.untyped_storage() for tensor in written_tensors(func, args, kwargs)):
+            self._segments.written(activation)
         if func in KERNELS:
             self._attention[KERNELS[func]] += 1
         for call in (self._step, *self._running):
@@ -209,6 +214,11 @@ class Recorder:
             if activation is not None:
                 self._segments.save(activation, self._copies.get(key))
                 return self._live.shadow(tensor, activation)
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Autograd asks for what it has kept."""
+        self._segments.asked()
         return tensor
 
     def profile(self) -> ModelProfile:
@@ -253,7 +263,10 @@ class Recorder:
 
     def _activations(self, values: object) -> list[Activation]:
         """Those among the tensors in `values` that operations made."""
-        found = (self._live.find(storage) for storage in self._storages(values))
+        return self._found(self._storages(values))
+
+    def _found(self, storages: Iterable[torch.UntypedStorage]) -> list[Activation]:
+        found = map(self._live.find, storages)
         return [activation for activation in found if activation is not None]
 
     def _storages(self, values: object) -> list[torch.UntypedStorage]:

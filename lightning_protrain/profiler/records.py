@@ -202,6 +202,10 @@ class Pass:
             known.
         unsaved_peak: As `peak_bytes`, if autograd saved nothing in it but what it was given; 0: not known.
         unsaved_peak_without_casts: Both.
+        selective_peak: As `peak_bytes`, if the products are kept in place of what autograd saves; 0: not known.
+        selective_peak_without_casts: That and `peak_without_casts`.
+        again_peak: As `peak_bytes`, if the products are there from the begin; 0: not known.
+        again_peak_without_casts: That and `peak_without_casts`.
     """
 
     live_bytes: int = 0
@@ -210,6 +214,10 @@ class Pass:
     peak_without_casts: int = 0
     unsaved_peak: int = 0
     unsaved_peak_without_casts: int = 0
+    selective_peak: int = 0
+    selective_peak_without_casts: int = 0
+    again_peak: int = 0
+    again_peak_without_casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,9 @@ class Segment:
         gradients: First names of the parameters whose gradient is whole at the end of its backward.
         held_bytes: All that checkpointing it keeps of what it was given and that would not be kept otherwise. In
             `checkpoint_saving` such a tensor counts for the first segment that is given it alone.
+        product_bytes: Bytes of its products, see [Note: Products]; None: they are written to, and cannot be kept.
+        idle_product_bytes: Those that a recomputation does not come to: autograd saves nothing after them.
+        asked_live: Activations when its backward first asks for something saved; 0: not known.
         between: Whether it lies between two calls; where the root is a block, its calls have no name either.
     """
 
@@ -249,6 +260,9 @@ class Segment:
     casts: tuple[tuple[str, int], ...] = ()
     gradients: tuple[str, ...] = ()
     held_bytes: int = 0
+    product_bytes: int | None = None
+    idle_product_bytes: int = 0
+    asked_live: int = 0
     between: bool = False
 
 

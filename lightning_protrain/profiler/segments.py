@@ -33,6 +33,10 @@ class _Pass:
     without_casts: int = 0
     unsaved: int = 0
     unsaved_without_casts: int = 0
+    selective: int = 0
+    selective_without_casts: int = 0
+    again: int = 0
+    again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
 
     def begin(self, live: int, casts: int = 0) -> None:
@@ -42,8 +46,11 @@ class _Pass:
         self.without_casts = max(self.without_casts, live - casts)
         self.unsaved = max(self.unsaved, live)
         self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
+        self.selective = self.again = live
+        self.selective_without_casts = self.again_without_casts = live - casts
 
-    def reach(self, live: LiveBytes, workspace: int) -> None:
+    def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
+        """An operation has run; `made` are the bytes of all products so far, its own too."""
         now = live.now + workspace
         self.peak = max(self.peak, now)
         self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
@@ -51,11 +58,18 @@ class _Pass:
         self.unsaved = max(self.unsaved, now - live.kept)
         unsaved_without_casts = now - live.kept - live.casts + live.kept_casts
         self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
+        self.selective = max(self.selective, now - live.kept + live.dropped)
+        self.selective_without_casts = max(self.selective_without_casts, unsaved_without_casts + live.dropped)
+        later = live.now - made if is_product else now - made  # A product is not computed again.
+        self.again = max(self.again, later)
+        self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
-    def record(self) -> Pass:
+    def record(self, products: int = 0) -> Pass:
         costs = (OperationCost(*cost, count) for cost, count in self.costs.items())
-        others = (self.without_casts, self.unsaved, self.unsaved_without_casts)
-        return Pass(self.live, self.peak, tuple(costs), *others)
+        unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
+        selective = self.selective, self.selective_without_casts
+        again = self.again + products, self.again_without_casts + products
+        return Pass(self.live, self.peak, tuple(costs), *unsaved, *selective, *again)
 
 
 @dataclass(eq=False)
@@ -72,6 +86,13 @@ class _Segment:
     # Of what is saved, what somebody else holds too: when it ends, and when the next call ends.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
+    # See [Note: Products]; their bytes, those since autograd last saved something, whether one has been written to.
+    products: dict[Activation, None] = field(default_factory=dict)
+    made: int = 0
+    idle: int = 0
+    # Bytes that were live when its backward first asked for something saved.
+    asked: int = 0
+    rewritten: bool = False
     # Of what is given, what is dead when backward begins.
     unkept: list[Activation] = field(default_factory=list)
     forward: _Pass = field(default_factory=_Pass)
@@ -91,6 +112,7 @@ class SegmentRecorder:
         self._segments: list[_Segment] = []
         self._numbers: list[int] = []
         self._whole: dict[str, _Segment] = {}
+        self._products: dict[Activation, _Segment] = {}
         # The latest call that has ended, until the next one has.
         self._latest: _Segment | None = None
         # The segment whose backward runs, and the first number of autograd that is not of a forward before it.
@@ -112,20 +134,30 @@ class SegmentRecorder:
         self._latest = ended
         self._open("", (), between=True)
 
-    def operation(self, cost: Cost | None, before: int, workspace: int = 0) -> None:
+    def operation(
+        self, cost: Cost | None, before: int, workspace: int = 0, products: Iterable[Activation] = ()
+    ) -> None:
         """An operation has run.
 
         Args:
             cost: What it takes; None if that is nothing.
             before: Bytes that were live before it.
             workspace: Bytes that it allocated and freed within itself.
+            products: What it has made, if that is products.
         """
+        segment, is_product = self._segments[-1], False
         if torch._C._current_graph_task_id() == -1:
-            run = self._segments[-1].forward
+            run = segment.forward
             self._in_backward = None
+            for product in products:
+                product.is_product = is_product = True
+                segment.products[product] = None
+                segment.made += product.nbytes
+                segment.idle += product.nbytes
+                self._products[product] = segment
         else:
             run = self._of_node(before)
-        run.reach(self._live, workspace)
+        run.reach(self._live, workspace, segment.made, is_product)
         if cost is not None:
             run.costs[cost] += 1
 
@@ -133,9 +165,22 @@ class SegmentRecorder:
         """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""
         segment = self._segments[-1]
         segment.saved[activation] = None
+        segment.idle = 0
         if cast is not None:
             segment.casts[activation] = cast
         self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+
+    def asked(self) -> None:
+        """Backward asks for something saved."""
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self._end
+        segment = self._segments[bisect_right(self._numbers, number) - 1]
+        segment.asked = segment.asked or self._live.now
+
+    def written(self, activation: Activation) -> None:
+        """An operation has changed `activation` in place."""
+        if activation in self._products:
+            self._products[activation].rewritten = True
 
     def accumulated(self, fqn: str) -> None:
         """A gradient has been added to that of a parameter."""
@@ -156,6 +201,9 @@ class SegmentRecorder:
         segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
         if self._segments:
             self._live.mark(self._segments[-1].saved)
+            for product in self._segments[-1].products:
+                product.is_product = False
+        self._live.dropped = 0
         segment.forward.begin(self._live.now)
         self._segments.append(segment)
         self._numbers.append(segment.number)
@@ -229,7 +277,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
     casts = seen.first(seen.casts, segment.casts)
     return Segment(
         unit=segment.unit,
-        forward=segment.forward.record(),
+        forward=segment.forward.record(segment.made),
         backward=segment.backward.record() if segment.backward is not None else Pass(),
         peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
         checkpoint_saving=_total(freed) - _total(held),
@@ -238,6 +286,10 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         casts=tuple((segment.casts[activation], activation.nbytes) for activation in casts),
         gradients=tuple(segment.gradients),
         held_bytes=_total(segment.unkept),
+        idle_product_bytes=segment.idle,
+        asked_live=segment.asked,
+        # Where autograd saves nothing, nobody holds them.
+        product_bytes=None if segment.between or segment.rewritten else segment.made * bool(segment.saved),
         between=segment.between,
     )
 

@@ -90,7 +90,7 @@ def apply_plan(
         executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
-    recomputes = any(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
+    recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")

@@ -53,8 +53,9 @@ class Interception:
         number = executor.begin_call(unit)
         received = histories((args, kwargs))
         with self._swapping(number):
-            if unit.policy is BlockPolicy.CHECKPOINT:
-                outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name)
+            if unit.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE):
+                selective = unit.policy is BlockPolicy.SELECTIVE
+                outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name, selective)
             else:
                 outputs = self._compute(*args, **kwargs)
         if (unit.chunks or self._swap is not None) and unit.backward_reads:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,26 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_protrain.runtime.selective import Both, Finding, Keeping, Products
+
 
 def checkpoint(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module, name: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module,
+    name: str,
+    selective: bool = False,
 ) -> Any:
     """Calls `function(*args, **kwargs)`, the forward of `module`, and forgets activations, see [Note: Recomputation].
+
+    Args:
+        function: The forward.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        module: Whose forward it is.
+        name: Of the module, for messages.
+        selective: Whether products are kept, see [Note: Selective recomputation].
 
     Raises:
         ValueError: The forward changes a tensor that it is given: it would run again on the changed values. Or the
@@ -44,7 +59,7 @@ def checkpoint(
 
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in given]
-    contexts = (nullcontext(), _EarlierState(module))
+    contexts = _contexts(module, name, selective)
     kept = map(_earlier, leaves)
     outputs = torch.utils.checkpoint.checkpoint(run, *kept, use_reentrant=False, context_fn=lambda: contexts)
     if versions != [tensor._version for tensor in given]:
@@ -54,6 +69,16 @@ def checkpoint(
             "(`num_checkpoint_blocks`)."
         )
     return outputs
+
+
+def _contexts(
+    module: nn.Module, name: str, selective: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Those of the first run and of the second."""
+    if not selective:
+        return nullcontext(), _EarlierState(module)
+    products = Products(name)
+    return Keeping(products), Both(_EarlierState(module), Finding(products))
 
 
 def _earlier(value: Any) -> Any:

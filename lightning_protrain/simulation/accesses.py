@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -91,6 +92,13 @@ def extent_of(tensor: Tensor, base: int = 0) -> Extent:
         return begin, begin
     last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.itemsize
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an argument or of a result of an operation, which is one, or lists of them, or has none."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for entry in value for tensor in tensors_in(entry)] if isinstance(value, list | tuple) else []
 
 
 def _check(history: _History, stream: SimulatedStream, write: bool, operation: str) -> None:

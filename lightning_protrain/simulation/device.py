@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_protrain.device import StreamDevice
 from lightning_protrain.host import HostMemory
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.simulation.accesses import Accesses, extent_of
+from lightning_protrain.simulation.accesses import Accesses, extent_of, tensors_in
 from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
@@ -90,6 +89,7 @@ class SimulatedDevice(StreamDevice):
         self._compute = SimulatedStream("compute", self._launching, eager=True)
         self._current = self._compute
         self._host_ranges: dict[int, int] = {}
+        self._host_keys: dict[int, int | None] = {}  # Of addresses, as long as no range comes or goes.
         self._places: dict[int, str] = {}
         self._accesses = Accesses()
         # A weak reference keeps the address of a storage from being given to another one.
@@ -181,7 +181,7 @@ class SimulatedDevice(StreamDevice):
 
     def note_host(self, tensor: Tensor) -> None:
         if tensor.numel():
-            self._host_ranges[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            self._lock(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
 
     def place(self, tensor: Tensor) -> str | None:
         """`"host"`, `"device"`, or None for what was made from nothing that is placed."""
@@ -238,10 +238,12 @@ class SimulatedDevice(StreamDevice):
 
     def _lock(self, address: int, size: int) -> bool:
         self._host_ranges[address] = size
+        self._host_keys.clear()
         return True
 
     def _unlock(self, address: int) -> None:
         del self._host_ranges[address]
+        self._host_keys.clear()
         self._accesses.forget(address)  # The system may give the address to anything.
 
     def _device_key(self, storage: torch.UntypedStorage) -> int:
@@ -262,8 +264,10 @@ class SimulatedDevice(StreamDevice):
     def _host_key(self, tensor: Tensor) -> int | None:
         """Address of the host block that a tensor lies in, if it lies in one; the smallest of those that are known."""
         pointer = tensor.untyped_storage().data_ptr()
-        blocks = [(size, at) for at, size in self._host_ranges.items() if at <= pointer < at + size]
-        return min(blocks)[1] if blocks else None
+        if pointer not in self._host_keys:
+            blocks = [(size, at) for at, size in self._host_ranges.items() if at <= pointer < at + size]
+            self._host_keys[pointer] = min(blocks)[1] if blocks else None
+        return self._host_keys[pointer]
 
 
 class _Aside(AbstractContextManager[None]):
@@ -331,8 +335,7 @@ class _Attribution(TorchDispatchMode):
         tensors = [
             (leaf, argument.alias_info is not None and argument.alias_info.is_write)
             for argument, value in given
-            for leaf in tree_leaves(value)
-            if isinstance(leaf, Tensor)
+            for leaf in tensors_in(value)
         ]
         places = {device.place(tensor) for tensor, _ in tensors if tensor.dim() > 0} - {None}
         if len(places) > 1 and not name.startswith(_MIXED):
@@ -352,8 +355,8 @@ class _Attribution(TorchDispatchMode):
         elif places:
             stream.spend(self._seconds(func, args, kwargs, result, [tensor for tensor, _ in tensors], place))
         given_storages = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
-        for output in tree_leaves(result):
-            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in given_storages:
+        for output in tensors_in(result):
+            if output.untyped_storage()._cdata not in given_storages:
                 device.set_place(output, place)
                 if place is not None:
                     device.access(stream, step, output, True, name)
@@ -387,8 +390,7 @@ class _Attribution(TorchDispatchMode):
     ) -> float:
         """How long an operation takes, see [Note: Virtual clock]."""
         rates = self._device.rates
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        nbytes = sum(tensor.nbytes for tensor in (*given, *made))
+        nbytes = sum(tensor.nbytes for tensor in (*given, *tensors_in(result)))
         if place != "device":
             return nbytes / rates.host_memory
         count = flop_registry.get(func._overloadpacket)

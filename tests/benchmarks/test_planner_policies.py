@@ -43,7 +43,7 @@ def test_counts_are_never_faster_and_all_policies_are_tried(problem: Problem) ->
 
 def test_a_layout_that_loses_is_seen(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the counts had nothing but recomputation to choose from."""
-    monkeypatch.setattr(planner_policies, "lay_out", lambda count, *_: (BlockPolicy.CHECKPOINT,) * count)
+    monkeypatch.setattr(planner_policies, "lay_out", lambda order, *_: (BlockPolicy.CHECKPOINT,) * len(order))
     row = compare("Llama", 4, problem, LOOP)
     assert max(row.ratios.values()) > 1.0
     assert row.policies

@@ -29,34 +29,38 @@ class Candidate:
     order: tuple[int, ...]
 
 
-def all_candidates(problem: Problem, knobs: Knobs) -> Iterator[Candidate]:
-    """Every plan that the knobs allow, whether it fits or not."""
+def all_candidates(problem: Problem, knobs: Knobs, selective: bool = True) -> Iterator[Candidate]:
+    """Every plan that the knobs allow, whether it fits or not; only if `selective`, blocks keep products alone."""
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     for index, size in enumerate(sizes):
-        places = Packing(problem, size, knobs.num_swap_blocks).places
-        yield from _over(problem, knobs, index, size, places)
+        packing = Packing(problem, size, knobs.num_swap_blocks, selective=selective and knobs.leave_policies)
+        yield from _over(problem, knobs, index, size, packing.places, packing.steps)
 
 
 def _over(
-    problem: Problem, knobs: Knobs, packing: int, size: int | None, places: tuple[int, ...]
+    problem: Problem,
+    knobs: Knobs,
+    packing: int,
+    size: int | None,
+    places: tuple[int, ...],
+    steps: tuple[tuple[int, BlockPolicy], ...],
 ) -> Iterator[Candidate]:
     layout, training = problem.layout, problem.training
     streamed = pack_chunks(layout, size)
     names = [block.name for block in layout.blocks]
 
-    def policies(num_swap: int, num_checkpoint: int) -> list[BlockPolicy]:
-        found, left = [], num_checkpoint
-        for index in range(len(names)):
-            if index in places[:num_swap]:
-                found.append(BlockPolicy.SWAP)
-            else:
-                found.append(BlockPolicy.CHECKPOINT if left > 0 else BlockPolicy.KEEP)
-                left -= 1
+    def policies(num_swap: int, num_steps: int) -> list[BlockPolicy]:
+        found, left = [BlockPolicy.KEEP] * len(names), num_steps
+        for index in places[:num_swap]:
+            found[index] = BlockPolicy.SWAP
+        for index, policy in steps:
+            if found[index] is not BlockPolicy.SWAP and left > 0:
+                found[index], left = policy, left - 1
         return found
 
     curve = ActivationCurve(
         problem.profile, layout, streamed, policies, problem.hardware.asynchronous, training.accumulate,
-        problem.alpha, problem.foreach,
+        problem.alpha, problem.foreach, any(policy is BlockPolicy.SELECTIVE for _, policy in steps),
     )  # fmt: skip
     for persistent in _range(knobs.num_persistent_chunks, 0, len(streamed)):
         chunks = [with_residency(layout, chunk, place < persistent) for place, chunk in enumerate(streamed)]
@@ -66,17 +70,18 @@ def _over(
         offloaded = len(chunks) - persistent
         least = minimum_chunk_buffers(layout, chunks)
         for num_swap in _range(knobs.num_swap_blocks, 0, len(places)):
-            for num_checkpoint in _range(knobs.num_checkpoint_blocks, 0, len(names) - num_swap):
-                if num_swap + num_checkpoint > len(names):
+            left = sum(index not in places[:num_swap] for index, _ in steps)
+            for num_steps in _range(knobs.num_checkpoint_blocks, 0, left):
+                if num_steps > left:
                     continue
-                kinds = policies(num_swap, num_checkpoint)
+                kinds = policies(num_swap, num_steps)
                 blocks = [
                     BlockPlan(name, kind, swap_bytes[name] if kind is BlockPolicy.SWAP else 0)
                     for name, kind in zip(names, kinds, strict=True)
                 ]
                 if knobs.num_keep_offloaded_blocks not in (None, _keeps(layout, chunks, blocks)):
                     continue
-                one = [np.array([number]) for number in (num_checkpoint, num_swap, persistent)]
+                one = [np.array([number]) for number in (num_steps, num_swap, persistent)]
                 held = int(curve.held(one[2])[0]) + int(curve.peaks(*one)[0]) + fixed + layout.buffer_bytes
                 for buffers in _range(knobs.num_chunk_buffers, least, offloaded):
                     if buffers < least:
@@ -89,7 +94,7 @@ def _over(
                         plan,
                         max(held + memory.chunk_buffers, memory.total),
                         _host(problem, plan),
-                        (packing, num_swap, num_checkpoint, offloaded, -buffers),
+                        (packing, num_swap, num_steps, offloaded, -buffers),
                     )
 
 

@@ -72,7 +72,16 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
         swapped = max(saved + given, cast + PAGE) if source.random() < 0.9 else 0
         swapped = -(-swapped // PAGE) * PAGE
         cost = (OperationCost(source.randint(0, 10**6), source.randint(1, 10**5), "float32"),)
-        forward = Pass(live, live + saved + source.randint(0, 5 * PAGE * scale), cost)
+        cost += (OperationCost(0, source.randint(1, 10**5), "float32"),) * source.randint(0, 2)
+        products = source.choice([None, 0, saved // 3, saved // 2, saved])
+        selective, again = (source.randint(0, 5 * PAGE * scale) + (products or 0) for _ in range(2))
+        forward = Pass(
+            live,
+            live + saved + source.randint(0, 5 * PAGE * scale),
+            cost,
+            selective_peak=live + selective,
+            again_peak=live + saved + again,
+        )
         live += saved
         backward = Pass(live, live + 1 + source.randint(0, 5 * PAGE * scale), cost * 2)
         gradients = tuple(fqn for fqn in unit.parameters if layout.parameter(fqn).trainable and fqn not in whole)
@@ -89,6 +98,8 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
                 given,
                 casts,
                 gradients,
+                product_bytes=products,
+                idle_product_bytes=source.randint(0, products or 0),
             )
         )
         flops = sum(entry.flops for entry in cost)

@@ -136,7 +136,10 @@ def _put(value: object, *path: str | int) -> Callable[[Any], None]:
         (_put("no", "chunks", 0, "resident"), r"chunks\[0\]\.resident is 'no', not of type bool"),
         (_put(1.5, "chunks", 0, "nbytes"), r"chunks\[0\]\.nbytes is 1\.5, not of type int"),
         (_put(True, "chunks", 0, "nbytes"), r"chunks\[0\]\.nbytes is True, not of type int"),
-        (_put("drop", "blocks", 0, "policy"), r"blocks\[0\]\.policy is 'drop', not one of keep, checkpoint, swap"),
+        (
+            _put("drop", "blocks", 0, "policy"),
+            r"blocks\[0\]\.policy is 'drop', not one of keep, selective, checkpoint, swap",
+        ),
         (_put([], "blocks", 0, "policy"), r"blocks\[0\]\.policy is \[\], not one of"),
         (_drop("blocks", 3, "name"), r"blocks\[3\] has the fields"),
         (_drop("blocks", 3, "swap_bytes"), r"blocks\[3\] has the fields"),
@@ -214,7 +217,7 @@ UP, DOWN = "layers.0.up", "layers.0.down"
         (make(LAYOUT, BlockPolicy.SWAP), r"gives block 'layers\.0' \(swap\) swap_bytes=0: give the host bytes"),
         (make(LAYOUT, BlockPolicy.SWAP, swap_bytes=-1), r"gives block 'layers\.0' \(swap\) swap_bytes=-1"),
         (make(LAYOUT, BlockPolicy.CHECKPOINT, swap_bytes=-1), r"gives block 'layers\.0' \(checkpoint\) swap_bytes=-1"),
-        (make(LAYOUT, BlockPolicy.KEEP, swap_bytes=1), r"'layers\.0' swap_bytes=1, but keeps its activations"),
+        (make(LAYOUT, BlockPolicy.KEEP, swap_bytes=1), r"'layers\.0' \(keep\) swap_bytes=1, but nothing of it is"),
     ],
 )
 def test_check_plan_refuses(plan: Plan, message: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -7,26 +8,113 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.policies import lay_out, spread, swap_interval, swap_places
+from lightning_protrain.planner.policies import (
+    ALIKE,
+    Recomputation,
+    by_place,
+    lay_out,
+    order_steps,
+    spread,
+    swap_interval,
+    swap_places,
+)
+
+KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
+LETTERS = {KEEP: "K", SELECTIVE: "L", CHECKPOINT: "C", SWAP: "S"}
+# What a block becomes, by one of `LETTERS`.
+BLOCKS = st.builds(
+    Recomputation,
+    seconds=st.floats(0.0, 1e3),
+    nbytes=st.integers(-10, 1 << 40).map(float),
+    selective_seconds=st.floats(0.0, 1e3),
+    selective_nbytes=st.integers(-10, 1 << 40).map(float),
+)
+
+
+def letters(policies: Iterable[BlockPolicy]) -> str:
+    return "".join(LETTERS[policy] for policy in policies)
 
 
 @pytest.mark.parametrize(
-    ("swapped", "num_checkpoint", "letters"),
+    ("swapped", "num_checkpoint", "found"),
     [((), 0, "KKKKKK"), ((0, 3), 2, "SCCSKK"), ((0, 2, 4), 3, "SCSCSC"), ((1,), 1, "CSKKKK"), ((), 6, "CCCCCC")],
 )
-def test_layout(swapped: tuple[int, ...], num_checkpoint: int, letters: str) -> None:
-    assert "".join(policy.name[0] for policy in lay_out(6, swapped, num_checkpoint)) == letters
+def test_layout_by_place(swapped: tuple[int, ...], num_checkpoint: int, found: str) -> None:
+    assert letters(lay_out(6, by_place(6), swapped, num_checkpoint)) == found
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 30), st.integers(0, 30))
-def test_one_more_changes_one_block_from_keep(able: list[bool], interval: int, num_swap: int) -> None:
-    places = swap_places(able, interval)
-    swapped = places[:num_swap]
-    count = len(able) - len(swapped)
-    for num_checkpoint in range(count):
-        one, more = lay_out(len(able), swapped, num_checkpoint), lay_out(len(able), swapped, num_checkpoint + 1)
+@pytest.mark.parametrize(
+    ("swapped", "num_steps", "found"),
+    [
+        ((), 0, "KKK"),
+        ((), 2, "LKL"),
+        ((), 3, "LKC"),
+        ((), 4, "LCC"),
+        ((), 5, "CCC"),
+        ((2,), 1, "LKS"),
+        ((0,), 2, "SKC"),
+    ],
+)
+def test_layout_in_steps(swapped: tuple[int, ...], num_steps: int, found: str) -> None:
+    steps = ((2, SELECTIVE), (0, SELECTIVE), (2, CHECKPOINT), (1, CHECKPOINT), (0, CHECKPOINT))
+    assert letters(lay_out(3, steps, swapped, num_steps)) == found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "order"),
+    [
+        ([(1.0, 8)] * 3, "0C 1C 2C"),
+        ([(1.0, 8), (0.99, 8), (0.98, 8)], "0C 1C 2C"),  # alike
+        ([(1.0, 8), (0.5, 8), (1.0, 8), (0.5, 8)], "1C 3C 0C 2C"),
+        ([(1.0, 8), (0.5, 4), (1.0, 16), (0.5, 4)], "2C 0C 1C 3C"),
+        ([(1.0, 0), (1.0, 8), (0.0, -8)], "1C 0C 2C"),  # who frees nothing comes last
+        ([(1.0, 8, 0.1, 4)] * 2, "0L 1L 0C 1C"),
+        ([(1.0, 8, 0.1, 4), (4.0, 8, 1.0, 4)], "0L 0C 1L 1C"),
+        ([(1.0, 8, 0.6, 4)], "0C"),  # more for the first half than for the second
+        ([(1.0, 8, 0.5, 4)], "0C"),  # as much: one step does
+        ([(1.0, 8, 0.1, 0)], "0C"),
+        ([(1.0, 8, 0.1, 8)], "0C"),
+        ([], ""),
+    ],
+)
+def test_cheapest_bytes_first(blocks: list[tuple[float, ...]], order: str) -> None:
+    steps = order_steps([Recomputation(*block) for block in blocks])
+    assert " ".join(f"{index}{LETTERS[policy]}" for index, policy in steps) == order
+
+
+@given(st.lists(BLOCKS, max_size=20))
+def test_every_block_ends_checkpointed_and_never_gets_back_what_it_gave_up(blocks: list[Recomputation]) -> None:
+    steps = order_steps(blocks)
+    of_each = [[policy for at, policy in steps if at == index] for index in range(len(blocks))]
+    assert all(policies in ([CHECKPOINT], [SELECTIVE, CHECKPOINT]) for policies in of_each)
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.integers(1, 1 << 40)), max_size=20))
+def test_who_comes_first_is_cheaper_or_alike_and_before(blocks: list[tuple[float, int]]) -> None:
+    order = [index for index, _ in order_steps([Recomputation(*block) for block in blocks])]
+    assert sorted(order) == list(range(len(blocks)))
+    costs = [seconds / nbytes for seconds, nbytes in blocks]
+    for one, other in pairwise(order):
+        between = sorted(
+            cost for cost in costs if min(costs[one], costs[other]) <= cost <= max(costs[one], costs[other])
+        )
+        alike = all(high <= ALIKE * low for low, high in pairwise(between))
+        assert one < other if alike else costs[one] < costs[other]
+
+
+@given(st.lists(st.tuples(st.booleans(), BLOCKS), min_size=1, max_size=30), st.integers(1, 30), st.integers(0, 30))
+def test_one_more_step_changes_one_block(
+    blocks: list[tuple[bool, Recomputation]], interval: int, num_swap: int
+) -> None:
+    able = [can for can, _ in blocks]
+    steps = order_steps([block for _, block in blocks])
+    swapped = swap_places(able, interval)[:num_swap]
+    count = sum(index not in swapped for index, _ in steps)
+    for num_steps in range(count):
+        one, more = (lay_out(len(able), steps, swapped, number) for number in (num_steps, num_steps + 1))
         changed = [pair for pair in zip(one, more, strict=True) if pair[0] is not pair[1]]
-        assert changed == [(BlockPolicy.KEEP, BlockPolicy.CHECKPOINT)]
+        assert changed in ([(KEEP, SELECTIVE)], [(KEEP, CHECKPOINT)], [(SELECTIVE, CHECKPOINT)])
+    assert KEEP not in lay_out(len(able), steps, swapped, count)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 30), st.integers(1, 30))

@@ -79,7 +79,8 @@ def check(
     problem = replace(random_problem(seed, most_blocks, most_chunks), **changes)
     if repeats:
         problem = with_repeats(random.Random(seed), problem)
-    everything = list(all_candidates(problem, Knobs()))
+    counted = {"num_checkpoint_blocks", "num_keep_offloaded_blocks"}
+    everything = list(all_candidates(problem, Knobs(), selective=counted.isdisjoint(names)))
     knobs = random_pins(source, source.choice(everything), problem, names)
     allowed = list(all_candidates(problem, knobs)) if names else everything
     device, host = budgets(source, allowed)

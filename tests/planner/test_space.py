@@ -55,8 +55,7 @@ def check_boxes(seed: int) -> None:
     assert low.shape == (3, 1)
     axes = [np.arange(first, last + 1) for first, last in zip(low[:, 0], high[:, 0], strict=True)]
     points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(3, -1)
-    inside = (points[:2].sum(axis=0) <= len(problem.layout.blocks)) if root_high[1].any() else points[1] == 0
-    points = points[:, inside]
+    points = points[:, points[1] <= root_high[1][points[0]]]
     assert points.shape[1] == (root_high - root_low + 1).prod(axis=0).sum()
     values = over.seconds(points, points)
     corners = [[[source.randint(*pair[:, 0]) for pair in np.stack((low, high), 1)] for _ in range(20)] for _ in "ab"]

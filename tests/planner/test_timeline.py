@@ -14,7 +14,7 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelProfile, Pass, Segment, UnitCall
 from tests.planner.layouts import transformer
 
-KEEP, CHECKPOINT, SWAP = BlockPolicy
+KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
 LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
 # Bytes of weights: embedding 16384, each block 2 x 4096, norm 256, head 16384. A block saves 1000 K and makes 100 K.
@@ -41,7 +41,7 @@ PROFILE = ModelProfile(CALLS, (), 0, (), 2000 * K, 0, 2400 * K, SEGMENTS)
 
 def plan_of(resident: bool, *policies: BlockPolicy, inputs: int = 0) -> Plan:
     chunks = tuple(with_residency(LAYOUT, chunk, resident) for chunk in pack_chunks(LAYOUT))
-    given = {KEEP: 0, CHECKPOINT: inputs, SWAP: 1000 * K}
+    given = {KEEP: 0, SELECTIVE: 0, CHECKPOINT: inputs, SWAP: 1000 * K}
     blocks = [BlockPlan(f"layers.{at}", policy, given[policy]) for at, policy in enumerate(policies)]
     memory = memory_terms(LAYOUT, chunks, 2, STATE_BYTES, blocks)
     return Plan(

@@ -9,7 +9,7 @@ from lightning_protrain.planner.unexercised import Reserve, without_gradients
 from lightning_protrain.profiler.records import Pass
 from tests.planner.test_timeline import LAYOUT, PROFILE, SEGMENTS, K
 
-KEEP, CHECKPOINT, SWAP = BlockPolicy
+KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 
 
 def test_nothing_is_reserved_where_all_blocks_ran() -> None:

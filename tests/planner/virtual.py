@@ -129,8 +129,11 @@ def hardware_of(rates: Rates) -> HardwareProfile:
     return SimulatedDevice(rates).hardware_profile(("float32",), 1 << 40, 1 << 40)
 
 
-def measure(case: Case, num_steps: int = 4) -> float:
-    """Virtual seconds of one step when the run has settled: between the ends of the last two backwards."""
+def measure(case: Case, num_steps: int = 3) -> float:
+    """Virtual seconds of one step when the run has settled: between the ends of the last two backwards.
+
+    The third step takes what all later ones take.
+    """
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
     gpt, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
     plan = plan_of(case, layout, profile)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.selective import Finding, Keeping, Products
 from tests.profiler.real_run import Context
 
 
@@ -149,6 +150,22 @@ def checkpointed(module: nn.Module) -> Iterator[None]:
     """Within it, the forward of a module keeps nothing but what it is given."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    yield
+    del module.forward
+
+
+@contextmanager
+def selected(module: nn.Module) -> Iterator[None]:
+    """Within it, the forward of a module keeps what it is given and its products."""
+    forward = module.forward
+
+    def contexts() -> tuple[Keeping, Finding]:
+        products = Products("block")
+        return Keeping(products), Finding(products)
+
+    module.forward = lambda *args, **kwargs: checkpoint(
+        forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+    )
     yield
     del module.forward
 

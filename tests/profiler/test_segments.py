@@ -17,7 +17,7 @@ from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pas
 from lightning_protrain.profiler.segments import SegmentRecorder
 from lightning_protrain.runtime.recompute import stop_caching
 from tests.models import variants, zoo
-from tests.profiler.real_levels import RealLevels, Window, checkpointed, swapped
+from tests.profiler.real_levels import RealLevels, Window, checkpointed, selected, swapped
 from tests.profiler.real_run import Context
 from tests.profiler.test_model import BATCHED, MODELS, PRECISIONS, loss_of
 
@@ -133,9 +133,15 @@ def excesses(
     """
     calls = positions(profile)
     chosen = {index for index in calls if profile.segments[index].unit in names}
-    savings = [getattr(segment, f"{policy}_saving") * (i in chosen) for i, segment in enumerate(profile.segments)]
+    selective, recomputes = policy == "selective", policy != "swap"
+    saving = "checkpoint_saving" if recomputes else "swap_saving"
+    products = [(segment.product_bytes or 0) * selective for segment in profile.segments]
+    savings = [
+        (getattr(segment, saving) - products[index]) * (index in chosen)
+        for index, segment in enumerate(profile.segments)
+    ]
     held = [segment.held_bytes * (i in chosen) for i, segment in enumerate(profile.segments)]
-    if policy == "checkpoint" and calls[0] not in chosen and min(chosen) != first_with(profile, "held_bytes"):
+    if recomputes and calls[0] not in chosen and min(chosen) != first_with(profile, "held_bytes"):
         savings[0] -= max(held)  # what is charged to an earlier block
     levels, peaks = [], []
     for window in real.forward:
@@ -143,15 +149,18 @@ def excesses(
             index = calls[window.call]
             run = profile.segments[index].forward
             levels.append(run.live_bytes - sum(savings[:index]) - window.live)
-            peaks.append(run.peak_bytes - sum(savings[:index]) - window.peak)
+            most = run.selective_peak if selective and index in chosen else run.peak_bytes
+            peaks.append(most - sum(savings[:index]) - window.peak)
     for window, segments in zip(real.backward, stretches(profile, real.backward), strict=True):
         index = calls[window.call] if window.call >= 0 else len(profile.segments) - 1
         before = sum(savings[:index])
         level = segments[0].backward.live_bytes - before - savings[index]
         told = [segment.backward.peak_bytes - before for segment in segments]
-        if policy == "checkpoint" and index in chosen:
-            told = [told[0] + held[index], *told[1:]]
-            told.append(level + segments[0].forward.peak_bytes - segments[0].forward.live_bytes)
+        if recomputes and index in chosen:
+            told = [told[0] + held[index] + segments[0].idle_product_bytes * selective, *told[1:]]
+            again = segments[0].forward.again_peak if selective else segments[0].forward.peak_bytes
+            asked = max(segments[0].asked_live - segments[0].backward.live_bytes, 0) * selective
+            told.append(level - products[index] + asked + again - segments[0].forward.live_bytes)
         if segments[0].backward.live_bytes:
             levels.append(level - window.live)
         peaks.append(max(told) - window.peak)
@@ -172,21 +181,25 @@ def explore(name: str, precision: str, policy: str) -> dict[str, tuple[list[int]
     stop_caching(model)
     context = PRECISIONS.get(precision, nullcontext)
     profile = profiled(model, step, context)
-    blocks = blocks_of(model)
+    cannot = {segment.unit for segment in profile.segments if segment.product_bytes is None and policy == "selective"}
+    blocks = [block for block in blocks_of(model) if block not in cannot]
     found = {}
-    for names in (blocks[:1], blocks[-1:], blocks):
+    for names in (blocks[:1], blocks[-1:], blocks) if blocks else ():
         torch.manual_seed(0)
         real = RealLevels(model, describe_model(model))
         with ExitStack() as stack:
             for unit in names:
                 module = model.get_submodule(unit)
-                stack.enter_context(checkpointed(module) if policy == "checkpoint" else swapped(module, real))
+                stack.enter_context(swapped(module, real) if policy == "swap" else POLICIES[policy](module))
             real.run(step, context)
         found["+".join(names)] = excesses(profile, real, policy, names)
     return found
 
 
-@pytest.mark.parametrize("policy", ["checkpoint", "swap"])
+POLICIES = {"checkpoint": checkpointed, "selective": selected}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "swap"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_policy_frees_is_free_in_a_real_step(name: str, precision: str, policy: str) -> None:

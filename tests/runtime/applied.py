@@ -16,7 +16,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from tests.plans import alternating, kept, place, preset
+from tests.plans import alternating, kept, place, preset, selective
 
 WIDTH = 8
 ROWS = 4
@@ -26,6 +26,7 @@ PLANS: dict[str, Callable[[nn.Module], Plan]] = {
     "kept": kept,
     "checkpointed": lambda module: place(module, checkpointed=lambda index: True),
     "alternating": alternating,
+    "selective": selective,
     "small chunks": lambda module: place(module, chunk_bytes=1),
     "offload": lambda module: preset(module, "offload"),
 }
