@@ -4,7 +4,7 @@
 All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
 they share one heap with the activations and freed memory is reused without fragmentation. Four more streams copy: one
 up (host to device) and one down for chunks and gradients, one out and one in for activations that are swapped. These
-fences order them, and no other is needed:
+fences order them, and where ranks gather chunks those of [Note: Gathers]:
 
 1. An upload waits for everything the compute stream has been given so far, because the memory it fills may still be
    read by an earlier kernel under another name.
@@ -19,8 +19,7 @@ fences order them, and no other is needed:
    and those before it are issued, and the host waits for that where fence 2 needs it.
 7. A swap-out waits for everything the compute stream has been given so far.
 8. The compute stream waits for a swap-out before its source is freed, or its host memory is read.
-9. A swap-in waits for everything the compute stream has been given so far: for the memory it fills as fence 1, for
-   what it reads by fence 8.
+9. A swap-in waits for what the compute stream has been given so far: for its memory by fence 1, for its bytes by 8.
 10. The compute stream waits for a swap-in where its bytes are first used, or where its memory is freed unused.
 11. The host waits for both before it gives their host memory to somebody else.
 """
@@ -55,7 +54,7 @@ class Device(ABC):
         host: Host memory that this device can copy to and from at full speed.
         worker: The host's thread beside the main one.
         hold_bytes: The most that sources of downloads under way should take together.
-        aside: Within it the compute stream is another one: what waits for a collective there holds up no computing.
+        aside, beside: Within them the compute stream is another one: what waits there holds up no computing.
     """
 
     torch_device: torch.device
@@ -64,6 +63,7 @@ class Device(ABC):
     worker: HostWorker = field(default_factory=HostWorker)
     hold_bytes: int = 0
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
+    beside: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
@@ -326,7 +326,7 @@ class CUDADevice(StreamDevice):
         cores = worker_cores(node=numa_node(torch_device))
         # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
         self.worker = HostWorker(len(cores), cores, partial(torch.cuda.set_device, torch_device))
-        self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
+        self.aside, self.beside = (torch.cuda.stream(torch.cuda.Stream(torch_device)) for _ in range(2))
         self._say = say
         self._pageable = False
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -23,50 +24,23 @@ from lightning_protrain.consensus import describe_rank, refuse_differences, refu
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
 from lightning_protrain.owned_states import drop_states, gather_states
+from lightning_protrain.parallelism import Parallelism, gathers_parts
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.replicas import DDPOptions, FlatAverage, GradSync, chooses_flat, without_sync, wrap
+from lightning_protrain.replicas import FlatAverage, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
+from lightning_protrain.runtime.parts import WINDOW
 from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
 # Of one message.
 _BUFFER_BYTES = 250 << 20
 _T = TypeVar("_T")
-ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """What the user says of several ranks.
-
-    Attributes:
-        sharding: Who holds offloaded chunks.
-        reduce_dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
-        adapter_grad_sync: Who averages the gradients of few resident parameters.
-        ddp: For DistributedDataParallel.
-    """
-
-    sharding: ShardingChoice = "auto"
-    reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    adapter_grad_sync: GradSync = "auto"
-    ddp: DDPOptions = field(default_factory=DDPOptions)
-
-    def __post_init__(self) -> None:
-        """Refuses what is no choice."""
-        choices = {
-            "sharding": get_args(ShardingChoice),
-            "reduce_dtype": (None, "float32", "bfloat16"),
-            "adapter_grad_sync": get_args(GradSync),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}.")
 
 
 class DataParallelStrategy(ProcessStrategy):
@@ -113,6 +87,27 @@ class DataParallelStrategy(ProcessStrategy):
     def ranks(self) -> Ranks | None:
         """Who trains together; None if there is one rank, or before the processes have met."""
         return self._ranks
+
+    def ranks_under(self, plan: Plan, module: LightningModule) -> Ranks | None:
+        """Who trains together under a plan, and whether they gather what they share; every rank calls it.
+
+        Raises:
+            ValueError: They shall gather, and cannot.
+        """
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            return self._ranks
+        manual, choice = not module.automatic_optimization, self._parallelism.gather
+        if not gathers_parts(choice, plan, manual, self.peers, self._sends) or self._ranks is None:
+            return self._ranks
+        rank_zero_info("Each rank uploads a part of every chunk, and the ranks of a machine gather them.")
+        return self._ranks.with_gathering(self._timeout)
+
+    @property
+    def _sends(self) -> str | None:
+        """What collectives of device tensors are made by; None: there is one rank."""
+        if self._ranks is None:
+            return None
+        return "nccl" if "nccl" in self._backend() else "gloo"
 
     @property
     def averages(self) -> bool:
@@ -201,7 +196,10 @@ class DataParallelStrategy(ProcessStrategy):
 
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
-        return wishes.among(sharding, max(self.num_processes, 1), self.world_size)
+        wishes = wishes.among(sharding, max(self.num_processes, 1), self.world_size)
+        may_gather = self._ranks is not None and self._parallelism.gather != "host"
+        # A rank that gathers for the sake of others has memory for it that no plan knows of.
+        return replace(wishes, reserved=WINDOW if may_gather and self.root_device.type == "cuda" else 0)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.

@@ -170,11 +170,12 @@ class Case:
     def budget(self, machine: HardwareProfile | None = None) -> int | None:
         """Bytes that the device may hold; None: no limit."""
         if self.wishes.device_memory is not None:
-            return self.wishes.device_memory
+            return self.wishes.device_memory - self.wishes.reserved
         free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
-        return int(free * (SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES))
+        share = SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES
+        return int(free * share) - self.wishes.reserved
 
     def free_memory(self, waiting: Collection[str] = ()) -> FreeMemory:
         """What is free for a plan where the user does not say it: here now, or on the rank that has the least.

@@ -35,7 +35,8 @@ from lightning_protrain.overlap import (
     plan_overlap,
     step_is_followed_by_forward,
 )
-from lightning_protrain.parallel import DataParallelStrategy, Parallelism, ShardingChoice
+from lightning_protrain.parallel import DataParallelStrategy
+from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import describe_case, say_if_one_block
@@ -44,6 +45,7 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import DDPOptions, GradSync
 from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
@@ -80,6 +82,8 @@ class ProTrainStrategy(DataParallelStrategy):
         reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.
+        gather: Under `"shard"` a rank uploads chunks whole (`"host"`), or parts, and gathers those of others on the
+            `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
@@ -115,6 +119,7 @@ class ProTrainStrategy(DataParallelStrategy):
         sharding: ShardingChoice = "auto",
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
+        gather: GatherChoice = "host",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -125,22 +130,10 @@ class ProTrainStrategy(DataParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
-        super().__init__(
-            Parallelism(
-                sharding,
-                reduce_dtype,
-                adapter_grad_sync,
-                DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state),
-            ),
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend,
-            timeout,
-            start_method,
-        )
+        ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
+        processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
+        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, ddp)
+        super().__init__(parallelism, accelerator, *processes, timeout, start_method)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
         if forbid_keep_offload_with_fused_lora:
@@ -251,8 +244,9 @@ class ProTrainStrategy(DataParallelStrategy):
         case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
         self._budget = case.budget()
         say_if_one_block(plan, case.layout)
+        ranks = self.ranks_under(plan, model)
         self.equalise(model, plan)
-        self._place(model, plan, case.layout, case.spare_host_bytes(plan))
+        self._place(model, plan, case.layout, case.spare_host_bytes(plan), ranks)
         self.setup_precision_plugin()
         if fitting:
             self.replicate(model, plan)
@@ -283,14 +277,14 @@ class ProTrainStrategy(DataParallelStrategy):
             return
         super().teardown()
 
-    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare_host_bytes: int) -> None:
+    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int, ranks: Ranks | None) -> None:
         assert self._device is not None
         self._device.forget_peak()  # What profiling has taken before is not the plan's.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        how = self._device, rank_zero_info, not model.automatic_optimization, spare_host_bytes
-        self._runtime = apply_plan(model, plan, layout, *how, self.ranks, self.reduce_dtype)
+        how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
+        self._runtime = apply_plan(model, plan, layout, *how)
         self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
         self.precision_plugin.attach(self._runtime.updates)
         _update_properties(model, device=self.root_device)
@@ -312,7 +306,7 @@ class ProTrainStrategy(DataParallelStrategy):
 
     def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         assert self._runtime is not None
-        return self._runtime.run_step(step, args, kwargs, training)
+        return self._runtime.run_step(step, args, kwargs, training, self.averages)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; all gradients are on the host, or with their resident parameters, when it returns.

@@ -28,6 +28,7 @@ class Wishes:
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
+        reserved: Bytes of the device that are for nothing in a plan.
     """
 
     choice: Plan | Preset
@@ -40,6 +41,7 @@ class Wishes:
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
+    reserved: int = 0
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.

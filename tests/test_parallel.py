@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy, parallel
-from lightning_protrain.parallel import Parallelism
+from lightning_protrain.parallelism import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
+from lightning_protrain.runtime.parts import WINDOW
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
@@ -32,6 +33,7 @@ CPU = torch.device("cpu")
         ("sharding", "zero", "sharding='zero': give one of 'auto', 'resident', 'replicate', 'shard'"),
         ("reduce_dtype", "float16", "reduce_dtype='float16': give one of None, 'float32', 'bfloat16'"),
         ("adapter_grad_sync", None, "adapter_grad_sync=None: give one of 'auto', 'ddp', 'flat'"),
+        ("gather", "nvlink", "gather='nvlink': give one of 'auto', 'host', 'device'"),
     ],
 )
 def test_what_is_no_choice_is_refused(name: str, value: Any, message: str) -> None:
@@ -54,6 +56,18 @@ def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copie
     strategy = strategy_with("auto", 4, 4)
     wishes = strategy.among_ranks(strategy._wishes, sharding)
     assert wishes == replace(strategy._wishes, copies=copies, sharers=sharers, ranks=strategy.world_size)
+
+
+@pytest.mark.parametrize(
+    ("gather", "device", "reserved"),
+    [("host", "cuda", 0), ("device", "cuda", WINDOW), ("auto", "cuda", WINDOW), ("device", "cpu", 0)],
+)
+def test_memory_to_gather_for_others_is_left_out_of_plans(gather: Any, device: str, reserved: int) -> None:
+    strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, 0)])
+    alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
+    strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
+    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).reserved == reserved
+    assert alone.reserved == 0
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:

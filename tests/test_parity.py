@@ -169,9 +169,9 @@ def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chunk, "release", lambda self: None)
     fetch, wait = Chunk.fetch, Chunk.wait
 
-    def fetch_once(self: Chunk, after: Any = None) -> None:
+    def fetch_once(self: Chunk, *how: Any) -> None:
         if self.state is ChunkState.HOST:
-            fetch(self, after)
+            fetch(self, *how)
 
     def trust(self: Chunk, in_backward: bool) -> None:
         for slot in self.slots:

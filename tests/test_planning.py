@@ -80,6 +80,8 @@ def test_what_a_device_has_free_is_the_budget_but_for_a_part() -> None:
     assert case(1000, profiled=False).budget() == 1000 * SHARE_OF_STATES
     assert case(1000, choice="offload").budget() == 1000 * SHARE_OF_STATES
     assert case(1000, device_memory=77).budget() == 77
+    assert case(1000, device_memory=77, reserved=7).budget() == 70
+    assert case(1000, reserved=7).budget() == 1000 * SHARE_OF_ALL - 7
     assert case().budget(CPU) == int(CPU.device_bytes * SHARE_OF_ALL)
 
 

@@ -24,6 +24,7 @@ from lightning_protrain.runtime.additions import refuse_additions
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
 from lightning_protrain.runtime.owners import Share, share_chunks
@@ -81,9 +82,12 @@ def apply_plan(
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     updates = Updates(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
+    gathers = None
+    if communicator is not None and chunks and ranks is not None and ranks.gathering is not None:
+        gathers = Gathers(chunks, communicator, device, updates)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
@@ -143,15 +147,30 @@ class Runtime:
         """Units whose forward is replaced plus parameters with gradient hooks; 0 for a wholly resident plan."""
         return len(self._interceptions) + sum(len(chunk.slots) for chunk in self._chunks)
 
-    def run_step(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> T:
-        """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout."""
+    def run_step(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool,
+        averages: bool = True,
+    ) -> T:
+        """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout.
+
+        Args:
+            function: The step.
+            args: Given to it.
+            kwargs: The same.
+            training: Whether backward follows.
+            averages: Whether that ends with gradients averaged over the ranks.
+        """
         if not self._interceptions and not self._chunks:
             return function(*args, **kwargs)
         executor = self._executor
         if not training:
             self.updates.finish_all()
         root = None if training and self._manual else executor.root
-        with executor.scope(training):
+        with executor.scope(training, averages):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
             self._watch.check()

@@ -25,13 +25,13 @@ offloading. A fetch in backward must give the values of the forward: anything el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_protrain.companions import attach_companions, packed_nbytes, place_companions
 from lightning_protrain.device import Device
@@ -39,6 +39,7 @@ from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.owners import Share
+from lightning_protrain.runtime.parts import Arrival
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.twin import Twin, Uses, low_class
 from lightning_protrain.runtime.views import dense_like, in_block, in_storage
@@ -89,12 +90,13 @@ class Chunk:
         ]
         self._device.resize(self._storage, 0)
 
-    def fetch(self, after: Job | None = None) -> None:
+    def fetch(self, after: Job | None = None, upload: Callable[..., Arrival] | None = None) -> None:
         """Issues the upload; `wait` must be called before its bytes are used.
 
         Args:
             after: The step of the chunk that is still pending: the upload comes after it. `wait` then comes after the
                 end of the step, too.
+            upload: Brings it in parts, see [Note: Gathers]; None: this rank uploads all of it.
 
         Raises:
             RuntimeError: A host parameter has been given another dtype or shape.
@@ -111,7 +113,7 @@ class Chunk:
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._latest = self._device.upload(self._source, self._target, after)
+        self._fence = self._latest = (upload or self._device.upload)(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -147,8 +149,7 @@ class Chunk:
             with below_guard():
                 slot.twin_version = slot.twin._version
         if self.state is ChunkState.IN_FLIGHT:
-            self._device.wait(self._fence)
-            self._fence = None
+            self._arrive()
             self.state = ChunkState.LIVE
 
     def note_step(self) -> None:
@@ -164,13 +165,19 @@ class Chunk:
         """Frees the device storage; the views of it that autograd holds come back to life with the next fetch."""
         if self.state is ChunkState.HOST:
             return
-        if self._fence is not None:
+        fence = self._fence
+        if fence is not None:
             # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
-            self._device.wait(self._fence)
-            self._fence = None
-        self._device.resize(self._storage, 0)
+            self._arrive()
+        if not (isinstance(fence, Arrival) and fence.abandoned):  # Then others may still write there.
+            self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
+
+    @property
+    def source(self) -> Tensor:
+        """What is streamed, in host memory: bytes, one-dimensional."""
+        return self._source
 
     @property
     def share(self) -> Share | None:
@@ -191,6 +198,21 @@ class Chunk:
         if self._low_dtype is not None:
             self._renew_copies()
 
+    def _arrive(self) -> None:
+        """Makes the compute stream wait for what has been fetched."""
+        if isinstance(self._fence, Arrival):
+            self._fence.wait()
+        else:
+            self._device.wait(self._fence)
+        self._fence = None
+
+    def _land_latest(self) -> None:
+        """Waits for the upload before: it may still read what is written over now."""
+        if isinstance(self._latest, Arrival):
+            self._latest.land()
+        else:
+            self._device.land(self._latest)
+
     def _looking(self) -> AbstractContextManager[None]:
         """To look at weights is no touch of them where they are watched for long, see [Note: Distrust]."""
         return nullcontext() if self._low_dtype is None else below_guard()
@@ -199,7 +221,7 @@ class Chunk:
         with below_guard():
             stale = [slot for slot in self.slots if slot.is_stale]
             if stale:
-                self._device.land(self._latest)  # The upload before may still read what is written over here.
+                self._land_latest()
             for slot in stale:
                 slot.renew_copy()
 
@@ -293,7 +315,7 @@ class Chunk:
             slot.pointer, slot.copied_version, slot.seen_version = host.data_ptr(), -1, -1
             self._device.note_host(host)
             return
-        self._device.land(self._latest)  # The upload before may still read what is written over here.
+        self._land_latest()
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.

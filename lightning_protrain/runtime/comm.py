@@ -14,7 +14,7 @@ sum is needed, and the host never does; on the CPU the host waits for each.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.runtime.attendance import Attendance
+
+# PyTorch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Ranks:
             of their own, which may be another one on each rank (`find_unused_parameters`).
         node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
+        gathering: The group of the ranks of this node for parts of chunks, see [Note: Gathers], which come in an order
+            of their own, too; None: every rank uploads chunks whole.
         attendance: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
             something else would read what is not meant for it.
@@ -53,6 +58,7 @@ class Ranks:
     everyone: Any
     node: Any = None
     peers: Any = None
+    gathering: Any = None
 
     @property
     def first_of_node(self) -> int:
@@ -86,6 +92,16 @@ class Ranks:
             each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
         return bool(told[0])
+
+    def with_gathering(self, timeout: timedelta | None = None) -> Ranks:
+        """The same, who gather parts of chunks; every rank calls it.
+
+        Args:
+            timeout: As in `find_ranks`.
+        """
+        size = self.local_size
+        groups = [dist.new_group(list(range(at, at + size)), timeout) for at in range(0, self.world_size, size)]
+        return replace(self, gathering=groups[self.rank // size])
 
 
 def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
@@ -126,6 +142,8 @@ class Communicator:
         self.dtype = dtype
         self._device = device
         self._host_waits = not isinstance(device, StreamDevice)
+        # One name for all of them: a rank may wait for one kind and another rank for the other, both for a third rank.
+        self._what = "averages of gradients" if ranks.gathering is None else "gradients and weights of other ranks"
 
     def begin(self, flat: Tensor, owner: int | None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
@@ -151,7 +169,7 @@ class Communicator:
             work.wait()  # Of the compute stream: the host goes on.
             return
         members = None if owner is None else self.ranks.on_node
-        self.ranks.attendance.wait(work, "averages of gradients", members)
+        self.ranks.attendance.wait(work, self._what, members)
         if self._sums_between_nodes(owner):
             self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
 
@@ -161,6 +179,24 @@ class Communicator:
     def _begin_between_nodes(self, flat: Tensor) -> Any:
         self._count(flat)
         return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
+
+    def begin_gather(self, whole: Tensor, part: Tensor) -> Any:
+        """Begins to gather the parts of the ranks of this node; `end_gather` must be called before they are read.
+
+        Args:
+            whole: Where they come, in the order of ranks; on the device, one-dimensional.
+            part: That of this rank, in its place there.
+        """
+        self._count(part)
+        self._device.counters.gathers += 1
+        return _all_gather(whole, part, group=self.ranks.gathering, async_op=True)
+
+    def end_gather(self, work: Any) -> None:
+        """Makes the compute stream wait until all parts are there."""
+        if self._host_waits:
+            self.ranks.attendance.wait(work, self._what, self.ranks.on_node)
+        else:
+            work.wait()
 
     def sum_of_node(self, values: Tensor) -> Tensor:
         """The sum of small host tensors over the ranks of this node, in place."""

@@ -25,6 +25,7 @@ from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.early import EarlyFetch
+from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
@@ -64,6 +65,7 @@ class Executor:
         say: Takes a sentence for the user.
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
+        gathers: Says which chunks ranks bring to their devices together; None: none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Executor:
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
         communicator: Communicator | None = None,
+        gathers: Gathers | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
@@ -84,7 +87,8 @@ class Executor:
         self._say = say
         self._swap = swap
         self._updates = updates
-        self._residency = Residency(chunks, capacity, device, updates, say)
+        self._gathers = gathers
+        self._residency = Residency(chunks, capacity, device, updates, say, gathers)
         self._early = EarlyFetch(chunks, self._residency, updates, self._give_up)
         self._landing = Landing(
             chunks,
@@ -97,6 +101,8 @@ class Executor:
             is_behind=self._is_behind,
             leave=self._leave,
         )
+        if gathers is not None and self._landing.reduction is not None:
+            self._landing.reduction.around_sums = gathers.around_sums
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
@@ -117,8 +123,8 @@ class Executor:
     # --- scopes -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def scope(self, training: bool) -> Iterator[None]:
-        """One step of the training loop, or of evaluation (forward only)."""
+    def scope(self, training: bool, averages: bool = True) -> Iterator[None]:
+        """One step of the training loop, whose backward `averages` over the ranks; or of evaluation (forward only)."""
         if self._scope is not None and self._scope.open:
             # A step called from inside a step belongs to it.
             yield
@@ -132,6 +138,8 @@ class Executor:
             unit.forget_uses()
         self._cursor = 0
         self._timeline = self._orders[training].timeline
+        if self._gathers is not None and training:
+            self._gathers.begin(averages)
         try:
             self._early.begin(self._timeline, training)
             yield
@@ -204,6 +212,8 @@ class Executor:
             return
         self._early.end()
         self._updates.begin_backward()
+        if self._gathers is not None:
+            self._gathers.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._backward_runs = True
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
@@ -261,6 +271,8 @@ class Executor:
         for unit in self.units:
             unit.forget_uses()
         self._landing.finish()
+        if self._gathers is not None:
+            self._gathers.end()
         self.settle()
 
     # --- at any time ------------------------------------------------------------------------------------------------
@@ -291,6 +303,8 @@ class Executor:
         self._backward_runs = False
         self._backward = None
         self._landing.forget()
+        if self._gathers is not None:
+            self._gathers.abandon()
         for chunk in self._chunks:
             for slot in chunk.slots:
                 slot.drop_gradient()

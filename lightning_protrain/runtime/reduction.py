@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 from typing import Any
 
@@ -164,6 +165,8 @@ class Reduction:
         # Averages that this rank owns and others have no part of.
         self._averages: dict[Slot, weakref.ref[Tensor]] = {}
         self.runs = False
+        # Within it the gradients of a chunk are sent.
+        self.around_sums: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def begin(self) -> None:
         """The backward that follows ends with averages, on every rank."""
@@ -275,11 +278,12 @@ class Reduction:
         for slot in chain.from_iterable(region.slots for region in bucket.regions):
             self._take_older(bucket, slot)
         bucket.wait()
-        for region in bucket.regions:
-            region.end_filling(bucket.filled)
-            region.flat.mul_(1.0 / self._communicator.ranks.world_size)
-            region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
-            region.work = self._communicator.begin(region.sent, region.owner)
+        with self.around_sums():
+            for region in bucket.regions:
+                region.end_filling(bucket.filled)
+                region.flat.mul_(1.0 / self._communicator.ranks.world_size)
+                region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
+                region.work = self._communicator.begin(region.sent, region.owner)
         self._sent.append(bucket)
 
     def _land(self) -> None:

@@ -99,7 +99,7 @@ class SimulatedDevice(StreamDevice):
         self._links = {towards_host: Link() for towards_host in (False, True)}
         super().__init__(torch.device("cpu"), self.new_host_memory(), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
-        self.aside = _Aside(self, self.add_stream("aside"))
+        self.aside, self.beside = (_Aside(self, self.add_stream(name)) for name in ("aside", "beside"))
 
     def __enter__(self) -> SimulatedDevice:
         self._mode.__enter__()
@@ -159,7 +159,8 @@ class SimulatedDevice(StreamDevice):
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
             stream.spend(source.nbytes / (self.rates.download if stream.name in _DOWN else self.rates.upload))
-            poison(target)
+            if self._current is self._compute:
+                poison(target)  # Aside, somebody who is as late may read what lies there, before this copy.
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
         self.hasten()

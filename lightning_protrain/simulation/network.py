@@ -49,7 +49,9 @@ class SimulatedNetwork:
             futures[rank].result()
         return [future.result() for future in futures]
 
-    def exchange(self, place: str, rank: int, members: Sequence[int], value: Any) -> list[Any]:
+    def exchange(
+        self, place: str, rank: int, members: Sequence[int], value: Any, idle: Callable[[], object] = lambda: None
+    ) -> list[Any]:
         """Waits until every member has come to a place, and returns what each has said there, in their order.
 
         Args:
@@ -57,6 +59,7 @@ class SimulatedNetwork:
             rank: Who comes.
             members: Who else does; the same on all of them.
             value: What this one says.
+            idle: Called before it waits, if it has to.
 
         Raises:
             RuntimeError: One of them never will: it has ended, or all ranks wait in different places.
@@ -65,6 +68,8 @@ class SimulatedNetwork:
         said[rank] = value
         if len(said) == len(members):
             del self._said[place]
+        else:
+            idle()
         self.wait(rank, lambda: len(said) == len(members), place)
         return [said[member] for member in members]
 

@@ -127,7 +127,7 @@ def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Pat
     assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1])) == [[]] * 4
 
 
-class _TwoMachines(LightningEnvironment):
+class TwoMachines(LightningEnvironment):
     """Four processes that are there already, two on each machine."""
 
     creates_processes_externally = True
@@ -151,7 +151,7 @@ def _two_machines(rank: int) -> list[str]:
     def weights(case: Case) -> dict[str, Tensor]:
         module = module_of()
         strategy = strategy_of(case, module, process_group_backend="gloo")
-        strategy.cluster_environment = _TwoMachines(rank)
+        strategy.cluster_environment = TwoMachines(rank)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         options: dict[str, Any] = {**quiet, "max_steps": STEPS, **case.trainer}
         trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)

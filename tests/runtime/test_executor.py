@@ -250,8 +250,8 @@ def test_the_bounds_hold_at_every_upload(monkeypatch: pytest.MonkeyPatch, case: 
     with applied(build(), make) as state:
         fetch = Chunk.fetch
 
-        def watched(chunk: Chunk, after: Any = None) -> None:
-            fetch(chunk, after)
+        def watched(chunk: Chunk, *how: Any) -> None:
+            fetch(chunk, *how)
             seen.append((state.num_live, sum(c.nbytes for c in state.chunks if c.state is not ChunkState.HOST)))
 
         monkeypatch.setattr(Chunk, "fetch", watched)

@@ -57,6 +57,7 @@ class Case:
         reduce_dtype: In which gradients of offloaded chunks are sent.
         skips: Whether batches take different ways through the model on different ranks.
         num_steps: Of the optimizer.
+        gathers: Whether ranks of a node upload parts of the chunks that they share.
     """
 
     plan: Callable[[nn.Module], Plan] = kept
@@ -69,6 +70,7 @@ class Case:
     reduce_dtype: torch.dtype | None = None
     skips: bool = True
     num_steps: int = 3
+    gathers: bool = False
 
     @property
     def world_size(self) -> int:
@@ -182,6 +184,8 @@ def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, ran
     members = {"node": range(first, first + size), "peers": world[rank % size :: size]}
     group = partial(SimulatedGroup, network=network, device=device, rank=rank)
     groups = {name: group(name, members=each) for name, each in members.items()} if case.nodes > 1 else {}
+    if case.gathers:
+        groups["gathering"] = group("gathering", members=members["node"])
     return Ranks(
         rank,
         case.world_size,
@@ -261,7 +265,7 @@ def _train_rank(
         for step in range(case.num_steps):
 
             def closure(micro: int, step: int = step) -> None:
-                loss = runtime.run_step(case.loss, (model, rank, step, micro), {}, True)
+                loss = runtime.run_step(case.loss, (model, rank, step, micro), {}, True, micro == case.accumulate - 1)
                 trained.values[f"loss {rank} {step} {micro}"] = loss.detach().clone()
                 if micro == 0:
                     optimizer.zero_grad()

@@ -1,0 +1,77 @@
+"""What the user says of several ranks that train one model, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from lightning_protrain.peers import PeerAccess
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.replicas import DDPOptions, GradSync
+
+ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
+GatherChoice = Literal["auto", "host", "device"]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What the user says of several ranks.
+
+    Attributes:
+        sharding: Who holds offloaded chunks.
+        reduce_dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
+        adapter_grad_sync: Who averages the gradients of few resident parameters.
+        gather: Where the ranks of a machine make chunks of parts that each of them uploads; `"host"`: nowhere.
+        ddp: For DistributedDataParallel.
+    """
+
+    sharding: ShardingChoice = "auto"
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    adapter_grad_sync: GradSync = "auto"
+    gather: GatherChoice = "host"
+    ddp: DDPOptions = field(default_factory=DDPOptions)
+
+    def __post_init__(self) -> None:
+        """Refuses what is no choice."""
+        choices = {
+            "sharding": get_args(ShardingChoice),
+            "reduce_dtype": (None, "float32", "bfloat16"),
+            "adapter_grad_sync": get_args(GradSync),
+            "gather": get_args(GatherChoice),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}.")
+        if self.gather == "device" and self.sharding in ("resident", "replicate"):
+            raise ValueError(
+                f'gather="device" makes chunks of parts that ranks share, and under sharding="{self.sharding}" they '
+                'share none. Set sharding="shard" or "auto", or leave `gather` out.'
+            )
+
+
+def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAccess | None, sends: str | None) -> bool:
+    """Whether each rank uploads parts of chunks, and has the others from other ranks, see [Note: Gathers].
+
+    Args:
+        choice: Of the user.
+        plan: That is about to be applied.
+        manual: Whether optimization is.
+        peers: What joins the devices of a machine.
+        sends: What collectives of device tensors are made by; None: there is one rank.
+
+    Raises:
+        ValueError: `"device"`, and it cannot be.
+    """
+    why = None
+    if sends is None:
+        why = "there is one rank"
+    elif not plan.num_offloaded_chunks:
+        why = "the plan offloads nothing"
+    elif plan.sharding is not Sharding.SHARD:
+        why = f'every rank holds what the plan offloads (sharding="{plan.sharding}")'
+    elif manual:
+        why = "under manual optimization nobody knows where a step begins and ends"
+    if choice == "device" and why is not None:
+        raise ValueError(f'gather="device" makes chunks of parts that ranks share: {why}. Leave `gather` out.')
+    linked = peers is not None and peers.link == "nvlink"
+    return why is None and (choice == "device" or (choice == "auto" and linked and sends == "nccl"))
