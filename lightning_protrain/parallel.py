@@ -100,7 +100,7 @@ class DataParallelStrategy(ProcessStrategy):
         if not gathers_parts(choice, plan, manual, self.peers, self._sends) or self._ranks is None:
             return self._ranks
         rank_zero_info("Each rank uploads a part of every chunk, and the ranks of a machine gather them.")
-        return self._ranks.with_gathering(self._timeout)
+        return self._ranks.with_gathering(self.root_device, self._timeout)
 
     @property
     def _sends(self) -> str | None:
@@ -147,7 +147,8 @@ class DataParallelStrategy(ProcessStrategy):
         """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
         if local_size == 1 or not self.may_shard:
             return (Sharding.REPLICATE,)
-        return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
+        is_open = self._parallelism.sharding == "auto" and self._parallelism.gather != "device"
+        return (Sharding.SHARD, Sharding.REPLICATE) if is_open else (Sharding.SHARD,)
 
     def own_shardings(self) -> tuple[Sharding, ...]:
         """The same for the ranks of this run; every rank calls it.

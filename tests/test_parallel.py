@@ -103,6 +103,13 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
     assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
 
 
+def test_who_gathers_on_the_device_shares_whatever_is_predicted() -> None:
+    strategy = ProTrainStrategy(gather="device")
+    assert strategy.shardings(2) == (Sharding.SHARD,)
+    assert strategy.shardings(1) == (Sharding.REPLICATE,)
+    assert ProTrainStrategy(gather="auto").shardings(2) == (Sharding.SHARD, Sharding.REPLICATE)
+
+
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(parallel, "rank_zero_info", said.append)
