@@ -24,7 +24,7 @@ from lightning_protrain.consensus import describe_rank, refuse_differences, refu
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
 from lightning_protrain.owned_states import drop_states, gather_states
-from lightning_protrain.parallelism import Parallelism, gathers_parts
+from lightning_protrain.parallelism import Parallelism, gathers_parts, may_gather
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -100,7 +100,7 @@ class DataParallelStrategy(ProcessStrategy):
         if not gathers_parts(choice, plan, manual, self.peers, self._sends) or self._ranks is None:
             return self._ranks
         rank_zero_info("Each rank uploads a part of every chunk, and the ranks of a machine gather them.")
-        return self._ranks.with_gathering(self._timeout)
+        return self._ranks.with_gathering(self.root_device, self._timeout)
 
     @property
     def _sends(self) -> str | None:
@@ -147,7 +147,8 @@ class DataParallelStrategy(ProcessStrategy):
         """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
         if local_size == 1 or not self.may_shard:
             return (Sharding.REPLICATE,)
-        return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
+        is_open = self._parallelism.sharding == "auto" and self._parallelism.gather != "device"
+        return (Sharding.SHARD, Sharding.REPLICATE) if is_open else (Sharding.SHARD,)
 
     def own_shardings(self) -> tuple[Sharding, ...]:
         """The same for the ranks of this run; every rank calls it.
@@ -197,9 +198,9 @@ class DataParallelStrategy(ProcessStrategy):
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
         wishes = wishes.among(sharding, max(self.num_processes, 1), self.world_size)
-        may_gather = self._ranks is not None and self._parallelism.gather != "host"
+        gathers = self._ranks is not None and may_gather(self._parallelism.gather, self.peers, self._sends)
         # A rank that gathers for the sake of others has memory for it that no plan knows of.
-        return replace(wishes, reserved=WINDOW if may_gather and self.root_device.type == "cuda" else 0)
+        return replace(wishes, reserved=WINDOW if gathers and self.root_device.type == "cuda" else 0)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.

@@ -73,5 +73,10 @@ def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAcc
         why = "under manual optimization nobody knows where a step begins and ends"
     if choice == "device" and why is not None:
         raise ValueError(f'gather="device" makes chunks of parts that ranks share: {why}. Leave `gather` out.')
+    return why is None and may_gather(choice, peers, sends)
+
+
+def may_gather(choice: GatherChoice, peers: PeerAccess | None, sends: str | None) -> bool:
+    """The same before there is a plan; arguments as of `gathers_parts`."""
     linked = peers is not None and peers.link == "nvlink"
-    return why is None and (choice == "device" or (choice == "auto" and linked and sends == "nccl"))
+    return choice == "device" or (choice == "auto" and linked and sends == "nccl")

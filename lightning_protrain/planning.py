@@ -144,6 +144,8 @@ class Case:
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
             choice = self._with_buckets(choice)
+            if device_bytes is not None and choice.num_offloaded_chunks:
+                device_bytes -= self._room_to_gather
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
@@ -158,7 +160,7 @@ class Case:
             self.wishes.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
-            self._room_for_buckets(self.layout.units),
+            self._room_for_buckets(self.layout.units) + self._room_to_gather,
         )
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
@@ -170,12 +172,12 @@ class Case:
     def budget(self, machine: HardwareProfile | None = None) -> int | None:
         """Bytes that the device may hold; None: no limit."""
         if self.wishes.device_memory is not None:
-            return self.wishes.device_memory - self.wishes.reserved
+            return self.wishes.device_memory
         free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
         share = SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES
-        return int(free * share) - self.wishes.reserved
+        return int(free * share)
 
     def free_memory(self, waiting: Collection[str] = ()) -> FreeMemory:
         """What is free for a plan where the user does not say it: here now, or on the rank that has the least.
@@ -226,7 +228,7 @@ class Case:
         machine = other or self._measure(profile)
         dtypes = {info.dtype for info in self.layout.parameters}
         budget, host_bytes = self._limits(other, machine)
-        room = self._room_for_buckets(self.layout.units)
+        room = self._room_for_buckets(self.layout.units) + self._room_to_gather
         problem = Problem(
             profile=profile,
             layout=self.layout,
@@ -264,6 +266,11 @@ class Case:
     @property
     def _weight_bytes(self) -> int:
         return sum(info.nbytes for info in self.layout.parameters)
+
+    @property
+    def _room_to_gather(self) -> int:
+        """Bytes of the device beside a plan that offloads anything, where ranks share that."""
+        return self.wishes.reserved if self.wishes.sharers > 1 else 0
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""

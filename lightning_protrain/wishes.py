@@ -28,7 +28,7 @@ class Wishes:
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
-        reserved: Bytes of the device that are for nothing in a plan.
+        reserved: Bytes of the device that are for nothing in a plan, where something is offloaded that ranks share.
     """
 
     choice: Plan | Preset

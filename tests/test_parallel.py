@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy, parallel
 from lightning_protrain.parallelism import Parallelism
+from lightning_protrain.peers import PeerAccess
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
 from lightning_protrain.runtime.parts import WINDOW
@@ -59,11 +60,19 @@ def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copie
 
 
 @pytest.mark.parametrize(
-    ("gather", "device", "reserved"),
-    [("host", "cuda", 0), ("device", "cuda", WINDOW), ("auto", "cuda", WINDOW), ("device", "cpu", 0)],
+    ("gather", "device", "link", "reserved"),
+    [
+        ("host", "cuda", "nvlink", 0),
+        ("device", "cuda", None, WINDOW),
+        ("auto", "cuda", "nvlink", WINDOW),
+        ("auto", "cuda", "pcie", 0),
+        ("auto", "cuda", None, 0),
+        ("device", "cpu", None, 0),
+    ],
 )
-def test_memory_to_gather_for_others_is_left_out_of_plans(gather: Any, device: str, reserved: int) -> None:
+def test_memory_to_gather_for_others_is_left_out_of_plans(gather: Any, device: str, link: Any, reserved: int) -> None:
     strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, 0)])
+    strategy._peers = PeerAccess(link) if link else None
     alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
     strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
     assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).reserved == reserved
@@ -101,6 +110,13 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
 ) -> None:
     strategy = strategy_with(sharding, local_size, world_size)
     assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
+
+
+def test_who_gathers_on_the_device_shares_whatever_is_predicted() -> None:
+    strategy = ProTrainStrategy(gather="device")
+    assert strategy.shardings(2) == (Sharding.SHARD,)
+    assert strategy.shardings(1) == (Sharding.REPLICATE,)
+    assert ProTrainStrategy(gather="auto").shardings(2) == (Sharding.SHARD, Sharding.REPLICATE)
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

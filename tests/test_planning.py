@@ -80,8 +80,6 @@ def test_what_a_device_has_free_is_the_budget_but_for_a_part() -> None:
     assert case(1000, profiled=False).budget() == 1000 * SHARE_OF_STATES
     assert case(1000, choice="offload").budget() == 1000 * SHARE_OF_STATES
     assert case(1000, device_memory=77).budget() == 77
-    assert case(1000, device_memory=77, reserved=7).budget() == 70
-    assert case(1000, reserved=7).budget() == 1000 * SHARE_OF_ALL - 7
     assert case().budget(CPU) == int(CPU.device_bytes * SHARE_OF_ALL)
 
 
@@ -173,6 +171,30 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
     assert on(needed).plan().num_offloaded_chunks > 0
     with pytest.raises(ValueError, match=rf"\({needed - 1} bytes\) (are|is) allowed"):
         on(needed - 1).plan()
+
+
+@pytest.mark.parametrize("choice", ["auto", "offload"])
+def test_the_refusal_asks_for_room_to_gather(choice: str) -> None:
+    def on(nbytes: int, reserved: int = 640) -> Case:
+        found = case(device_memory=nbytes, choice=choice, reserved=reserved)
+        return replace(found, wishes=found.wishes.among(Sharding.SHARD, 2, 2))
+
+    needed = least_named(on(1000))
+    assert needed == least_named(on(1000, reserved=0)) + 640
+    assert least_named(on(needed - 1)) == needed
+    assert on(needed).plan().num_offloaded_chunks > 0
+
+
+def test_what_shares_nothing_needs_no_room_to_gather() -> None:
+    offload = case(choice="offload").plan()
+    for choice, sharding, needs in (
+        ("resident", Sharding.SHARD, False), (offload, Sharding.SHARD, True), (offload, Sharding.REPLICATE, False)
+    ):  # fmt: skip
+        found = case(choice=choice, reserved=640)
+        found = replace(found, wishes=found.wishes.among(sharding, 2, 2))
+        tight = replace(found, wishes=replace(found.wishes, device_memory=found.plan().memory.total))
+        with pytest.raises(ValueError, match="on the device") if needs else nullcontext():
+            tight.plan()
 
 
 def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:

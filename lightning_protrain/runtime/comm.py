@@ -93,15 +93,22 @@ class Ranks:
             raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
         return bool(told[0])
 
-    def with_gathering(self, timeout: timedelta | None = None) -> Ranks:
+    def with_gathering(self, device: torch.device, timeout: timedelta | None = None) -> Ranks:
         """The same, who gather parts of chunks; every rank calls it.
 
+        The first gather is made here. In the first one of a group the host waits until NCCL has met all ranks: in the
+        middle of a step a rank may have begun it that another one only makes behind something that both wait for.
+
         Args:
+            device: Where they come.
             timeout: As in `find_ranks`.
         """
         size = self.local_size
         groups = [dist.new_group(list(range(at, at + size)), timeout) for at in range(0, self.world_size, size)]
-        return replace(self, gathering=groups[self.rank // size])
+        group, whole = groups[self.rank // size], torch.zeros(size, device=device)
+        work = _all_gather(whole, whole[self.local_rank :][:1], group=group, async_op=True)
+        self.attendance.wait(work, "the other ranks of its node", self.on_node)
+        return replace(self, gathering=group)
 
 
 def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:

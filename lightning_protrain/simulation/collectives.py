@@ -183,7 +183,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 part.copy_(kept)
 
         def meet(ready: float, begin: SimulatedEvent) -> list[_Part]:
-            return self._meet(_Part(kind, part, part, ready, begin, poisoned=False), hide)
+            return self._meet(_Part(kind, part, part, ready, begin, poisoned=False), hide, self._let_worker_go_on)
 
         stream = self._begin("all_gather", whole, None if lies_inside else part, options)
         work = self._run(stream, whole, meet, lambda parts: _Whole(self._device, parts, whole))
@@ -243,7 +243,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _on_host(self, tensor: Tensor, kind: str, receives: bool, largest: bool) -> _HostWork:
         with self._device.unattributed():
             part = _Part(f"host {kind}", tensor, tensor.clone(), self._device.host_stream.time)
-            parts = self._meet(part, lambda: poison(tensor))
+            parts = self._meet(part, lambda: poison(tensor), self._let_worker_go_on)
         end = _Sum(self._device, parts, tensor if receives else None, largest)
         return _HostWork(self._device, max(part.ready for part in parts), end)
 
@@ -252,8 +252,10 @@ class SimulatedGroup(dist.ProcessGroup):
         if self._device.host_stream is not self._device.worker.stream:
             self._device.worker.drain()
 
-    def _meet(self, part: _Part, hide: Callable[[], None]) -> list[_Part]:
+    def _meet(self, part: _Part, hide: Callable[[], None], idle: Callable[[], object] = lambda: None) -> list[_Part]:
         """Hides what will be written, and waits until all ranks have issued the same collective.
+
+        While it waits for a sum of device tensors, the worker stays as late as it can be.
 
         Raises:
             RuntimeError: Another one has issued something else in its place.
@@ -261,7 +263,7 @@ class SimulatedGroup(dist.ProcessGroup):
         hide()
         self._num_issued += 1
         place = f"collective {self._num_issued} of {self._name}"
-        parts: list[_Part] = self._network.exchange(place, self._rank, self._members, part, self._let_worker_go_on)
+        parts: list[_Part] = self._network.exchange(place, self._rank, self._members, part, idle)
         if len({each.kind for each in parts}) > 1:
             each = ", ".join(f"rank {rank}: {part.kind}" for rank, part in zip(self._members, parts, strict=True))
             raise RuntimeError(f"{place} is another one on each rank: {each}.")

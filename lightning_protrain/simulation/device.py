@@ -159,8 +159,8 @@ class SimulatedDevice(StreamDevice):
             self.access(stream, step, source, False, "copy")
             self.access(stream, step, target, True, "copy")
             stream.spend(source.nbytes / (self.rates.download if stream.name in _DOWN else self.rates.upload))
-            if self._current is self._compute:
-                poison(target)  # Aside, somebody who is as late may read what lies there, before this copy.
+            if self._current is self._compute or self.host_stream is not self._main:
+                poison(target)  # Asked for aside, somebody who is as late may read what lies there, before this copy.
             # Nobody but the device may be needed to keep the source alive.
             stream.launch(_Copy(self._mode, weakref.ref(source), target))
         self.hasten()

@@ -28,6 +28,7 @@ class Follower:
 
     def __init__(self, program: tuple[int, ...], script: tuple[int, ...], early: int = 1, at_once: bool = True) -> None:
         self.begun: list[int] = []
+        self.sent_behind: list[int] = []  # How many gathers were begun before each sum.
         self.num_sums = 0
         self._walk = Walk(script)
         self._program, self._early, self._at_once = program, early, at_once
@@ -48,6 +49,7 @@ class Follower:
             self._give()
             if event == SUMS:
                 self.num_sums += 1
+                self.sent_behind.append(len(self.begun))
                 walk.send()
                 self._give()
                 if self.num_sums > 1:
@@ -117,6 +119,10 @@ def test_nobody_waits_for_ever_whoever_leaves(seed: int) -> None:
         followers = [Follower(program, script, chance.randrange(1, 4)) for program in programs]
         assert not stuck(followers, chance), (script, programs)
         assert [each.begun for each in followers] == [gathers(script)] * len(followers), (script, programs)
+        # Sums and gathers are begun in one order on all ranks, which NCCL asks for.
+        sums = [at for at, event in enumerate(script) if event == SUMS]
+        behind = [len(gathers(script[:at])) for at in sums]
+        assert [each.sent_behind for each in followers] == [behind] * len(followers), (script, programs)
 
 
 def test_what_is_owed_may_not_come_when_the_step_ends() -> None:

@@ -70,6 +70,19 @@ def test_a_sum_is_there_when_it_has_been_waited_for_and_not_before(world_size: i
         assert not completed  # The host has not waited.
 
 
+def test_the_worker_is_late_while_its_rank_waits_for_a_sum() -> None:
+    """Parts that are gathered may wait for what the worker of another rank does, sums may not."""
+
+    def work(rank: Rank) -> list[bool]:
+        job, whole = rank.device.worker.submit(lambda: None), rank.tensor(0.0, 0.0)
+        dist.all_reduce(whole, group=rank.group, async_op=True)
+        before = job.done()
+        gather(whole, whole[rank.rank :][:1], group=rank.group, async_op=True)
+        return [before, job.done()]
+
+    assert sorted(on_ranks(work)) == [[False, False], [False, True]]
+
+
 def test_the_sum_of_a_reduction_is_on_its_root_only() -> None:
     def work(rank: Rank) -> list[float]:
         flat = rank.tensor(1.0 + rank.rank)

@@ -220,6 +220,17 @@ def test_a_copy_runs_no_earlier_than_its_fence_demands() -> None:
         assert torch.equal(target, torch.full((4,), 3.0))
 
 
+def test_a_copy_behind_a_job_hides_what_lies_there_wherever_it_is_waited_for() -> None:
+    with SimulatedDevice() as device:
+        host, target = device.host.empty_like(torch.ones(2)).fill_(1.0), torch.zeros(2)
+        device.set_place(target, "device")
+        fence = device.upload(host, target, device.worker.submit(lambda: None))
+        with device.beside:
+            device.wait(fence)
+        with device.unattributed():
+            assert target.isnan().all()
+
+
 def test_the_host_runs_ahead_of_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the link is: what must not pile up on the device holds the device back alone."""
     device, model = SimulatedDevice(Rates(upload=1e15, download=1e3, memory=1e15, host_memory=1e15)), network()
