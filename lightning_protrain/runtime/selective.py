@@ -87,6 +87,9 @@ class _Watching(TorchDispatchMode):
         products: Of the call.
     """
 
+    # Such as `torch.cond`: what they call is not seen, in neither run.
+    supports_higher_order_operators = True
+
     def __init__(self, products: Products) -> None:
         super().__init__()
         self._products = products
@@ -99,7 +102,9 @@ class _Watching(TorchDispatchMode):
 
     def _makes_product(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Another backward, which has begun since, may not run in both runs, or not in the same order."""
-        return torch._C._current_graph_task_id() == self._backward and is_product(func, args, kwargs)
+        if not isinstance(func, torch._ops.OpOverload) or torch._C._current_graph_task_id() != self._backward:
+            return False
+        return is_product(func, args, kwargs)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

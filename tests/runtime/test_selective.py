@@ -117,7 +117,16 @@ def logged_once(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> No
     call(forward).sum().backward()
 
 
-@pytest.mark.parametrize("function", [output_by_output, gradient_inside, logged_once])
+def branching(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
+    def forward(given: Tensor) -> Tensor:
+        made = (given @ weight).tanh()
+        return (torch.cond(made.sum() > 0, torch.exp, torch.tanh, (made,)) @ weight).tanh().exp()
+
+    call(forward).sum().backward()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("function", [output_by_output, gradient_inside, logged_once, branching])
 def test_gradients_where_the_second_run_is_not_the_first_one_again(function: Any) -> None:
     expected, found = gradients(function, False), gradients(function, True)
     assert all(map(torch.equal, expected, found))
