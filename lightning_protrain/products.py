@@ -6,7 +6,7 @@ make is less than half of what autograd saves: the rest comes of norms, activati
 are cheap to compute again. So a block can keep its *products* alone, and whatever it was given. A matrix product over
 few inner dimensions is none: what a low-rank adapter adds is as large as what it is added to, and cheap; so are the
 scores of an attention that is written out. Nor is what draws random numbers: whatever draws after it would get others
-if it did not draw again.
+if it did not draw again. Nor is what is made where autograd is off: a forward may do that once only, for a log.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         kwargs: Its keyword arguments.
     """
     packet = func.overloadpacket
-    if func._schema.is_mutable or not (packet in flop_registry or func._schema.name in _OTHERS):
+    if not torch.is_grad_enabled() or func._schema.is_mutable:
+        return False
+    if packet not in flop_registry and func._schema.name not in _OTHERS:
         return False
     if packet not in _LEFT:
         return not _drops(func, args, kwargs)

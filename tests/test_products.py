@@ -43,6 +43,7 @@ PRODUCTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
+    "without autograd": torch.no_grad()(lambda: ones(4, 8) @ ones(8, 8)),
     "adapter": lambda: ones(4, 2) @ ones(2, 16),
     "adapter with a bias": lambda: torch.addmm(ones(16), ones(4, 2), ones(2, 16)),
     "scores": lambda: ones(1, 64, 8) @ ones(1, 8, 64),
@@ -59,14 +60,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str) -> None:
     make, found = PRODUCTS[name]
-    with Asked() as asked, torch.no_grad():
+    with Asked() as asked:
         make()
     assert asked.products == [found]
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_none(name: str) -> None:
-    with Asked() as asked, torch.no_grad():
+    with Asked() as asked:
         OTHERS[name]()
     assert asked.products == []
     assert asked.others

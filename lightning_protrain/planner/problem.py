@@ -113,6 +113,8 @@ class Unpacked:
         computes = _of_blocks(problem, self.forward)
         self.places = _places(problem, computes, num_swap)
         self.selective = [selective_seconds(segment, problem.hardware) for segment in segments]
+        # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
+        selective = selective and not problem.profile.measured
         self.steps = order_steps(_recomputations(problem, self.forward, self.selective if selective else None))
 
 

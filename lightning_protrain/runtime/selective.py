@@ -3,7 +3,9 @@
 [Note: Selective recomputation]
 A block may keep its products, see [Note: Products]. When its forward runs again, in the middle of backward,
 each product is found in place of being computed, and is let go then: who still needs it is autograd. Where the graph is
-to be gone through once more (`retain_graph`), it stays. Both runs are watched operation by operation, in Python.
+to be gone through once more (`retain_graph`), it stays. Where backward comes to the block in parts (from one of its
+outputs, later from another), what has been let go is computed. Both runs are watched operation by operation, in Python;
+not what a backward inside of the forward (`torch.autograd.grad`) does, nor what is compiled while it is being compiled.
 
 What stays must not change: a product that is written to in place, in the block or by whoever gets it, is refused.
 """
@@ -11,7 +13,7 @@ What stays must not change: a product that is written to in place, in the block 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ class Products:
         self._made.append((func, tree_map_only(Tensor, _Kept, made)))
 
     def find(self, func: Any) -> Any:
-        """What `func` made in its turn.
+        """What `func` made in its turn; None: it has been let go.
 
         Raises:
             ValueError: It was another one's turn, or what it made has been changed since.
@@ -78,46 +80,62 @@ class _Kept:
         self.version = tensor._version
 
 
-class Keeping(TorchDispatchMode):
-    """Around the first run of a forward.
+class _Watching(TorchDispatchMode):
+    """Around a run of a forward.
 
     Args:
-        products: Takes them.
+        products: Of the call.
     """
+
+    # Such as `torch.cond`: what they call is not seen, in neither run.
+    supports_higher_order_operators = True
 
     def __init__(self, products: Products) -> None:
         super().__init__()
         self._products = products
+        self._backward = -1
+
+    def __enter__(self) -> Self:
+        self._backward = torch._C._current_graph_task_id()
+        super().__enter__()
+        return self
+
+    def _makes_product(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Another backward, which has begun since, may not run in both runs, or not in the same order."""
+        if not isinstance(func, torch._ops.OpOverload) or torch._C._current_graph_task_id() != self._backward:
+            return False
+        return is_product(func, args, kwargs)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Part of `TorchDispatchMode`: a forward that is compiled inside of the block stays so."""
+        return True
+
+
+class Keeping(_Watching):
+    """Around the first run of a forward; its products are kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Part of `TorchDispatchMode`."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if is_product(func, args, kwargs):
+        if self._makes_product(func, args, kwargs):
             self._products.keep(func, made)
         return made
 
 
-class Finding(TorchDispatchMode):
-    """Around the run in backward.
+class Finding(_Watching):
+    """Around the run in backward; its products are found."""
 
-    Args:
-        products: Has them.
-    """
-
-    def __init__(self, products: Products) -> None:
-        super().__init__()
-        self._products = products
-
-    def __enter__(self) -> Finding:
+    def __enter__(self) -> Self:
         self._products.rewind()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Part of `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        return self._products.find(func) if is_product(func, args, kwargs) else func(*args, **kwargs)
+        found = self._products.find(func) if self._makes_product(func, args, kwargs) else None
+        return func(*args, **kwargs) if found is None else found
 
 
 class Both:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.problem import Packing, Problem
 from tests.planner.problems import random_problem
 
 
@@ -14,3 +16,11 @@ def test_a_profile_of_another_model() -> None:
         replace(one, profile=other.profile)
     with pytest.raises(ValueError, match="no backward"):
         replace(one, profile=replace(one.profile, segments=()))
+
+
+def test_no_block_keeps_its_products_where_the_step_was_measured() -> None:
+    def selects(problem: Problem) -> bool:
+        return any(policy is BlockPolicy.SELECTIVE for _, policy in Packing(problem, None, None).steps)
+
+    problem = next(problem for problem in map(random_problem, range(99)) if selects(problem))
+    assert not selects(replace(problem, profile=replace(problem.profile, measured="A kernel cannot be traced.")))

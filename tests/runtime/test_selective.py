@@ -81,6 +81,71 @@ def test_two_backwards_through_one_graph() -> None:
     assert torch.equal(value.grad, other.grad)
 
 
+def gradients(function: Callable[[Callable[[Tensor], Any], Tensor, Tensor], None], selects: bool) -> list[Tensor]:
+    """Of the input and of the weight; `function` gets how to call a forward."""
+    value, weight = leaf(4, WIDTH), leaf(WIDTH, WIDTH)
+    function(lambda forward: run(forward, value) if selects else forward(value), value, weight)
+    assert value.grad is not None
+    assert weight.grad is not None
+    return [value.grad, weight.grad]
+
+
+def output_by_output(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
+    one, other = call(lambda x: ((x @ weight).exp().tanh(), (x.tanh() @ weight).exp().tanh()))
+    one.sum().backward()
+    other.sum().backward()
+
+
+def gradient_inside(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
+    def forward(given: Tensor) -> Tensor:
+        own = given.detach().requires_grad_()
+        slope = torch.autograd.grad(((own @ weight).tanh() @ weight).tanh().sum(), own)[0]
+        return ((given + slope) @ weight).tanh().exp()
+
+    call(forward).sum().backward()
+
+
+def logged_once(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
+    norms: list[Tensor] = []
+
+    def forward(given: Tensor) -> Tensor:
+        if not norms:
+            with torch.no_grad():
+                norms.append((given @ given.new_ones(WIDTH, WIDTH)).norm())
+        return (given @ weight).exp().tanh()
+
+    call(forward).sum().backward()
+
+
+def branching(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
+    def forward(given: Tensor) -> Tensor:
+        made = (given @ weight).tanh()
+        return (torch.cond(made.sum() > 0, torch.exp, torch.tanh, (made,)) @ weight).tanh().exp()
+
+    call(forward).sum().backward()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("function", [output_by_output, gradient_inside, logged_once, branching])
+def test_gradients_where_the_second_run_is_not_the_first_one_again(function: Any) -> None:
+    expected, found = gradients(function, False), gradients(function, True)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_is_compiled_inside_stays_compiled() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    block = Block()
+    block.forward = torch.compile(block.forward, backend=backend)
+    run(block, leaf(4, WIDTH)).sum().backward()
+    torch.compiler.reset()
+    assert len(graphs) == 1
+
+
 def test_products_are_let_go_when_they_have_been_found() -> None:
     kept: list[weakref.ref[Any]] = []
     weight = leaf(WIDTH, WIDTH)
