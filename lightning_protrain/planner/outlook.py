@@ -73,7 +73,8 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
         return replace(record, **{**grown, **changes})
 
     def both(way: Pass) -> Pass:
-        return larger(way, operations=tuple(larger(one, count=one.count) for one in way.operations))
+        named = {"operations": way.operations, "again_operations": way.again_operations}
+        return larger(way, **{name: tuple(larger(one, count=one.count) for one in ran) for name, ran in named.items()})
 
     return replace(
         profile,

@@ -14,8 +14,10 @@ WATCHED = 25e-6
 def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
     """Seconds to run a segment's forward again where its products are kept, with what keeping them has cost before."""
     operations = segment.forward.operations
-    others = tuple(cost for cost in operations if not cost.flops)
-    again, watched = hardware.seconds(others), WATCHED * sum(cost.count for cost in operations)
+    again, watched = (
+        hardware.seconds(segment.forward.again_operations),
+        WATCHED * sum(cost.count for cost in operations),
+    )
     if not hardware.asynchronous:
         return again + 2 * watched
     return max(again, watched) + max(watched - hardware.seconds(operations), 0.0)

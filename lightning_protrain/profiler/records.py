@@ -206,6 +206,7 @@ class Pass:
         selective_peak_without_casts: That and `peak_without_casts`.
         again_peak: As `peak_bytes`, if the products are there from the begin; 0: not known.
         again_peak_without_casts: That and `peak_without_casts`.
+        again_operations: The part of `operations` that makes no products, of a forward.
     """
 
     live_bytes: int = 0
@@ -218,6 +219,7 @@ class Pass:
     selective_peak_without_casts: int = 0
     again_peak: int = 0
     again_peak_without_casts: int = 0
+    again_operations: tuple[OperationCost, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class _Pass:
     again: int = 0
     again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
+    # Of what makes no products, in forward.
+    others: Counter[Cost] = field(default_factory=Counter)
 
     def begin(self, live: int, casts: int = 0) -> None:
         self.live = max(self.live, live)
@@ -65,11 +67,13 @@ class _Pass:
         self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
     def record(self, products: int = 0) -> Pass:
-        costs = (OperationCost(*cost, count) for cost, count in self.costs.items())
+        costs, others = (
+            tuple(OperationCost(*cost, count) for cost, count in counts.items()) for counts in (self.costs, self.others)
+        )
         unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
         selective = self.selective, self.selective_without_casts
         again = self.again + products, self.again_without_casts + products
-        return Pass(self.live, self.peak, tuple(costs), *unsaved, *selective, *again)
+        return Pass(self.live, self.peak, costs, *unsaved, *selective, *again, others)
 
 
 @dataclass(eq=False)
@@ -160,6 +164,8 @@ class SegmentRecorder:
         run.reach(self._live, workspace, segment.made, is_product)
         if cost is not None:
             run.costs[cost] += 1
+            if run is segment.forward and not is_product:
+                run.others[cost] += 1
 
     def save(self, activation: Activation, cast: str | None) -> None:
         """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""

@@ -81,6 +81,7 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
             cost,
             selective_peak=live + selective,
             again_peak=live + saved + again,
+            again_operations=cost[1:],
         )
         live += saved
         backward = Pass(live, live + 1 + source.randint(0, 5 * PAGE * scale), cost * 2)

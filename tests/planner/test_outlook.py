@@ -117,6 +117,7 @@ def test_a_scaled_profile_is_that_of_more_samples(seed: int) -> None:
         assert two.backward.live_bytes == 2 * one.backward.live_bytes
         assert (two.unit, two.gradients, two.casts) == (one.unit, one.gradients, one.casts)
         hardware = problem.hardware
-        seconds = hardware.seconds(one.backward.operations)
-        assert hardware.seconds(two.backward.operations) == pytest.approx(2 * seconds)
+        for way, name in (("backward", "operations"), ("forward", "operations"), ("forward", "again_operations")):
+            seconds, more = (hardware.seconds(getattr(getattr(segment, way), name)) for segment in (one, two))
+            assert more == pytest.approx(2 * seconds)
     assert scaled(problem.profile, 1) == problem.profile

@@ -12,7 +12,7 @@ from lightning_protrain.profiler.records import OperationCost, Pass, Segment
 CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 10.0}, 4.0, *(1.0,) * 3, 1, 1, asynchronous=False)
 GPU = replace(CPU, asynchronous=True)
 FORWARD = (OperationCost(100, 8, "float32", 3), OperationCost(0, 8, "float32", 2))
-SEGMENT = Segment("block", Pass(operations=FORWARD))
+SEGMENT = Segment("block", Pass(operations=FORWARD, again_operations=FORWARD[1:]))
 
 
 def test_products_are_not_computed_again() -> None:

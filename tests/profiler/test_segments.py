@@ -291,3 +291,31 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         except (AssertionError, IndexError):
             found += 1
     assert found
+
+
+class Written(nn.Module):
+    """Attention that is written out: its scores are no product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
+        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+
+
+@pytest.mark.parametrize(("rows", "products"), [(64, 2), (128, 2)])
+def test_what_makes_no_product_runs_again_whatever_it_costs(rows: int, products: int) -> None:
+    model = nn.Sequential(nn.Sequential(Written()), nn.Sequential(Written()))
+    profile = profile_model(model, describe_model(model), lambda: model(torch.ones(1, rows, 8)).sum())
+    for segment in profile.segments:
+        if segment.between:
+            continue
+        operations, again = segment.forward.operations, segment.forward.again_operations
+        dear = [cost for cost in operations if cost.flops]
+        assert sum(cost.count for cost in dear) == 3
+        # The projection, and what the scores are multiplied with.
+        assert sum(cost.count for cost in dear) - sum(cost.count for cost in again if cost.flops) == products
+        assert segment.product_bytes == 4 * rows * (24 + 8)
+        assert sum(cost.count for cost in operations) - sum(cost.count for cost in again) == products
