@@ -5,7 +5,7 @@ A block may keep its products, see [Note: Products]. When its forward runs again
 each product is found in place of being computed, and is let go then: who still needs it is autograd. Where the graph is
 to be gone through once more (`retain_graph`), it stays. Where backward comes to the block in parts (from one of its
 outputs, later from another), what has been let go is computed. Both runs are watched operation by operation, in Python;
-not what a backward inside of the forward (`torch.autograd.grad`) does, nor what is compiled while it is being compiled.
+not what a backward inside of the forward (`torch.autograd.grad`) does. PyTorch compiles nothing that is watched so.
 
 What stays must not change: a product that is written to in place, in the block or by whoever gets it, is refused.
 """
@@ -87,9 +87,6 @@ class _Watching(TorchDispatchMode):
         products: Of the call.
     """
 
-    # Such as `torch.cond`: what they call is not seen, in neither run.
-    supports_higher_order_operators = True
-
     def __init__(self, products: Products) -> None:
         super().__init__()
         self._products = products
@@ -105,11 +102,6 @@ class _Watching(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload) or torch._C._current_graph_task_id() != self._backward:
             return False
         return is_product(func, args, kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Part of `TorchDispatchMode`: a forward that is compiled inside of the block stays so."""
-        return True
 
 
 class Keeping(_Watching):

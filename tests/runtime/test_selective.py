@@ -117,33 +117,10 @@ def logged_once(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> No
     call(forward).sum().backward()
 
 
-def branching(call: Callable[[Any], Any], value: Tensor, weight: Tensor) -> None:
-    def forward(given: Tensor) -> Tensor:
-        made = (given @ weight).tanh()
-        return (torch.cond(made.sum() > 0, torch.exp, torch.tanh, (made,)) @ weight).tanh().exp()
-
-    call(forward).sum().backward()
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("function", [output_by_output, gradient_inside, logged_once, branching])
+@pytest.mark.parametrize("function", [output_by_output, gradient_inside, logged_once])
 def test_gradients_where_the_second_run_is_not_the_first_one_again(function: Any) -> None:
     expected, found = gradients(function, False), gradients(function, True)
     assert all(map(torch.equal, expected, found))
-
-
-def test_what_is_compiled_inside_stays_compiled() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    block = Block()
-    block.forward = torch.compile(block.forward, backend=backend)
-    run(block, leaf(4, WIDTH)).sum().backward()
-    torch.compiler.reset()
-    assert len(graphs) == 1
 
 
 def test_products_are_let_go_when_they_have_been_found() -> None:
