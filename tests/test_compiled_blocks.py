@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_protrain.profiler.blocks import discover_blocks
+from lightning_protrain.profiler.blocks import describe_model, discover_blocks
+from lightning_protrain.profiler.model import profile_model
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import fit
@@ -73,6 +74,21 @@ def test_a_search_with_compiled_forwards() -> None:
     assert_equal(plain, found)
     assert strategy.plan is not None
     assert strategy.plan.num_offloaded_chunks > 0
+
+
+@pytest.mark.parametrize("part", ["", "mlp"])
+def test_the_products_of_what_is_compiled_are_not_to_be_kept(part: str) -> None:
+    """It would run uncompiled."""
+    one = module("llama")
+    layout = describe_model(one)
+    first = one.get_submodule(layout.blocks[0].name).get_submodule(part)
+    first.forward = torch.compile(first.forward, backend="aot_eager")
+    batch = next(iter(one.train_dataloader()))
+    profile = profile_model(one, layout, lambda: one.training_step(batch, 0))
+    kept = {segment.unit: segment.product_bytes for segment in profile.segments}
+    compiled, *others = [kept[block.name] for block in layout.blocks]
+    assert compiled is None
+    assert all(others)
 
 
 def test_a_compiled_block_is_refused_with_what_to_do() -> None:

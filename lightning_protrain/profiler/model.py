@@ -87,7 +87,8 @@ def _recorded_step(
 ) -> ModelProfile:
     """Forward and backward under `mode`."""
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
-    recorder = Recorder(mode, parameters, model.buffers())
+    compiled = {unit.name for unit in layout.units if _is_compiled(model.get_submodule(unit.name))}
+    recorder = Recorder(mode, parameters, model.buffers(), compiled)
     mode.observer = recorder
     # Modes are of a thread, and autograd would take another one for what is on a GPU.
     with unchanged(model), mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -101,6 +102,11 @@ def _recorded_step(
         del outputs
     recorder.check_conserved()
     return recorder.profile()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the forward of a part of it is, which PyTorch does not run where every operation is looked at."""
+    return any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules())
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -65,9 +65,13 @@ class Call:
 class Recorder:
     """Counts what a trace does. Storages are held weakly, and so that no address ever stands for two of them."""
 
-    def __init__(self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor]) -> None:
+    def __init__(
+        self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
+    ) -> None:
+        """`compiled` are the names of units of which a part is."""
         self._mode = mode
         self._named = parameters
+        self._compiled = compiled
         # By address of a storage, which the mode keeps alive: the parameters in it.
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for fqn, parameter in parameters.items():
@@ -97,7 +101,7 @@ class Recorder:
         call = Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
         is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
         if is_segment:
-            self._segments.enter(unit.name, self._activations(inputs))
+            self._segments.enter(unit.name, self._activations(inputs), unit.name in self._compiled)
         self._calls.append(call)
         self._running.append(call)
         self._mode.scopes.append(unit.name)

@@ -246,7 +246,8 @@ class Segment:
         gradients: First names of the parameters whose gradient is whole at the end of its backward.
         held_bytes: All that checkpointing it keeps of what it was given and that would not be kept otherwise. In
             `checkpoint_saving` such a tensor counts for the first segment that is given it alone.
-        product_bytes: Bytes of its products, see [Note: Products]; None: they are written to, and cannot be kept.
+        product_bytes: Bytes of its products, see [Note: Products]; None: they are written to, or a part of the unit is
+            compiled, and they cannot be kept.
         idle_product_bytes: Those that a recomputation does not come to: autograd saves nothing after them.
         asked_live: Activations when its backward first asks for something saved; 0: not known.
         between: Whether it lies between two calls; where the root is a block, its calls have no name either.

@@ -90,13 +90,13 @@ class _Segment:
     # Of what is saved, what somebody else holds too: when it ends, and when the next call ends.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
-    # See [Note: Products]; their bytes, those since autograd last saved something, whether one has been written to.
+    # See [Note: Products]; their bytes, those since autograd last saved something, whether they cannot be kept.
     products: dict[Activation, None] = field(default_factory=dict)
     made: int = 0
     idle: int = 0
     # Bytes that were live when its backward first asked for something saved.
     asked: int = 0
-    rewritten: bool = False
+    unkeepable: bool = False
     # Of what is given, what is dead when backward begins.
     unkept: list[Activation] = field(default_factory=list)
     forward: _Pass = field(default_factory=_Pass)
@@ -126,9 +126,10 @@ class SegmentRecorder:
         self._kept = 0
         self._open("", (), between=True)
 
-    def enter(self, unit: str, given: Iterable[Activation]) -> None:
-        """A call of a unit begins."""
+    def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
+        """A call of a unit begins; of what is `compiled` nobody can keep the products."""
         self._open(unit, given, between=False)
+        self._segments[-1].unkeepable = compiled
 
     def leave(self) -> None:
         """The call ends."""
@@ -186,7 +187,7 @@ class SegmentRecorder:
     def written(self, activation: Activation) -> None:
         """An operation has changed `activation` in place."""
         if activation in self._products:
-            self._products[activation].rewritten = True
+            self._products[activation].unkeepable = True
 
     def accumulated(self, fqn: str) -> None:
         """A gradient has been added to that of a parameter."""
@@ -295,7 +296,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         idle_product_bytes=segment.idle,
         asked_live=segment.asked,
         # Where autograd saves nothing, nobody holds them.
-        product_bytes=None if segment.between or segment.rewritten else segment.made * bool(segment.saved),
+        product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
     )
 
