@@ -157,6 +157,12 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
+    folder = {"inspect": "path", "consolidate": "folder", "reshard": "checkpoint"}.get(given.command)
+    if folder is not None and getattr(given, folder).is_file():
+        parser.error(
+            f"{getattr(given, folder)} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock "
+            ".ckpt file needs nothing done to it: any Trainer resumes from it, and `export` and `merge` read it."
+        )
     try:
         if given.command == "consolidate":
             consolidation.consolidate(given.folder, given.file, source=given.source)
