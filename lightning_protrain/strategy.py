@@ -50,6 +50,7 @@ from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.torn import mark_torn, refuse_torn
 from lightning_protrain.wishes import make_wishes, read_choice
 
 
@@ -222,6 +223,7 @@ class ProTrainStrategy(DataParallelStrategy):
         assert model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            refuse_torn(model)
             refuse_own_checkpointing(model)
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
@@ -269,6 +271,8 @@ class ProTrainStrategy(DataParallelStrategy):
         self.precision_plugin.attach(None)
         if self._runtime is not None:
             self._runtime.remove()
+            if module is not None and (reason := self._runtime.updates.torn) is not None:
+                mark_torn(module, reason)
             self._runtime = None
         elif self._device is not None:
             self._device.close()
@@ -370,6 +374,8 @@ class ProTrainStrategy(DataParallelStrategy):
         if self._runtime is not None:
             self._runtime.updates.finish_all()
             self._runtime.updates.refuse_torn()
+        elif self.lightning_module is not None:
+            refuse_torn(self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "scoring": ("loss",),
     "adapters": (),
     "refusals": (),
+    "torn": (),
     "profiler.records": (),
     "profiler.machine": ("profiler.records",),
     "profiler.catalogue": ("profiler.machine",),
