@@ -27,6 +27,34 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def read_config(model: str) -> PretrainedConfig:
+    """The config of a model in a folder, or on the Hugging Face Hub.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(model)
+    except OSError as error:
+        reason = str(error).rstrip(".\n")
+        raise ValueError(
+            f"No model could be loaded from {model!r}: {reason}. Give a folder with a config.json, or a name on the "
+            "Hugging Face Hub."
+        ) from error
+
+
+def dtype_called(name: str) -> torch.dtype:
+    """The dtype of torch of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={name!r} is no dtype of torch. Give one of float32, bfloat16, float16, auto.")
+    return dtype
+
+
 def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model of a config with random weights, or without memory where the default device is meta.
 
@@ -35,7 +63,7 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
         dtype: Name of a dtype of torch, or `auto`: that of the config.
         attn_implementation: Attention of transformers; None lets it choose.
     """
-    known = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    known = config.dtype if dtype == "auto" else dtype_called(dtype)
     model: PreTrainedModel = auto_class(config).from_config(
         config, dtype=known, attn_implementation=attn_implementation
     )

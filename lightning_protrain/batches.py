@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
@@ -94,6 +96,12 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
     """
     if trainer.limit_train_batches == 0:
         return None
+    if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        rank_zero_warn(
+            "BatchSizeFinder tries batch sizes under one plan, that of the size it begins with: more may fit than it "
+            "finds, and what it finds may take more than device_memory. Each `fit` plans anew for the size that it "
+            "begins with, and `lightning-protrain plan` says what a size takes without trying it."
+        )
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         batch = _synthetic_batch(trainer)

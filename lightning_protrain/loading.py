@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from lightning_protrain.architectures import auto_class, vocab_size_of
+from lightning_protrain.architectures import auto_class, dtype_called, vocab_size_of
 from lightning_protrain.quantization import quantize_without_memory, quantizer
 
 # Names of dtypes in safetensors.
@@ -194,7 +194,7 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The dtype that a name stands for; `auto` is that of the config, else of the first weight in floating point."""
     if dtype != "auto":
-        return getattr(torch, dtype)
+        return dtype_called(dtype)
     known = config.dtype or config.get_text_config().dtype
     if known is not None:
         return known

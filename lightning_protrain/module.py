@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_protrain.adapters import base_of, lora_config, with_lora
-from lightning_protrain.architectures import build_model, check_config, names_vocab_size, vocab_size_of
+from lightning_protrain.architectures import build_model, check_config, names_vocab_size, read_config, vocab_size_of
 from lightning_protrain.callbacks.failures import SharedFailure
 from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
 from lightning_protrain.data.loader import TokenWindow
@@ -156,7 +156,7 @@ class CausalLMModule(LightningModule):
         if self.model is not None:
             config = self.model.config
         elif self.hparams["model"] is not None:
-            config = AutoConfig.from_pretrained(self.hparams["model"])
+            config = read_config(self.hparams["model"])
         else:
             if self.hparams["vocab_size"] is None and not names_vocab_size(self.hparams["config"]):
                 self._take_vocab_size_of_tokenizer()

@@ -14,7 +14,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
-from lightning_protrain.architectures import auto_class, check_config, names_vocab_size, vocab_size_of
+from lightning_protrain.architectures import (
+    auto_class,
+    check_config,
+    dtype_called,
+    names_vocab_size,
+    read_config,
+    vocab_size_of,
+)
 from tests.data import llava
 
 
@@ -26,6 +33,20 @@ def test_models_that_read_images_are_built_so(model_type: str, reads_images: boo
     config = AutoConfig.for_model(model_type)
     assert auto_class(config) is (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM)
     assert vocab_size_of(config) == config.get_text_config().vocab_size
+
+
+@pytest.mark.parametrize("name", ["no/such", "no/such/folder"])
+def test_a_model_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"(?s)^No model could be loaded from '{name}': .*[^.]\. Give a folder with a config"
+    ):
+        read_config(name)
+
+
+@pytest.mark.parametrize("name", ["bf16", "nn", "32"])
+def test_what_is_no_dtype_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"dtype='{name}' is no dtype of torch. Give one of float32"):
+        dtype_called(name)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
@@ -24,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_protrain.batches import batch_to_plan_with
+from lightning_protrain.strategy import ProTrainStrategy
 from tests import police
 from tests.models import ParityModule, fit, token_batches, variants, zoo
 from tests.parity import Result, differences, snapshot
@@ -334,3 +336,21 @@ def test_data_that_lightning_has_made_already() -> None:
         assert module.made == 1
     assert differences(*results) == []
     assert callbacks[0].ahead[0].shape == (4, 8)
+
+
+class Resized(ParityModule):
+    """Makes batches of the size that a callback gives it."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.arange(96).view(12, 8) % 32), self.batch_size)
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_plan_for_the_first_of_several_batch_sizes_is_said() -> None:
+    plan = ProTrainStrategy(device_memory="1GiB", monitor=False)
+    finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
+    trainer = L.Trainer(strategy=plan, devices=1, accelerator="cpu", max_steps=1, callbacks=[finder], **QUIET)
+    with pytest.warns(UserWarning, match="tries batch sizes under one plan, that of the size it begins with"):
+        trainer.fit(Resized(zoo()["reused"]().network))

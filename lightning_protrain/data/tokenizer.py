@@ -44,8 +44,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             # As it is by default it refuses conversations that the assistant ends.
             tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
     except (OSError, ValueError) as error:
+        reason = str(error).rstrip(".\n")
         raise ValueError(
-            f"No tokenizer could be loaded from {str(name)!r}: {error}. Give a folder or a name on the Hugging Face "
+            f"No tokenizer could be loaded from {str(name)!r}: {reason}. Give a folder or a name on the Hugging Face "
             "Hub, or leave `tokenizer` out and one is trained on the data."
         ) from error
     return tokenizer
