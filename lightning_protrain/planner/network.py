@@ -1,12 +1,27 @@
-"""What it takes to sum gradients over ranks: the planner's record of the network. Imports no torch."""
+"""What it takes to sum gradients over ranks, and to gather chunks: the planner's record of the network.
+
+[Note: In parts]
+Where each of L ranks uploads a part of every chunk, its link to the host carries B / L bytes of one that has B, and its
+link to the other devices brings (L - 1) / L B. Windows of a chunk are gathered while the next ones are uploaded, and
+chunks follow each other, so a chunk takes as long as the slower of both; where nothing runs beside anything, as long as
+both together. That is a rate of uploads, and nothing else: it is one of the machine's figures, and what is predicted
+stays monotone in it. Left out are the end of the last window of a pass, behind its upload, and that sums of gradients
+may take the same link.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lightning_protrain.profiler.machine import HardwareProfile
 
 # Bytes that DDP puts into one sum, unless it is told otherwise.
 DDP_BUCKET = 25 << 20
+# Bytes of a chunk that are gathered at once, at most.
+WINDOW = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -82,3 +97,51 @@ class Network:
     def sum_of_resident(self, nbytes: int) -> float:
         """Seconds of the sums of so many bytes, in buckets as DDP makes them."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Chunks that ranks of a machine upload in parts, which they gather on their devices, see [Note: In parts].
+
+    Attributes:
+        ranks: Of a machine, each of which uploads a part.
+        link: Bytes per second that come to a device from the others; None: not known, as many as it sends to its host.
+        window: Bytes of the device for gathers that a rank makes for the sake of others.
+
+    Raises:
+        ValueError: There are no other ranks, or the rate is no finite number above zero.
+    """
+
+    ranks: int
+    link: float | None = None
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        """Of a rank alone nothing would come from others."""
+        if self.ranks < 2:
+            raise ValueError(f"Chunks cannot be gathered from the parts of {self.ranks} rank(s).")
+        if self.link is not None and (not math.isfinite(self.link) or self.link <= 0):
+            raise ValueError(f"The rate of gathers is {self.link!r}: measure it again.")
+
+    @property
+    def others(self) -> float:
+        """Which part of a chunk comes from the other ranks."""
+        return (self.ranks - 1) / self.ranks
+
+
+def incoming(hardware: HardwareProfile, gathering: Gathering | None) -> HardwareProfile:
+    """The machine as chunks come to its device; activations that come back are uploaded as ever.
+
+    Args:
+        hardware: The machine.
+        gathering: How chunks are gathered; None: each rank uploads all of them.
+    """
+    if gathering is None:
+        return hardware
+    gathered = (gathering.link or hardware.download) / gathering.others
+
+    def rate(upload: float) -> float:
+        uploaded = gathering.ranks * upload
+        return min(uploaded, gathered) if hardware.asynchronous else 1 / (1 / uploaded + 1 / gathered)
+
+    return replace(hardware, upload=rate(hardware.upload), upload_beside=rate(hardware.upload_beside))

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import (
@@ -236,3 +237,9 @@ def with_calls_of_the_head(problem: Problem, count: int) -> Problem:
 def with_budgets(problem: Problem, device: int | None, host: int | None) -> Problem:
     """The same with other budgets."""
     return replace(problem, device_bytes=device, host_bytes=host)
+
+
+def random_gathering(seed: int, hardware: HardwareProfile) -> Gathering:
+    """Ranks whose devices reach each other more slowly than the host, or up to ten times as fast."""
+    source = random.Random(seed)
+    return Gathering(source.randint(2, 8), source.choice([None, hardware.upload * source.uniform(0.3, 10.0)]))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.clock import Columns, Training
 from lightning_protrain.planner.columns import columns_of, traffic
+from lightning_protrain.planner.network import Gathering
 from lightning_protrain.profiler.records import OperationCost, Pass
-from tests.planner.virtual import Case, hardware_of, plan_of, profile_of, rates_of
+from tests.planner.virtual import KEEP, SWAP, Case, hardware_of, plan_of, profile_of, rates_of
 
 
 def test_a_tied_chunk_comes_again_unless_it_is_still_there() -> None:
@@ -40,3 +41,20 @@ def test_bad_input_is_named() -> None:
         columns_of(replace(profile, segments=(unknown,)), layout, plan, hardware, Training())
     with pytest.raises(ValueError, match="plan lacks"):
         columns_of(profile, layout, replace(plan, chunks=plan.chunks[1:]), hardware, Training())
+
+
+@pytest.mark.parametrize(("ranks", "link", "factor"), [(2, 1e30, 1 / 2), (4, 1e30, 1 / 4), (4, None, None)])
+def test_only_what_brings_chunks_is_gathered(ranks: int, link: float | None, factor: float | None) -> None:
+    case = Case(policies=lambda index: SWAP if index == 2 else KEEP, num_tokens=64)
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    hardware = hardware_of(rates_of(case, layout, profile))
+    known = profile, layout, plan_of(case, layout, profile), hardware, Training()
+    whole, parts = columns_of(*known), columns_of(*known, Gathering(ranks, link))
+    # At the rate of downloads alone three of four parts come from others.
+    factor = factor or 3 / 4 * hardware.upload_beside / hardware.download
+    comes = {"upload_forward", "late_forward", "upload_backward", "late_backward", "tail"}
+    assert whole.swap_in.sum() > 0
+    for field in fields(Columns):
+        before, after = getattr(whole, field.name), getattr(parts, field.name)
+        expected = before * factor if field.name in comes else before
+        assert after == pytest.approx(expected), field.name
