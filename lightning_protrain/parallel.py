@@ -201,7 +201,7 @@ class DataParallelStrategy(ProcessStrategy):
         manual = module is not None and not module.automatic_optimization
         gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
         window = WINDOW if self.root_device.type == "cuda" else 0
-        gathering = Gathering(here, window=window) if gathers and here > 1 else None
+        gathering = Gathering(here, spare=window) if gathers and here > 1 else None
         return replace(wishes.among(sharding, here, self.world_size), gathering=gathering)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:

@@ -274,7 +274,7 @@ class Case:
     @property
     def _room_to_gather(self) -> int:
         """Bytes of the device beside a plan that offloads anything."""
-        return self._gathering.window if self._gathering is not None else 0
+        return self._gathering.spare if self._gathering is not None else 0
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
@@ -289,7 +289,7 @@ class Case:
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
         how = self._gathering if plan.num_offloaded_chunks else None
-        window, ranks = (how.window, how.ranks) if how is not None else (0, 1)
+        window, ranks = (how.spare, how.ranks) if how is not None else (0, 1)
         memory = replace(plan.memory, gradients_in_flight=own + nbytes, gathers_for_others=window)
         prediction = plan.prediction.among_ranks(nbytes, window) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction, gathered_by=ranks)

@@ -95,7 +95,7 @@ def test_the_link_between_devices_decides_who_holds_what(
     narrow = replace(CPU, upload=1e6, upload_beside=1e6)
     with caplog.at_level("INFO"):
         found, plan, _ = jointly(
-            case(device_memory=60_000, hardware=narrow, gathering=Gathering(2, window=100)),
+            case(device_memory=60_000, hardware=narrow, gathering=Gathering(2, spare=100)),
             Network(FAST, FAST, owners=2),
             monkeypatch,
         )

@@ -76,7 +76,7 @@ def test_plans_know_that_ranks_gather(gather: Any, device: str, link: Any, windo
     strategy._peers = PeerAccess(link) if link else None
     alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
     strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
-    expected = None if window is None else Gathering(2, window=window)
+    expected = None if window is None else Gathering(2, spare=window)
     assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).gathering == expected
     assert alone.gathering is None
 

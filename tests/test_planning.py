@@ -177,7 +177,7 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
 @pytest.mark.parametrize("choice", ["auto", "offload"])
 def test_the_refusal_asks_for_room_to_gather(choice: str) -> None:
     def on(nbytes: int, window: int = 640) -> Case:
-        found = case(device_memory=nbytes, choice=choice, gathering=Gathering(2, window=window))
+        found = case(device_memory=nbytes, choice=choice, gathering=Gathering(2, spare=window))
         return replace(found, wishes=found.wishes.among(Sharding.SHARD, 2, 2))
 
     needed = least_named(on(1000))
@@ -193,7 +193,7 @@ def test_what_shares_nothing_needs_no_room_to_gather() -> None:
     ):  # fmt: skip
         found = case(choice=choice)
         found = replace(found, wishes=found.wishes.among(sharding, 2, 2))
-        tight = replace(found.wishes, device_memory=found.plan().memory.total, gathering=Gathering(2, window=640))
+        tight = replace(found.wishes, device_memory=found.plan().memory.total, gathering=Gathering(2, spare=640))
         with pytest.raises(ValueError, match="on the device") if needs else nullcontext():
             replace(found, wishes=tight).plan()
 
@@ -202,7 +202,7 @@ def test_what_shares_nothing_needs_no_room_to_gather() -> None:
 @pytest.mark.parametrize("sharding", Sharding)
 def test_a_plan_says_who_gathers_and_what_that_takes(choice: str, sharding: Sharding) -> None:
     plans = []
-    for gathering in (None, Gathering(2, window=640)):
+    for gathering in (None, Gathering(2, spare=640)):
         found = case(device_memory=None if choice == "resident" else 70_000, choice=choice, gathering=gathering)
         plans.append(replace(found, wishes=found.wishes.among(sharding, 2, 2)).plan_among(None, sharding))
     whole, parts = plans
@@ -216,8 +216,8 @@ def test_a_plan_says_who_gathers_and_what_that_takes(choice: str, sharding: Shar
         assert each == {name: 640 if gathers and name in ("forward", "backward") else 0 for name in each}
 
 
-@pytest.mark.parametrize("made_by", [None, Gathering(2, window=640)])
-@pytest.mark.parametrize("given_to", [None, Gathering(2, window=320)])
+@pytest.mark.parametrize("made_by", [None, Gathering(2, spare=640)])
+@pytest.mark.parametrize("given_to", [None, Gathering(2, spare=320)])
 def test_a_plan_that_is_given_back_is_gathered_by_these_ranks(
     made_by: Gathering | None, given_to: Gathering | None
 ) -> None:
@@ -225,7 +225,7 @@ def test_a_plan_that_is_given_back_is_gathered_by_these_ranks(
     plan = replace(made, wishes=made.wishes.among(Sharding.SHARD, 2, 2)).plan()
     taken = case(device_memory=70_000, gathering=given_to, choice=plan)
     found = replace(taken, wishes=taken.wishes.among(Sharding.SHARD, 2, 2)).plan()
-    window = 0 if given_to is None else given_to.window
+    window = 0 if given_to is None else given_to.spare
     assert (found.gathered_by, found.memory.gathers_for_others) == (1 if given_to is None else 2, window)
     assert found.prediction is not None
     assert max(phase.device.get(GATHERS, 0) for phase in found.prediction.phases) == window

@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.clock import Columns, Seconds, Training
-from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
+from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings, come_together
-from lightning_protrain.planner.network import Gathering, incoming
+from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -90,6 +90,7 @@ class Candidates:
     ) -> None:
         self._hardware, self._training = hardware, training
         self._incoming = come = incoming(hardware, gathering)
+        self._last = last_window(hardware, gathering), gathering
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
@@ -128,7 +129,7 @@ class Candidates:
         self._casts = bool(sizes.low.any())
         # By the direction of the pass: bytes that come, at the very least, while each position is computed. One byte
         # less is more than what additions in another order are off.
-        slowest = min(come.upload, come.upload_beside)
+        slowest = 1 / (1 / min(come.upload, come.upload_beside) + self._last[0])
         self._places = np.arange(len(segments))[:, None]
         self._meanwhile = {
             step: np.maximum(np.floor(seconds[:, 0] * slowest) - 1, 0).astype(np.int64)
@@ -181,10 +182,10 @@ class Candidates:
             recompute=recomputes * (self._forward if selects is None else self._again(selects)),
             compute_backward=self._backward,
             upload_forward=ups.nbytes / rate_forward,
-            late_forward=ups.late / rate_forward,
+            late_forward=held_seconds(ups.late, rate_forward, *self._last),
             wait_forward=ups.waits,
             upload_backward=backs.nbytes / rate_backward,
-            late_backward=backs.late / rate_backward,
+            late_backward=held_seconds(backs.late, rate_backward, *self._last),
             wait_backward=backs.waits,
             download=download / rate_download,
             stall=stall,

@@ -4,9 +4,12 @@
 Where each of L ranks uploads a part of every chunk, its link to the host carries B / L bytes of one that has B, and its
 link to the other devices brings (L - 1) / L B. Windows of a chunk are gathered while the next ones are uploaded, and
 chunks follow each other, so a chunk takes as long as the slower of both; where nothing runs beside anything, as long as
-both together. That is a rate of uploads, and nothing else: it is one of the machine's figures, and what is predicted
-stays monotone in it. Left out are the end of the last window of a pass, behind its upload, and that sums of gradients
-may take the same link.
+both together. That is a rate of uploads: one of the machine's figures, in which what is predicted is monotone.
+
+Of the faster of both one window is behind the other or before it. Where chunks follow each other it runs beside them;
+where they wait for their buffers, it is added to what is held back. With b bytes held back that is a slope of their
+seconds up to a window, so these stay monotone, and more of b takes no longer than at `slowest`, see [Note: Held back].
+Left out is that sums of gradients may take the same link.
 
 Imports no torch.
 """
@@ -106,7 +109,8 @@ class Gathering:
     Attributes:
         ranks: Of a machine, each of which uploads a part.
         link: Bytes per second that come to a device from the others; None: not known, as many as it sends to its host.
-        window: Bytes of the device for gathers that a rank makes for the sake of others.
+        spare: Bytes of the device for gathers that a rank makes for the sake of others.
+        window: The most bytes of a chunk that are gathered at once.
 
     Raises:
         ValueError: There are no other ranks, or the rate is no finite number above zero.
@@ -114,7 +118,8 @@ class Gathering:
 
     ranks: int
     link: float | None = None
-    window: int = 0
+    spare: int = 0
+    window: int = WINDOW
 
     def __post_init__(self) -> None:
         """Of a rank alone nothing would come from others."""
@@ -127,6 +132,14 @@ class Gathering:
     def others(self) -> float:
         """Which part of a chunk comes from the other ranks."""
         return (self.ranks - 1) / self.ranks
+
+
+def last_window(hardware: HardwareProfile, gathering: Gathering | None) -> float:
+    """Seconds of the faster of uploads and gathers for each byte of a window; 0 where chunks are uploaded whole."""
+    if gathering is None or not hardware.asynchronous:
+        return 0.0
+    link = gathering.link or hardware.download
+    return min(1 / (gathering.ranks * hardware.upload), gathering.others / link)
 
 
 def incoming(hardware: HardwareProfile, gathering: Gathering | None) -> HardwareProfile:

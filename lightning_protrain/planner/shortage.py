@@ -89,7 +89,7 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     )
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
-    window = min(problem.gathering.window, reserved) if problem.gathering is not None else 0
+    window = min(problem.gathering.spare, reserved) if problem.gathering is not None else 0
     held = {**phase.device, GRADIENT_BUCKETS: reserved - window, GATHERS: window}
     terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
     unit = f" at {phase.unit!r}" if phase.unit else ""

@@ -240,6 +240,7 @@ def with_budgets(problem: Problem, device: int | None, host: int | None) -> Prob
 
 
 def random_gathering(seed: int, hardware: HardwareProfile) -> Gathering:
-    """Ranks whose devices reach each other more slowly than the host, or up to ten times as fast."""
+    """Devices that reach each other more slowly than the host or up to ten times as fast, in windows of any size."""
     source = random.Random(seed)
-    return Gathering(source.randint(2, 8), source.choice([None, hardware.upload * source.uniform(0.3, 10.0)]))
+    link = source.choice([None, hardware.upload * source.uniform(0.3, 10.0)])
+    return Gathering(source.randint(2, 8), link, window=source.randint(1, 20_000))

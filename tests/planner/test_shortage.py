@@ -46,7 +46,7 @@ def test_the_refusal_names_the_share_of_the_batch_that_fits() -> None:
 
 @pytest.mark.parametrize(("window", "terms"), [(0, "gradient_buckets 900 bytes"), (640, "gradient_buckets 260 bytes")])
 def test_the_refusal_names_what_is_held_for_other_ranks(window: int, terms: str) -> None:
-    problem = replace(random_problem(0, 4, 8), gathering=Gathering(2, window=window), reserved=900)
+    problem = replace(random_problem(0, 4, 8), gathering=Gathering(2, spare=window), reserved=900)
     with pytest.raises(NoFeasiblePlan) as caught:
         search(replace(problem, device_bytes=0), Knobs())
     assert terms in str(caught.value)

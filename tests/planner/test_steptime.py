@@ -68,26 +68,28 @@ def test_the_virtual_clock_agrees(case: Case) -> None:
 
 # --- ranks that gather, on the virtual clock --------------------------------------------------------------------------
 
-# Ranks; what chunks and gradients take on their links over computing, whole; of a chunk, how many windows.
+# Ranks; what chunks and gradients take on their links over computing, whole; buffers; of a chunk, how many windows.
 GATHERED = {
-    "the link to the host": (2, 4.0, 0.1, "off", 16),
-    "that between devices": (2, 1.0, 1.0, "backward", 16),
-    "neither": (2, 2.0, 0.1, "backward", 16),
-    "both alike": (2, 2.0, 0.5, "off", 16),
-    "few windows": (2, 4.0, 0.5, "off", 4),
-    "four ranks": (4, 4.0, 0.3, "backward", 16),
+    "the link to the host": (2, 4.0, 0.1, "off", 3, 16),
+    "that between devices": (2, 1.0, 1.0, "backward", 3, 16),
+    "neither": (2, 2.0, 0.1, "backward", 3, 16),
+    "both alike": (2, 2.0, 0.5, "off", 3, 16),
+    "few windows": (2, 4.0, 0.5, "off", 3, 4),
+    "four ranks": (4, 4.0, 0.3, "backward", 3, 16),
+    "one buffer and window": (2, 2.0, 0.3, "off", 1, 1),
 }
 
 
 @pytest.mark.parametrize("waits_for", GATHERED)
 def test_steps_of_ranks_that_gather_take_what_is_predicted(waits_for: str) -> None:
-    size, link, ratio, overlap, num_windows = GATHERED[waits_for]
+    size, link, ratio, overlap, num_buffers, num_windows = GATHERED[waits_for]
     case = Case(
         Training(overlap),  # type: ignore[arg-type]
         link=link,
         host=0.2,
         num_blocks=6,
         num_tokens=64,
+        num_buffers=num_buffers,
         policies=lambda _: CHECKPOINT,
     )
     layout, profile = profile_of(6, 64, False)
@@ -96,11 +98,11 @@ def test_steps_of_ranks_that_gather_take_what_is_predicted(waits_for: str) -> No
     hardware = replace(hardware, host_step=size * hardware.host_step)  # Each rank steps its part.
     known = profile, layout, plan, hardware, case.training, Network(route, route, owners=size)
     # Of what a collective brings the simulation counts the own part, too.
-    gathering = Gathering(size, (size - 1) / size * rates.network)
     window = max(chunk.nbytes for chunk in plan.chunks) // num_windows
+    gathering = Gathering(size, (size - 1) / size * rates.network, window=window)
     with set_checkpoint_early_stop(False):
         measured = together.measure(case, ratio, Sharding.SHARD, 6, size, window)
     predicted = step_time(*known, gathering).seconds
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
     # With whole chunks it would be another time.
-    assert abs(step_time(*known).seconds / measured - 1) > 3 * TOLERANCE
+    assert abs(step_time(*known).seconds / measured - 1) > 2 * TOLERANCE
