@@ -2,6 +2,7 @@
 
     python -m benchmarks.largest
     python -m benchmarks.largest --families Qwen3 --machines "RTX 3090" --batches 1
+    python -m benchmarks.largest --machines "RTX 3090 of the paper" "A100 of the paper" --methods full --batches 1
 
 Every model is built without weights by `CausalLMModule`, in a size that somebody has published, and its training step
 is profiled on the CPU, under the precision of the strategy. LoRA adds adapters of rank 16 to all linear layers of the
@@ -50,8 +51,15 @@ SEQUENCE = 1024
 RANK = 16
 Method = Literal["full", "LoRA"]
 PrecisionName = Literal["bf16-mixed", "bf16-true"]
-# Memory and cores of the host that one GPU has.
-MACHINES = {"RTX 3090": (64 * GIB, 16), "A100 80GB SXM": (512 * GIB, 32)}
+# GPU, and memory and cores of the host that it has to itself. The others are those of the paper (section 5.1), which
+# says GB; both have four GPUs, of which one is used.
+MACHINES = {
+    "RTX 3090": ("RTX 3090", 64 * GIB, 16),
+    "A100": ("A100 80GB SXM", 512 * GIB, 32),
+    "RTX 3090 of the paper": ("RTX 3090", 384 * 10**9, 24),
+    "A100 of the paper": ("A100 80GB SXM", 10**12, 112),
+}
+OURS = ("RTX 3090", "A100")
 METHODS: tuple[Method, ...] = ("full", "LoRA")
 PRECISIONS: tuple[PrecisionName, ...] = ("bf16-mixed", "bf16-true")
 HEADER = (
@@ -206,7 +214,7 @@ def answer(case: Case) -> Answer:
         if alone.short:
             return alone
     known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
-    problem = problem_of(known, gpu(case.machine, *MACHINES[case.machine]))
+    problem = problem_of(known, gpu(*MACHINES[case.machine]))
     # What fits as it is stays as it is, even where offloading a little may look shorter.
     plan = make_plan(known.layout, "resident", Knobs(), None, None, known.state_bytes, MIN_NUM_PARAMS)
     if expected_memory(problem, plan).device_peak > (problem.device_bytes or 0):
@@ -272,7 +280,7 @@ def guess(sizes: Sequence[Size], machine: str, method: Method, precision: Precis
     full = {"bf16-mixed": 18, "bf16-true": 8}
     frozen = {"bf16-mixed": 6, "bf16-true": 2}
     per_parameter = (full if method == "full" else frozen)[precision]
-    return sum(size.billions * 1e9 * per_parameter < MACHINES[machine][0] for size in sizes) - 1
+    return sum(size.billions * 1e9 * per_parameter < MACHINES[machine][1] for size in sizes) - 1
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
@@ -301,7 +309,7 @@ def main(arguments: Sequence[str]) -> None:
     """Prints all tables."""
     parser = argparse.ArgumentParser(description="The largest models that have a plan.")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--machines", nargs="+", default=list(OURS), choices=list(MACHINES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="from small to large")
@@ -310,8 +318,8 @@ def main(arguments: Sequence[str]) -> None:
     begin, texts, kept = time.perf_counter(), [], []
     for machine, method, precision in product(options.machines, options.methods, options.precisions):
         rows = rows_of(options.families, machine, method, precision, options.batches)
-        nbytes, cores = MACHINES[machine]
-        title = f"## {machine}, host of {nbytes // GIB} GiB and {cores} cores: {method}, {precision}"
+        name, nbytes, cores = MACHINES[machine]
+        title = f"## {name}, host of {nbytes // GIB} GiB and {cores} cores: {method}, {precision}"
         texts.append(f"{title}\n\n{render(rows)}")
         print(texts[-1], end="\n\n", flush=True)
         where = {"machine": machine, "method": method, "precision": precision}

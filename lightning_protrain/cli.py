@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_protrain import exporting
 
@@ -26,6 +27,7 @@ from lightning_protrain.callbacks import (  # noqa: F401
 from lightning_protrain.checkpoint import consolidation, inspection, ranks
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.module import CausalLMModule
+from lightning_protrain.planner.shortage import NoFeasiblePlan
 from lightning_protrain.trainer import PlanningTrainer
 
 FILE_COMMANDS = {
@@ -35,6 +37,7 @@ FILE_COMMANDS = {
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
 }
+_ON_FILES = " ".join(f"`{name}`: {what}." for name, what in FILE_COMMANDS.items())
 
 
 class ProTrainCLI(LightningCLI):
@@ -51,6 +54,10 @@ class ProTrainCLI(LightningCLI):
         super().__init__(
             trainer_class=PlanningTrainer,
             trainer_defaults={"strategy": "protrain"},
+            parser_kwargs={
+                "description": "Train, plan or preview what a config describes.",
+                "epilog": f"More commands, on checkpoints. {_ON_FILES}",
+            },
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
@@ -88,6 +95,28 @@ class ProTrainCLI(LightningCLI):
         callbacks = config["trainer"].get("callbacks")
         if isinstance(callbacks, list):  # Those that save would make their folders.
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
+
+    def _parse_ckpt_path(self) -> None:
+        """Names the arguments of the model that those in a stock checkpoint take the place of."""
+        given = self._model_arguments()
+        super()._parse_ckpt_path()
+        replaced = {
+            name: f"model.{name}={value!r} instead of {given[name]!r}"
+            for name, value in self._model_arguments().items()
+            if given.get(name) not in (None, value)
+        }
+        if replaced:
+            rank_zero_warn(
+                "The model is made with the arguments that its checkpoint was saved with, whatever the config and the "
+                f"command line say: {', '.join(replaced.values())}."
+            )
+
+    def _model_arguments(self) -> dict[str, Any]:
+        """Of the subcommand's model, as parsed so far; none where no subcommand runs."""
+        subcommand = self.config.get("subcommand")
+        model = self.config[subcommand].get("model") if subcommand else None
+        arguments = model.get("init_args") if model is not None else None
+        return {} if arguments is None else dict(arguments.as_dict())
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -128,6 +157,12 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
+    folder = {"inspect": "path", "consolidate": "folder", "reshard": "checkpoint"}.get(given.command)
+    if folder is not None and getattr(given, folder).is_file():
+        parser.error(
+            f"{getattr(given, folder)} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock "
+            ".ckpt file needs nothing done to it: any Trainer resumes from it, and `export` and `merge` read it."
+        )
     try:
         if given.command == "consolidate":
             consolidation.consolidate(given.folder, given.file, source=given.source)
@@ -154,7 +189,10 @@ def main() -> None:
         sys.exit(file_command(sys.argv[1:]))
     # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
     gc.freeze()
-    ProTrainCLI()
+    try:
+        ProTrainCLI()
+    except NoFeasiblePlan as refusal:  # An answer, and no failure of the program: where it came from says nothing.
+        sys.exit(f"lightning-protrain: {refusal}")
 
 
 if __name__ == "__main__":

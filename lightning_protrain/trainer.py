@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -178,8 +179,8 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     else:
         console.print(comparison(answers))
         for name, answer in answers.items():
-            if isinstance(answer, ValueError):
-                console.print(f"{name}: {answer}", highlight=False)
+            said = str(answer) if isinstance(answer, ValueError) else _policies(answer)
+            console.print(f"{name}: {said}", highlight=False)
     if clusters and plans:
         console.print(scaling({name: (_way(plan), scale(plan, clusters[name])) for name, plan in plans.items()}))
     if path is not None:
@@ -191,17 +192,16 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
 
 
 def comparison(answers: Answers) -> Table:
-    """One row for each machine."""
-    table = Table(title="Plans", title_justify="left")
-    for column in ("hardware", "resident", "activations", "device", "host", "step", "tokens/s", "bound"):
-        is_text = column in ("hardware", "activations", "bound")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "hardware")
+    """One row for each machine; with the longest name of the catalogue it fits 80 columns."""
+    table = _table("Plans")
+    for column in ("hardware", "resident", "device", "host", "step", "tokens/s", "bound"):
+        table.add_column(column, justify="left" if column in ("hardware", "bound") else "right", no_wrap=True)
     for name, answer in answers.items():
         if isinstance(answer, ValueError):
             table.add_row(name, "no plan")
             continue
         prediction = answer.prediction
-        row = [name, _resident(answer), _policies(answer)]
+        row = [name, _resident(answer)]
         if prediction is not None:
             rate = prediction.tokens_per_second
             row += [
@@ -216,10 +216,10 @@ def comparison(answers: Answers) -> Table:
 
 
 def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
-    """One row for each cluster, with who holds what is offloaded, and whether ranks gather it from parts."""
-    table = Table(title="On all GPUs (estimate)", title_justify="left")
-    for column in ("hardware", "GPUs", "host of a machine", "gradients", "step", "tokens/s", "efficiency"):
-        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column == "hardware")
+    """One row for each cluster: who holds what is offloaded and how it comes, host of a machine, seconds of sums."""
+    table = _table("On all GPUs (estimate)")
+    for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
+        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
     for name, (way, one) in scaled.items():
         table.add_row(
             name,
@@ -237,6 +237,10 @@ def _way(plan: Plan) -> str:
     return f"{plan.sharding}, in parts" if plan.gathered_by > 1 else plan.sharding
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
 def _resident(plan: Plan) -> str:
     total = sum(chunk.nbytes for chunk in plan.chunks)
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
@@ -245,4 +249,5 @@ def _resident(plan: Plan) -> str:
 
 def _policies(plan: Plan) -> str:
     counts = {policy: sum(block.policy is policy for block in plan.blocks) for policy in BlockPolicy}
-    return ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
+    named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
+    return f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.cli import ProTrainCLI, file_command, main
+from lightning_protrain.cli import FILE_COMMANDS, ProTrainCLI, file_command, main
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.tokenizer import train_tokenizer
 from lightning_protrain.module import CausalLMModule
@@ -266,6 +267,40 @@ def test_a_plan_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_does_not_fit_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [f"--model.config={SMALL}", "--model.vocab_size=64", "--data=null", "--length=16"]
+    tight = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", "--trainer.strategy.device_memory=1KiB"]
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "plan", "--gpu=RTX 4090", *given, *tight])
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with pytest.raises(SystemExit, match=r"^lightning-protrain: No plan fits: .* Raise device_memory to"):
+        main()
+
+
+def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "--help"])
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    shown = capsys.readouterr().out
+    for command in ProTrainCLI.subcommands():
+        assert re.search(rf"^ +{command}  ", shown, re.MULTILINE), command
+    on_files = " ".join(shown.split()).partition("on checkpoints. ")[2]
+    for command, what in FILE_COMMANDS.items():
+        assert f"`{command}`: {what}." in on_files
+
+
+def test_arguments_that_a_checkpoint_replaces_are_named(run_options: list[str], tmp_path: Path) -> None:
+    ProTrainCLI(["fit", *run_options, "--trainer.max_epochs=1", "--trainer.max_steps=1"])
+    (saved,) = tmp_path.glob("lightning_logs/version_*/checkpoints/*.ckpt")
+    again = ["validate", *run_options, f"--ckpt_path={saved}"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ProTrainCLI(again)
+        ProTrainCLI([*again, "--model.learning_rate=0.5"])
+    (said,) = [str(each.message) for each in caught if "instead of" in str(each.message)]
+    assert said.endswith("say: model.learning_rate=0.0003 instead of 0.5.")
+
+
 # --- commands on files
 
 
@@ -320,6 +355,9 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
         (["consolidate", "nothing", "x.ckpt"], "nothing"),
         (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
         (["reshard", "nothing", "a/b"], "required: --ranks"),
+        (["inspect", __file__], "is one file, `inspect` reads folders of ProTrainCheckpoint"),
+        (["consolidate", __file__, "x.ckpt"], "any Trainer resumes from it"),
+        (["reshard", __file__, "a/b", "--ranks", "2"], "is one file, `reshard` reads folders"),
     ],
 )
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

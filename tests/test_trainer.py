@@ -107,6 +107,19 @@ def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.
     assert rates == sorted(rates)
 
 
+def test_tables_of_several_gpus_fit_eighty_columns(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["--gpu", "RTX 4070 Ti SUPER", "--gpu", "A100 80GB SXM"]
+    ProTrainCLI(["plan", *names, "--host_memory=64GiB", "--num_gpus=8", "--num_nodes=2", *options])
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown  # What rich writes where it cuts a cell off.
+    for header in ("resident", "tokens/s", "bound", "efficiency"):
+        assert f" {header} " in shown
+    assert "RTX 4070 Ti SUPER: activations of 4 blocks: 4 keep" in shown
+
+
 @pytest.mark.parametrize(
     ("sharding", "shares"),
     [("auto", [(1, 4), (4, 1)]), ("shard", [(1, 4)]), ("replicate", [(4, 1)])],

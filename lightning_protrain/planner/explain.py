@@ -167,7 +167,8 @@ def placement(plan: Explained) -> str:
     """One sentence on where the parameters are."""
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
-    buffers = f" through {plan.num_chunk_buffers} chunk buffers" if streamed else ""
+    count = plan.num_chunk_buffers
+    buffers = f" through {count} chunk {'buffer' if count == 1 else 'buffers'}" if streamed else ""
     return f"Parameters: {short_bytes(resident)} on the device, {short_bytes(streamed)} streamed{buffers}."
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import Group
 
+from lightning_protrain.planner.answers import only_plan
 from lightning_protrain.planner.explain import explain
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -164,13 +165,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads a plan.
+        """Reads a plan, or the only one of those that `lightning-protrain plan --json` writes by name of the machine.
 
         Raises:
-            ValueError: Not a plan, or one of another format.
+            ValueError: Not a plan, several of them, or one of another format.
         """
         try:
-            content = json.loads(text)
+            content = only_plan(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"The plan is not valid JSON: {error}. Write one with `Plan.save(path)`.") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:

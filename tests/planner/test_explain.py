@@ -79,6 +79,10 @@ def test_everything_is_said() -> None:
         assert line in lines, line
 
 
+def test_one_buffer_is_no_plural() -> None:
+    assert any(line.endswith("streamed through 1 chunk buffer.") for line in _lines(replace(PLAN, num_chunk_buffers=1)))
+
+
 def test_what_the_host_has_beside_the_states_of_one_rank_is_said() -> None:
     assert host_sentences(PREDICTION) == []
     others = {"checkpoint_copy": 3 * MIB, "other_ranks": 5 * MIB}

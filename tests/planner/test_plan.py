@@ -71,6 +71,11 @@ def test_files(tmp_path: Path) -> None:
     assert Plan.load(str(tmp_path / "plan.json")) == plan
 
 
+def test_the_only_plan_of_several_machines_is_read() -> None:
+    plan = make(transformer())
+    assert Plan.from_json(json.dumps({"RTX 3060": None, "RTX 3090": json.loads(plan.to_json())})) == plan
+
+
 def test_a_missing_file_names_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'No plan at .*ofload\. Give plan="auto", "resident", "offload", a Plan'):
         Plan.load(tmp_path / "ofload")
@@ -175,6 +180,8 @@ def test_from_json_refuses(edit: Callable[[Any], None], message: str) -> None:
         ("[]", "format 'list'"),
         ("null", "format 'NoneType'"),
         ("{}", "format None"),
+        ('{"RTX 3060": null}', "no plan that fits 'RTX 3060'"),
+        ('{"H200": {"format": 4}, "B200": {"format": 4}}', "plans for several machines: 'H200', 'B200'"),
     ],
 )
 def test_from_json_refuses_what_is_no_plan(text: str, message: str) -> None:
