@@ -22,7 +22,7 @@ from lightning_protrain.planner.sharding import choose, plan_each
 from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.gauging import gauge
+from lightning_protrain.runtime.gauging import gauge, gauge_gathers
 from lightning_protrain.runtime.node_memory import FOLDER
 from lightning_protrain.runtime.owners import shared_bytes
 
@@ -66,6 +66,11 @@ def plan_jointly(
         # Under the first sharding all sums are made that another one has.
         network = gauge(ranks, device, shardings[0], case.layout, dtype)
         rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
+        how = case.wishes.gathering
+        if how is not None and Sharding.SHARD in shardings:
+            how = replace(how, link=gauge_gathers(ranks, device, case.layout))
+            case = replace(case, wishes=replace(case.wishes, gathering=how))
+            rank_zero_info(f"Parts of chunks of {how.ranks} ranks: {(how.link or 0.0) / 1e9:.3g} GB/s to each.")
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     return case.among(plan.sharding), plan
 

@@ -25,6 +25,7 @@ from lightning_protrain.outline import find_waiting, load_on_first, returning_me
 from lightning_protrain.overlap import writes_averages
 from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.parallelism import Parallelism, gathers_parts, may_gather
+from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -34,7 +35,6 @@ from lightning_protrain.replicas import FlatAverage, chooses_flat, without_sync,
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.runtime.owners import owners_in_chunks
-from lightning_protrain.runtime.parts import WINDOW
 from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
@@ -92,7 +92,7 @@ class DataParallelStrategy(ProcessStrategy):
         """Who trains together under a plan, and whether they gather what they share; every rank calls it.
 
         Raises:
-            ValueError: They shall gather, and cannot.
+            ValueError: They shall gather under manual optimization.
         """
         if module.trainer.state.fn != TrainerFn.FITTING:
             return self._ranks
@@ -147,8 +147,7 @@ class DataParallelStrategy(ProcessStrategy):
         """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
         if local_size == 1 or not self.may_shard:
             return (Sharding.REPLICATE,)
-        is_open = self._parallelism.sharding == "auto" and self._parallelism.gather != "device"
-        return (Sharding.SHARD, Sharding.REPLICATE) if is_open else (Sharding.SHARD,)
+        return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
     def own_shardings(self) -> tuple[Sharding, ...]:
         """The same for the ranks of this run; every rank calls it.
@@ -197,10 +196,13 @@ class DataParallelStrategy(ProcessStrategy):
 
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
-        wishes = wishes.among(sharding, max(self.num_processes, 1), self.world_size)
-        gathers = self._ranks is not None and may_gather(self._parallelism.gather, self.peers, self._sends)
-        # A rank that gathers for the sake of others has memory for it that no plan knows of.
-        return replace(wishes, reserved=WINDOW if gathers and self.root_device.type == "cuda" else 0)
+        here, module = max(self.num_processes, 1), self.lightning_module
+        trains = module is None or module.trainer.state.fn == TrainerFn.FITTING
+        manual = module is not None and not module.automatic_optimization
+        gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
+        window = WINDOW if self.root_device.type == "cuda" else 0
+        gathering = Gathering(here, spare=window) if gathers and here > 1 else None
+        return replace(wishes.among(sharding, here, self.world_size), gathering=gathering)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lightning_protrain.peers import PeerAccess
+from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.replicas import DDPOptions, GradSync
 
@@ -52,6 +55,8 @@ class Parallelism:
 def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAccess | None, sends: str | None) -> bool:
     """Whether each rank uploads parts of chunks, and has the others from other ranks, see [Note: Gathers].
 
+    Where `"device"` finds nothing that ranks share, that is said: the same script may run on one rank or on many.
+
     Args:
         choice: Of the user.
         plan: That is about to be applied.
@@ -60,8 +65,13 @@ def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAcc
         sends: What collectives of device tensors are made by; None: there is one rank.
 
     Raises:
-        ValueError: `"device"`, and it cannot be.
+        ValueError: `"device"` under manual optimization.
     """
+    if choice == "device" and manual:
+        raise ValueError(
+            'gather="device" makes chunks of parts that ranks share: under manual optimization nobody knows where a '
+            "step begins and ends. Leave `gather` out."
+        )
     why = None
     if sends is None:
         why = "there is one rank"
@@ -69,14 +79,26 @@ def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAcc
         why = "the plan offloads nothing"
     elif plan.sharding is not Sharding.SHARD:
         why = f'every rank holds what the plan offloads (sharding="{plan.sharding}")'
-    elif manual:
-        why = "under manual optimization nobody knows where a step begins and ends"
     if choice == "device" and why is not None:
-        raise ValueError(f'gather="device" makes chunks of parts that ranks share: {why}. Leave `gather` out.')
-    return why is None and may_gather(choice, peers, sends)
+        rank_zero_info(f'gather="device": {why}, so there are no parts to gather.')
+    return why is None and may_gather(choice, manual, peers, sends)
 
 
-def may_gather(choice: GatherChoice, peers: PeerAccess | None, sends: str | None) -> bool:
+def may_gather(choice: GatherChoice, manual: bool, peers: PeerAccess | None, sends: str | None) -> bool:
     """The same before there is a plan; arguments as of `gathers_parts`."""
     linked = peers is not None and peers.link == "nvlink"
-    return choice == "device" or (choice == "auto" and linked and sends == "nccl")
+    wanted = choice == "device" or (choice == "auto" and linked and sends == "nccl")
+    return wanted and not manual and sends is not None
+
+
+def gathers_on_paper(choice: GatherChoice, ranks: int, link: float | None, upload: float) -> Gathering | None:
+    """The same for machines that are not here, where nobody can look for NVLink.
+
+    Args:
+        choice: Of the user; `"auto"` takes a link that is known to be faster than that to the host.
+        ranks: Of a machine.
+        link: Bytes per second that a device sends to another one; None: as many as to its host.
+        upload: Bytes per second from the host, the most that any of the devices takes.
+    """
+    wanted = choice == "device" or (choice == "auto" and link is not None and link > upload)
+    return Gathering(ranks, link, WINDOW) if wanted and ranks > 1 else None

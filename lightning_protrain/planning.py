@@ -19,7 +19,7 @@ from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, memory_terms
-from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
 from lightning_protrain.planner.presets import make_plan
@@ -137,15 +137,13 @@ class Case:
                 raise
             self._find_plan(machine, host_bytes)  # It raises as well, if the copy is not the reason.
             raise ValueError(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
-        return self._with_buckets(found)
+        return self._among_ranks(found)
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
         choice, device_bytes = self.wishes.choice, self.budget(machine)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
-            choice = self._with_buckets(choice)
-            if device_bytes is not None and choice.num_offloaded_chunks:
-                device_bytes -= self._room_to_gather
+            choice = self._among_ranks(choice)
             check_fits(choice, self.layout, device_bytes, host_bytes, self.state_bytes, self._host_use)
             return choice
         if self.searches(machine) and self.profile is not None and self.training is not None:
@@ -242,6 +240,7 @@ class Case:
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
             network=self.network,
+            gathering=self._gathering,
         )
         plan = self._if_all_fits(problem)
         if plan is None:
@@ -268,9 +267,14 @@ class Case:
         return sum(info.nbytes for info in self.layout.parameters)
 
     @property
+    def _gathering(self) -> Gathering | None:
+        """How chunks are gathered that are offloaded; ranks that hold them each for itself gather nothing."""
+        return self.wishes.gathering if self.wishes.sharers > 1 else None
+
+    @property
     def _room_to_gather(self) -> int:
-        """Bytes of the device beside a plan that offloads anything, where ranks share that."""
-        return self.wishes.reserved if self.wishes.sharers > 1 else 0
+        """Bytes of the device beside a plan that offloads anything."""
+        return self._gathering.spare if self._gathering is not None else 0
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
@@ -280,13 +284,15 @@ class Case:
         trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
         return 3 * max(trained, default=0)
 
-    def _with_buckets(self, plan: Plan) -> Plan:
-        """With the room that sums over these ranks take, in its terms and in what is predicted, whoever made it."""
+    def _among_ranks(self, plan: Plan) -> Plan:
+        """With the room that sums and gathers of these ranks take, as terms and predicted, whoever made it."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
-        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
-        prediction = plan.prediction.with_buckets(nbytes) if plan.prediction is not None else None
-        return replace(plan, memory=memory, prediction=prediction)
+        how = self._gathering if plan.num_offloaded_chunks else None
+        window, ranks = (how.spare, how.ranks) if how is not None else (0, 1)
+        memory = replace(plan.memory, gradients_in_flight=own + nbytes, gathers_for_others=window)
+        prediction = plan.prediction.among_ranks(nbytes, window) if plan.prediction is not None else None
+        return replace(plan, memory=memory, prediction=prediction, gathered_by=ranks)
 
     def _if_all_fits(self, problem: Problem) -> Plan | None:
         """The plan that streams nothing and keeps everything, if it fits and no knob is against it.

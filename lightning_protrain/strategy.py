@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from lightning_protrain.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.parallel import DataParallelStrategy
-from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice
+from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, gathers_on_paper
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import describe_case, say_if_one_block
@@ -184,18 +185,24 @@ class ProTrainStrategy(DataParallelStrategy):
         return self._runtime.num_hooks if self._runtime is not None else 0
 
     @contextmanager
-    def planning_only(self, machines: Machines, ranks: int = 1, here: int = 1) -> Generator[Answers]:
+    def planning_only(
+        self, machines: Machines, ranks: int = 1, here: int = 1, link: float | None = None
+    ) -> Generator[Answers]:
         """Within it, a fit ends when its plan is made, and no weights are.
 
         Args:
             machines: What to plan for.
             ranks: How many train together.
             here: How many of them are on one machine.
+            link: Bytes per second that a device sends to another one of its machine; None: what it sends to its host.
 
         Yields:
             A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
         """
+        uploads = [machine.upload for under in machines.values() for machine in under.values() if machine is not None]
+        gathering = gathers_on_paper(self._parallelism.gather, here, link, max(uploads, default=0.0))
         wishes, self._wishes = self._wishes, self._wishes.among(Sharding.REPLICATE, here, ranks)
+        self._wishes = replace(self._wishes, gathering=gathering)
         self._machines, self._answers = machines, {}
         try:
             yield self._answers

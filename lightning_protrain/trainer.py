@@ -93,13 +93,13 @@ class PlanningTrainer(Trainer):
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
         machines = {name: {each: _for_rank(whole, each, here) for each in shardings} for name, whole in wholes.items()}
-        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here) as found:
+        link = parse_bytes(gpu_link) if gpu_link is not None else None
+        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here, link) as found:
             has_data = datamodule is not None or is_overridden("train_dataloader", model)
             if has_data and (batch_size is not None or length is not None):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
             made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
             self.fit(model, None if has_data else made, datamodule=datamodule)
-        link = parse_bytes(gpu_link) if gpu_link is not None else None
         clusters = {
             name: Cluster(here, num_nodes, link or whole.download, parse_bytes(network), whole.host_memory)
             for name, whole in wholes.items()
@@ -182,7 +182,7 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
             said = str(answer) if isinstance(answer, ValueError) else _policies(answer)
             console.print(f"{name}: {said}", highlight=False)
     if clusters and plans:
-        console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
+        console.print(scaling({name: (_way(plan), scale(plan, clusters[name])) for name, plan in plans.items()}))
     if path is not None:
         content = {
             name or "this machine": json.loads(answer.to_json()) if isinstance(answer, Plan) else None
@@ -215,15 +215,15 @@ def comparison(answers: Answers) -> Table:
     return table
 
 
-def scaling(scaled: Mapping[str, tuple[Sharding, Scaled]]) -> Table:
-    """One row for each cluster: who holds what is offloaded, host memory of a machine, seconds to sum gradients."""
+def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
+    """One row for each cluster: who holds what is offloaded and how it comes, host of a machine, seconds of sums."""
     table = _table("On all GPUs (estimate)")
     for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
-    for name, (sharding, one) in scaled.items():
+    for name, (way, one) in scaled.items():
         table.add_row(
             name,
-            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {sharding}",
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}",
             short_bytes(one.node_bytes),
             short_seconds(one.sent_seconds),
             short_seconds(one.step_seconds),
@@ -231,6 +231,10 @@ def scaling(scaled: Mapping[str, tuple[Sharding, Scaled]]) -> Table:
             f"{100 * one.efficiency:.0f} %",
         )
     return table
+
+
+def _way(plan: Plan) -> str:
+    return f"{plan.sharding}, in parts" if plan.gathered_by > 1 else plan.sharding
 
 
 def _table(title: str) -> Table:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset, parse_bytes
 from lightning_protrain.profiler.blocks import BlockChoice
@@ -28,7 +29,7 @@ class Wishes:
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
-        reserved: Bytes of the device that are for nothing in a plan, where something is offloaded that ranks share.
+        gathering: How ranks gather chunks that are offloaded, where they share them; None: each uploads all of them.
     """
 
     choice: Plan | Preset
@@ -41,7 +42,7 @@ class Wishes:
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
-    reserved: int = 0
+    gathering: Gathering | None = None
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.

@@ -239,10 +239,10 @@ def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int])
     [
         (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
         ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
-        ("[1, 2]", r"The plan has format 'list', this version reads format 4"),
-        ("{}", r"The plan has format None, this version reads format 4"),
-        ('{"format": 99}', r"The plan has format 99, this version reads format 4\. Make the plan again"),
-        ('{"format": 4}', r"The plan's plan has the fields \[\], not \['blocks'"),
+        ("[1, 2]", r"The plan has format 'list', this version reads format 5"),
+        ("{}", r"The plan has format None, this version reads format 5"),
+        ('{"format": 99}', r"The plan has format 99, this version reads format 5\. Make the plan again"),
+        ('{"format": 5}', r"The plan's plan has the fields \[\], not \['blocks'"),
     ],
 )
 def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:

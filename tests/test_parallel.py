@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy, parallel
 from lightning_protrain.parallelism import Parallelism
 from lightning_protrain.peers import PeerAccess
+from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
-from lightning_protrain.runtime.parts import WINDOW
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
@@ -60,23 +61,36 @@ def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copie
 
 
 @pytest.mark.parametrize(
-    ("gather", "device", "link", "reserved"),
+    ("gather", "device", "link", "window"),
     [
-        ("host", "cuda", "nvlink", 0),
+        ("host", "cuda", "nvlink", None),
         ("device", "cuda", None, WINDOW),
         ("auto", "cuda", "nvlink", WINDOW),
-        ("auto", "cuda", "pcie", 0),
-        ("auto", "cuda", None, 0),
+        ("auto", "cuda", "pcie", None),
+        ("auto", "cuda", None, None),
         ("device", "cpu", None, 0),
     ],
 )
-def test_memory_to_gather_for_others_is_left_out_of_plans(gather: Any, device: str, link: Any, reserved: int) -> None:
-    strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, 0)])
+def test_plans_know_that_ranks_gather(gather: Any, device: str, link: Any, window: int | None) -> None:
+    strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, at) for at in range(2)])
     strategy._peers = PeerAccess(link) if link else None
     alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
     strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
-    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).reserved == reserved
-    assert alone.reserved == 0
+    expected = None if window is None else Gathering(2, spare=window)
+    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).gathering == expected
+    assert alone.gathering is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "automatic", "fn"), [(1, True, "FITTING"), (2, False, "FITTING"), (2, True, "VALIDATING")], ids=str
+)
+def test_plans_know_where_ranks_gather_nothing(ranks: int, automatic: bool, fn: str) -> None:
+    strategy = ProTrainStrategy(gather="device", parallel_devices=[CPU] * ranks)
+    strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn[fn]))
+    module: Any = SimpleNamespace(automatic_optimization=automatic, trainer=trainer)
+    strategy._lightning_module = module
+    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).gathering is None
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:
@@ -112,11 +126,12 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
     assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
 
 
-def test_who_gathers_on_the_device_shares_whatever_is_predicted() -> None:
-    strategy = ProTrainStrategy(gather="device")
-    assert strategy.shardings(2) == (Sharding.SHARD,)
+@pytest.mark.parametrize("gather", ["host", "device", "auto"])
+def test_whoever_gathers_compares_both_shardings(gather: Any) -> None:
+    strategy = ProTrainStrategy(gather=gather)
+    assert strategy.shardings(2) == (Sharding.SHARD, Sharding.REPLICATE)
     assert strategy.shardings(1) == (Sharding.REPLICATE,)
-    assert ProTrainStrategy(gather="auto").shardings(2) == (Sharding.SHARD, Sharding.REPLICATE)
+    assert ProTrainStrategy(gather=gather, sharding="shard").shardings(2) == (Sharding.SHARD,)
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain import ProTrainStrategy
-from lightning_protrain.parallelism import Parallelism, gathers_parts
+from lightning_protrain import ProTrainStrategy, parallelism
+from lightning_protrain.parallelism import Parallelism, gathers_on_paper, gathers_parts
 from lightning_protrain.peers import Link, PeerAccess
+from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from tests.distributed.test_parity import Module
 from tests.plans import half, preset
@@ -37,23 +38,52 @@ def test_by_itself_it_takes_nvlink_and_nccl(link: Link | None, sends: str) -> No
     assert gathers("device", link, sends)
 
 
-WHERE_IT_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
-    ({"sends": None}, "there is one rank"),
-    ({"plan": plan_of(Sharding.SHARD, "resident")}, "the plan offloads nothing"),
-    (
+WHERE_NOTHING_IS_SHARED: dict[str, tuple[dict[str, Any], str]] = {
+    "alone": ({"sends": None}, "there is one rank"),
+    "resident": ({"plan": plan_of(Sharding.SHARD, "resident")}, "the plan offloads nothing"),
+    "replicate": (
         {"plan": plan_of(Sharding.REPLICATE, "offload")},
-        r'every rank holds what the plan offloads .sharding="replicate"',
+        'every rank holds what the plan offloads (sharding="replicate")',
     ),
-    ({"manual": True}, "under manual optimization nobody knows where a step begins and ends"),
-]
+}
 
 
-@pytest.mark.parametrize(("where", "why"), WHERE_IT_CANNOT_BE, ids=["alone", "resident", "replicate", "manual"])
-def test_where_it_cannot_be_it_is_refused_by_name(where: dict[str, Any], why: str) -> None:
-    assert not gathers("auto", **where)
-    assert not gathers("host", **where)
-    with pytest.raises(ValueError, match=rf'gather="device" makes chunks of parts that ranks share: {why}'):
-        gathers("device", **where)
+@pytest.mark.parametrize("where", WHERE_NOTHING_IS_SHARED)
+def test_where_nothing_is_shared_it_is_said_once(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(parallelism, "rank_zero_info", said.append)
+    given, why = WHERE_NOTHING_IS_SHARED[where]
+    assert not gathers("auto", **given)
+    assert not gathers("host", **given)
+    assert said == []
+    assert not gathers("device", **given)
+    assert said == [f'gather="device": {why}, so there are no parts to gather.']
+
+
+@pytest.mark.parametrize("sends", ["nccl", None])
+def test_under_manual_optimization_it_is_refused(sends: str | None) -> None:
+    assert not gathers("auto", manual=True, sends=sends)
+    assert not gathers("host", manual=True, sends=sends)
+    with pytest.raises(ValueError, match="under manual optimization nobody knows where a step begins and ends"):
+        gathers("device", manual=True, sends=sends)
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "link", "expected"),
+    [
+        ("device", 4, None, Gathering(4, None, WINDOW)),
+        ("device", 4, 5.0, Gathering(4, 5.0, WINDOW)),
+        ("device", 1, 5.0, None),
+        ("auto", 4, None, None),
+        ("auto", 4, 25.0, None),
+        ("auto", 4, 26.0, Gathering(4, 26.0, WINDOW)),
+        ("host", 4, 1000.0, None),
+    ],
+)
+def test_on_paper_it_takes_a_link_that_is_faster_than_that_to_the_host(
+    choice: Any, ranks: int, link: float | None, expected: Gathering | None
+) -> None:
+    assert gathers_on_paper(choice, ranks, link, 25.0) == expected
 
 
 @pytest.mark.parametrize("sharding", ["resident", "replicate"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_protrain import module as module_file
-from lightning_protrain import planning
+from lightning_protrain import parallelism, planning
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.planner.plan import Plan
@@ -139,6 +139,33 @@ def test_the_ranks_of_a_machine_are_planned_for(
     many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
     assert [(each.ranks, each.copies, each.sharers) for each in wishes] == [(8, *each) for each in shares]
+
+
+@pytest.mark.parametrize(
+    ("gather", "link", "gathers"),
+    [("host", "900GB", False), ("auto", None, False), ("auto", "900GB", True), ("device", None, True)],
+)
+def test_parts_of_chunks_are_planned_for(
+    gather: str,
+    link: str | None,
+    gathers: bool,
+    options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallelism, "WINDOW", 1 << 16)  # The whole model takes less than a true one.
+    strategy = {"sharding": "shard", "gather": gather, "device_memory": "3MiB"}
+    many = [f"--trainer.strategy.{name}={value}" for name, value in strategy.items()]
+    many = ["--num_gpus=4", "--trainer.strategy=lightning_protrain.ProTrainStrategy", *many]
+    many += [] if link is None else [f"--gpu_link={link}"]
+    ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", "--json", "plans.json", *options, *many])
+    shown = " ".join(capsys.readouterr().out.split())
+    plan = _written(Path("plans.json"))["RTX 3090"]
+    assert plan is not None
+    assert plan.gathered_by == (4 if gathers else 1)
+    assert ("gathered between the 4 ranks of a machine" in shown) is gathers
+    assert ("uploaded whole by each rank" in shown) is not gathers
+    assert ("in parts" in shown) is gathers
 
 
 def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(

@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.clock import Columns, Seconds, Training
-from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
+from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings, come_together
+from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -66,6 +67,7 @@ class Candidates:
             in backward.
         hardware: The machine.
         training: How plans are used.
+        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Attributes:
         block: Index among the blocks of the layout at each position; the number of blocks where there is none, (P,).
@@ -84,14 +86,17 @@ class Candidates:
         computes: tuple[Sequence[float], Sequence[float], Sequence[float]],
         hardware: HardwareProfile,
         training: Training,
+        gathering: Gathering | None = None,
     ) -> None:
         self._hardware, self._training = hardware, training
+        self._incoming = come = incoming(hardware, gathering)
+        self._last = last_window(hardware, gathering), gathering
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
         self._forward, self._selective, self._backward = (np.array(seconds)[:, None] for seconds in computes)
         of_block = self.block < len(index_of)
-        copied = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * sizes.nbytes / hardware.download
+        copied = sizes.nbytes * (2 / come.upload) + sizes.trainable * sizes.nbytes / hardware.download
         streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
         self.each = (
             training.accumulate * float(self._forward[of_block].sum()) / max(len(index_of), 1),
@@ -120,11 +125,11 @@ class Candidates:
         self._tails: Seconds | None = None
         if self._host_steps is not None:
             first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
-            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], hardware, training)
+            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], come, training)
         self._casts = bool(sizes.low.any())
         # By the direction of the pass: bytes that come, at the very least, while each position is computed. One byte
         # less is more than what additions in another order are off.
-        slowest = min(hardware.upload, hardware.upload_beside)
+        slowest = 1 / (1 / min(come.upload, come.upload_beside) + self._last[0])
         self._places = np.arange(len(segments))[:, None]
         self._meanwhile = {
             step: np.maximum(np.floor(seconds[:, 0] * slowest) - 1, 0).astype(np.int64)
@@ -152,7 +157,7 @@ class Candidates:
             swapped: Bytes that a position swaps, (P, K).
             loose: Whether it is a set, (K,): what is late depends on the plan, see [Note: Held back].
         """
-        machine, training = self._hardware, self._training
+        machine, come, training = self._hardware, self._incoming, self._training
         ups, backs = self._streams(persistent, buffers, loose)
         begin = self._gradients.begin(persistent)
         download = self._gradients.amount(DOWNLOAD, begin)
@@ -161,9 +166,10 @@ class Candidates:
         added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
         begin = self._steps.begin(persistent)
         stepped = self._steps.amount(STEPPED, begin) if training.clips else nothing
-        rate_forward = np.where(_near(swapped), machine.upload_beside, machine.upload)
+        rate_forward = np.where(_near(swapped), come.upload_beside, come.upload)
         rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
-        rate_backward = np.where(_near(download), machine.upload_beside, machine.upload)
+        rate_backward = np.where(_near(download), come.upload_beside, come.upload)
+        rate_back = np.where(_near(download), machine.upload_beside, machine.upload)
         rate_download = np.where(_near(backs.nbytes + swapped), machine.download_beside, machine.download)
         host_step = self._steps.amount(NUMEL, begin) / machine.host_step
         if training.overlap == "off":
@@ -176,10 +182,10 @@ class Candidates:
             recompute=recomputes * (self._forward if selects is None else self._again(selects)),
             compute_backward=self._backward,
             upload_forward=ups.nbytes / rate_forward,
-            late_forward=ups.late / rate_forward,
+            late_forward=held_seconds(ups.late, rate_forward, *self._last),
             wait_forward=ups.waits,
             upload_backward=backs.nbytes / rate_backward,
-            late_backward=backs.late / rate_backward,
+            late_backward=held_seconds(backs.late, rate_backward, *self._last),
             wait_backward=backs.waits,
             download=download / rate_download,
             stall=stall,
@@ -195,7 +201,7 @@ class Candidates:
             host_step=host_step,
             tail=self._tail(ups, persistent, rate_forward),
             swap_out=swapped / rate_out,
-            swap_in=swapped / rate_backward,
+            swap_in=swapped / rate_back,
             device_step=self._device_step(fewest),
         )
 
@@ -240,7 +246,7 @@ class Candidates:
         if ups.tails is None:
             return ups.nbytes / rates
         alone, beside = ups.tails
-        found: Seconds = np.where(rates == self._hardware.upload_beside, beside, alone)
+        found: Seconds = np.where(rates == self._incoming.upload_beside, beside, alone)
         found[0] += self._pinned_bytes[persistent] / np.broadcast_to(rates, found.shape)[0]
         return found
 
@@ -262,7 +268,7 @@ class Candidates:
             found[0, 0, 0] += self._pinned_bytes[persistent]
             tails, steps = None, self._host_steps
             if steps is not None:
-                tails = tails_of(ups, np.array(self._sizes), steps, self._hardware, self._training)
+                tails = tails_of(ups, np.array(self._sizes), steps, self._incoming, self._training)
             self._walked[persistent, buffers] = found, tails
         return self._walked[persistent, buffers]
 

@@ -61,6 +61,9 @@ class _Memory(Protocol):
     def activations(self) -> int: ...
 
     @property
+    def gathers_for_others(self) -> int: ...
+
+    @property
     def total(self) -> int: ...
 
 
@@ -81,6 +84,12 @@ class Explained(Protocol):
 
     @property
     def prediction(self) -> Prediction | None: ...
+
+    @property
+    def sharding(self) -> str: ...
+
+    @property
+    def gathered_by(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,8 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
     """
     if budget is None and plan.prediction is not None:
         budget = plan.prediction.budget
-    parts: list[RenderableType] = [unit_table(plan), placement(plan), *sentences, "", memory_table(plan, budget)]
+    said = [placement(plan), *sharing_sentences(plan), *sentences]
+    parts: list[RenderableType] = [unit_table(plan), *said, "", memory_table(plan, budget)]
     if plan.prediction is not None:
         parts += ["", phase_table(plan.prediction), *host_sentences(plan.prediction), time_sentence(plan.prediction)]
         parts += plan.prediction.advice
@@ -162,6 +172,15 @@ def placement(plan: Explained) -> str:
     return f"Parameters: {short_bytes(resident)} on the device, {short_bytes(streamed)} streamed{buffers}."
 
 
+def sharing_sentences(plan: Explained) -> list[str]:
+    """How chunks come to several ranks that share one copy of them, if they do."""
+    if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
+        return []
+    if plan.gathered_by == 1:
+        return ["Streamed chunks are uploaded whole by each rank, from the one copy of its machine."]
+    return [f"Streamed chunks come in parts, gathered between the {plan.gathered_by} ranks of a machine."]
+
+
 def memory_table(plan: Explained, budget: int | None) -> Table:
     """What the plan puts on the device, beside what it may."""
     memory = plan.memory
@@ -172,6 +191,7 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
         "module buffers": memory.module_buffers,
     }
     also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
+    also["gathers for other ranks"] = memory.gathers_for_others
     terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
     what = "Model states" + (" and activations" if memory.activations else "")
     if memory.swapped_activations and not memory.activations:

@@ -1,12 +1,30 @@
-"""What it takes to sum gradients over ranks: the planner's record of the network. Imports no torch."""
+"""What it takes to sum gradients over ranks, and to gather chunks: the planner's record of the network.
+
+[Note: In parts]
+Where each of L ranks uploads a part of every chunk, its link to the host carries B / L bytes of one that has B, and its
+link to the other devices brings (L - 1) / L B. Windows of a chunk are gathered while the next ones are uploaded, and
+chunks follow each other, so a chunk takes as long as the slower of both; where nothing runs beside anything, as long as
+both together. That is a rate of uploads: one of the machine's figures, in which what is predicted is monotone.
+
+Of the faster of both one window is behind the other or before it. Where chunks follow each other it runs beside them;
+where they wait for their buffers, it is added to what is held back. With b bytes held back that is a slope of their
+seconds up to a window, so these stay monotone, and more of b takes no longer than at `slowest`, see [Note: Held back].
+Left out is that sums of gradients may take the same link.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lightning_protrain.profiler.machine import HardwareProfile
 
 # Bytes that DDP puts into one sum, unless it is told otherwise.
 DDP_BUCKET = 25 << 20
+# Bytes of a chunk that are gathered at once, at most.
+WINDOW = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -82,3 +100,61 @@ class Network:
     def sum_of_resident(self, nbytes: int) -> float:
         """Seconds of the sums of so many bytes, in buckets as DDP makes them."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Chunks that ranks of a machine upload in parts, which they gather on their devices, see [Note: In parts].
+
+    Attributes:
+        ranks: Of a machine, each of which uploads a part.
+        link: Bytes per second that come to a device from the others; None: not known, as many as it sends to its host.
+        spare: Bytes of the device for gathers that a rank makes for the sake of others.
+        window: The most bytes of a chunk that are gathered at once.
+
+    Raises:
+        ValueError: There are no other ranks, or the rate is no finite number above zero.
+    """
+
+    ranks: int
+    link: float | None = None
+    spare: int = 0
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        """Of a rank alone nothing would come from others."""
+        if self.ranks < 2:
+            raise ValueError(f"Chunks cannot be gathered from the parts of {self.ranks} rank(s).")
+        if self.link is not None and (not math.isfinite(self.link) or self.link <= 0):
+            raise ValueError(f"The rate of gathers is {self.link!r}: measure it again.")
+
+    @property
+    def others(self) -> float:
+        """Which part of a chunk comes from the other ranks."""
+        return (self.ranks - 1) / self.ranks
+
+
+def last_window(hardware: HardwareProfile, gathering: Gathering | None) -> float:
+    """Seconds of the faster of uploads and gathers for each byte of a window; 0 where chunks are uploaded whole."""
+    if gathering is None or not hardware.asynchronous:
+        return 0.0
+    link = gathering.link or hardware.download
+    return min(1 / (gathering.ranks * hardware.upload), gathering.others / link)
+
+
+def incoming(hardware: HardwareProfile, gathering: Gathering | None) -> HardwareProfile:
+    """The machine as chunks come to its device; activations that come back are uploaded as ever.
+
+    Args:
+        hardware: The machine.
+        gathering: How chunks are gathered; None: each rank uploads all of them.
+    """
+    if gathering is None:
+        return hardware
+    gathered = (gathering.link or hardware.download) / gathering.others
+
+    def rate(upload: float) -> float:
+        uploaded = gathering.ranks * upload
+        return min(uploaded, gathered) if hardware.asynchronous else 1 / (1 / uploaded + 1 / gathered)
+
+    return replace(hardware, upload=rate(hardware.upload), upload_beside=rate(hardware.upload_beside))

@@ -179,5 +179,5 @@ def _seconds(problem: Problem, knobs: Knobs) -> float | None:
 
 
 def _step_time(problem: Problem, plan: Plan) -> StepTime:
-    known = problem.hardware, problem.training, problem.network
+    known = problem.hardware, problem.training, problem.network, problem.gathering
     return step_time(problem.profile, problem.layout, plan, *known)

@@ -17,7 +17,7 @@ from lightning_protrain.planner.explain import explain
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-FORMAT = 4
+FORMAT = 5
 # Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
 ALIGNMENT = 256
 
@@ -90,6 +90,7 @@ class MemoryTerms:
         swapped_activations: The most that swapped tensors occupy at one time: those of one block in use, those of its
             neighbour under way.
         activations: What operations make and autograd keeps, at the peak of the step; 0: nothing is known of them.
+        gathers_for_others: Of chunks that other ranks need, where ranks gather chunks.
     """
 
     resident_states: int
@@ -98,6 +99,7 @@ class MemoryTerms:
     module_buffers: int
     swapped_activations: int = 0
     activations: int = 0
+    gathers_for_others: int = 0
 
     @property
     def total(self) -> int:
@@ -117,6 +119,7 @@ class Plan:
         shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
         prediction: What it is expected to take and to give, if that was worked out.
         sharding: Who holds the offloaded chunks.
+        gathered_by: Ranks of a machine that upload a part of each of them and gather it; 1: each uploads all.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -126,6 +129,7 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
     prediction: Prediction | None = None
     sharding: Sharding = Sharding.REPLICATE
+    gathered_by: int = 1
 
     @property
     def num_offloaded_chunks(self) -> int:
@@ -185,6 +189,7 @@ class Plan:
             shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
             prediction=None if content["prediction"] is None else Prediction.from_dict(content["prediction"]),
             sharding=content["sharding"],
+            gathered_by=content["gathered_by"],
         )
 
     def save(self, path: str | Path) -> None:
@@ -258,10 +263,8 @@ def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) ->
                 )
         if chunk.streamed_dtype is not None:
             _check_streamed(chunk, low_dtype)
-        sizes = [
-            infos[fqn].nbytes if chunk.streamed_dtype is None else 2 * infos[fqn].numel for fqn in chunk.parameters
-        ]
-        _, nbytes = chunk_offsets(sizes)
+        whole = chunk.streamed_dtype is None
+        _, nbytes = chunk_offsets([infos[fqn].nbytes if whole else 2 * infos[fqn].numel for fqn in chunk.parameters])
         if chunk.nbytes != nbytes:
             raise ValueError(
                 f"The plan gives the chunk of {chunk.parameters[0]!r} {chunk.nbytes} bytes, it has {nbytes}. {_REMEDY}"
@@ -305,7 +308,6 @@ def _check_swap(block: BlockPlan) -> None:
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 _REMEDY = "It was made for another model: make the plan again, or load that model."
-
 _DTYPE_REMEDY = (
     "Weights of another dtype need another plan: make it again, or give the Trainer the precision that the plan was "
     'made with ("32-true" or a mixed one for float32, "bf16-true" for bfloat16, "16-true" for float16).'
@@ -374,6 +376,7 @@ _PLAN_FIELDS: _Readers = {
     "shapes": _is(dict),
     "prediction": lambda where, value: value,  # read by its own class
     "sharding": _one_of(Sharding),
+    "gathered_by": _is(int),
 }
 _CHUNK_FIELDS: _Readers = {
     "parameters": _names,

@@ -11,6 +11,8 @@ from typing import Any, Self
 TOLERANCE = 0.05
 # Among the terms of the device: gradients of offloaded chunks that are summed over ranks.
 GRADIENT_BUCKETS = "gradient_buckets"
+# The same: what is gathered for the sake of other ranks; and in which phases of a run that may be.
+GATHERS, GATHERING_PHASES = "gathers_for_others", ("forward", "backward")
 # Among the terms of the host: the copy of a checkpoint that is written behind the training.
 CHECKPOINT_COPY = "checkpoint_copy"
 # The same: what the other ranks of a machine have of their own, where all of them share one copy of the rest.
@@ -88,13 +90,16 @@ class Prediction:
         """Of one device; None where the tokens of a batch are not known."""
         return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
 
-    def with_buckets(self, nbytes: int) -> Self:
-        """The same where so many bytes of gradients are summed over ranks in backward."""
-        phases = tuple(
-            replace(phase, device={**phase.device, GRADIENT_BUCKETS: nbytes}) if phase.name == "backward" else phase
-            for phase in self.phases
-        )
-        return replace(self, phases=phases) if nbytes else self
+    def among_ranks(self, buckets: int, gathers: int) -> Self:
+        """The same where ranks sum gradients in so many bytes, and each gathers for the others in so many."""
+
+        def among(phase: PhasePrediction) -> PhasePrediction:
+            own = {term: nbytes for term, nbytes in phase.device.items() if term not in (GRADIENT_BUCKETS, GATHERS)}
+            sums = {GRADIENT_BUCKETS: buckets} if buckets and phase.name == "backward" else {}
+            parts = {GATHERS: gathers} if gathers and phase.name in GATHERING_PHASES else {}
+            return replace(phase, device={**own, **sums, **parts})
+
+        return replace(self, phases=tuple(map(among, self.phases)))
 
     def with_advice(self, *sentences: str) -> Self:
         """The same with more sentences for the user."""

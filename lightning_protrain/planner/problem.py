@@ -14,7 +14,7 @@ from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.footprint import Footprint
-from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
 from lightning_protrain.planner.recomputation import selective_seconds
@@ -47,7 +47,9 @@ class Problem:
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
         network: How gradients are summed over ranks, for the time that is predicted; None: there is one, or it is not
             known. The search leaves it out.
-        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks.
+        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
+            gathers.
+        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -67,6 +69,7 @@ class Problem:
     sharers: int = 1
     network: Network | None = None
     reserved: int = 0
+    gathering: Gathering | None = None
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""
@@ -162,9 +165,8 @@ class Packing:
         """What takes how long."""
         problem = self.problem
         computes = self._unpacked.forward, self._unpacked.selective, self._unpacked.backward
-        return Candidates(
-            problem.profile, problem.layout, self._needed, self.sizes, computes, problem.hardware, problem.training
-        )
+        known = problem.hardware, problem.training, problem.gathering
+        return Candidates(problem.profile, problem.layout, self._needed, self.sizes, computes, *known)
 
     @cached_property
     def footprint(self) -> Footprint:

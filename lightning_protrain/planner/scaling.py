@@ -5,6 +5,8 @@ A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n
 it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node go over the link between its devices; of
 what crosses machines every node sends one copy. Sending overlaps with backward, about two thirds of the computation of
 the micro-batch that ends the step; what is longer shows. Devices of a node share the memory of one host, and its rate.
+Where they gather chunks from parts (see [Note: In parts] in network.py), weights are read there once for all of them,
+and cross the link between them beside the sums.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Scaled:
         step_seconds: Of one optimizer step.
         sent_seconds: In which gradients are sent, most of it behind backward.
         host_seconds: In which the memory of a host is busy with what its devices stream.
+        link_seconds: In which the link between its devices is busy with chunks that they gather, and with sums; 0 where
+            they gather none.
         tokens_per_second: Of all devices; None where the tokens of a batch are not known.
         efficiency: Of the step of one device, its part of the step here.
         node_bytes: Host memory that each machine needs.
@@ -59,6 +63,7 @@ class Scaled:
     step_seconds: float
     sent_seconds: float
     host_seconds: float
+    link_seconds: float
     tokens_per_second: float | None
     efficiency: float
     node_bytes: int
@@ -80,7 +85,8 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     sent = _sent_seconds(plan, cluster)
     backward = _SHARE_OF_BACKWARD * prediction.busy.get("compute", 0.0) / prediction.accumulate
     moved = _streamed_bytes(plan, prediction.accumulate) * cluster.gpus_per_node / cluster.host_memory
-    seconds = max(prediction.step_seconds + max(sent - backward, 0.0), moved)
+    linked = _linked_seconds(plan, cluster, prediction.accumulate)
+    seconds = max(prediction.step_seconds + max(sent - backward, 0.0), moved, linked)
     tokens = prediction.tokens * prediction.accumulate * cluster.num_gpus
     copies = 1 if plan.sharding is Sharding.SHARD else cluster.gpus_per_node
     return Scaled(
@@ -88,6 +94,7 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
         step_seconds=seconds,
         sent_seconds=sent,
         host_seconds=moved,
+        link_seconds=linked,
         tokens_per_second=tokens / seconds if tokens else None,
         efficiency=prediction.step_seconds / seconds,
         node_bytes=prediction.host_bytes * copies,
@@ -95,14 +102,22 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
 
 
 def _sent_seconds(plan: Plan, cluster: Cluster) -> float:
-    trained = [chunk for chunk in plan.chunks if chunk.trainable]
-    resident = _gradient_bytes([chunk for chunk in trained if chunk.resident])
-    offloaded = _gradient_bytes([chunk for chunk in trained if not chunk.resident])
+    resident, offloaded = _summed_bytes(plan)
     if plan.sharding is Sharding.SHARD:
         here, nodes = cluster.gpus_per_node, cluster.num_nodes
         within = (here - 1) / here * offloaded / cluster.link
         return _all_reduce(resident, cluster) + within + 2 * (nodes - 1) / nodes * offloaded / cluster.network
     return _all_reduce(resident + offloaded, cluster)
+
+
+def _linked_seconds(plan: Plan, cluster: Cluster, accumulate: int) -> float:
+    if plan.gathered_by == 1:
+        return 0.0
+    resident, offloaded = _summed_bytes(plan)
+    here, everywhere = cluster.gpus_per_node, cluster.num_gpus
+    gathered = accumulate * 2 * sum(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
+    between = (here - 1) / here * (gathered + offloaded) + 2 * (everywhere - 1) / everywhere * resident
+    return between / cluster.link
 
 
 def _all_reduce(nbytes: float, cluster: Cluster) -> float:
@@ -115,8 +130,15 @@ def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
     return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
 
 
-def _streamed_bytes(plan: Plan, accumulate: int) -> int:
-    """Twice a micro-batch every offloaded weight, up; once its gradient, down."""
+def _summed_bytes(plan: Plan) -> tuple[int, int]:
+    """Gradients of resident chunks, and of offloaded ones."""
+    trained = [chunk for chunk in plan.chunks if chunk.trainable]
+    resident, offloaded = ([chunk for chunk in trained if chunk.resident is kind] for kind in (True, False))
+    return _gradient_bytes(resident), _gradient_bytes(offloaded)
+
+
+def _streamed_bytes(plan: Plan, accumulate: int) -> float:
+    """Of one rank: twice a micro-batch its part of every offloaded weight, up; once the gradient, down."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-    up = 2 * sum(chunk.nbytes for chunk in offloaded)
+    up = 2 * sum(chunk.nbytes for chunk in offloaded) / plan.gathered_by
     return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))

@@ -13,7 +13,7 @@ from lightning_protrain.planner.branch import minimize
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
+from lightning_protrain.planner.prediction import GATHERS, GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Packing, Problem, Unpacked
 from lightning_protrain.planner.space import Space
 from lightning_protrain.planner.timeline import memory_timeline
@@ -89,7 +89,8 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     )
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
-    held = {**phase.device, GRADIENT_BUCKETS: reserved}
+    window = min(problem.gathering.spare, reserved) if problem.gathering is not None else 0
+    held = {**phase.device, GRADIENT_BUCKETS: reserved - window, GATHERS: window}
     terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
     unit = f" at {phase.unit!r}" if phase.unit else ""
     sentences = [

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_protrain.planner.averages import averages_of
 from lightning_protrain.planner.clock import Columns, Seconds, Training, passes, simulate
 from lightning_protrain.planner.columns import columns_of
-from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -49,7 +49,7 @@ class StepTime:
         host_exposed: What a host that takes no time would save on one rank.
         link_exposed: What a link that takes no time would save then.
         compute: The device's computation, the optimizer step of resident chunks included.
-        upload: How long the link towards the device is busy, hidden or not.
+        upload: How long the link towards the device is busy, or that over which chunks are gathered, hidden or not.
         download: The same towards the host.
         host: How long the host computes, hidden or not.
         network_exposed: What training on one rank would save; negative where averages spare the host more.
@@ -85,6 +85,7 @@ def step_time(
     hardware: HardwareProfile,
     training: Training,
     network: Network | None = None,
+    gathering: Gathering | None = None,
 ) -> StepTime:
     """Predicts what one optimizer step takes when the run has settled.
 
@@ -95,12 +96,13 @@ def step_time(
         hardware: The machine.
         training: How the plan is used.
         network: How gradients are summed over ranks; None: there is one.
+        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Raises:
         ValueError: The profile has no segments, or is one of another model than the layout or the plan; or the rate of
             the machine for a dtype is not known.
     """
-    columns = columns_of(profile, layout, plan, hardware, training)
+    columns = columns_of(profile, layout, plan, hardware, training, gathering)
     averages = averages_of(profile, layout, plan, hardware, training.accumulate > 1, network)
     without_host = _without(columns, HOST)
     without_links = _without(without_host, LINKS)

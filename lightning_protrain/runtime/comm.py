@@ -29,6 +29,17 @@ from lightning_protrain.runtime.attendance import Attendance
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def begin_all_gather(whole: Tensor, part: Tensor, group: Any) -> Any:
+    """Begins to gather the parts of the ranks of a group, in their order.
+
+    Args:
+        whole: Where they come, one-dimensional.
+        part: That of this rank; it may lie in its place there.
+        group: Who takes part.
+    """
+    return _all_gather(whole, part, group=group, async_op=True)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Who takes part in a run, seen from one rank.
@@ -106,7 +117,7 @@ class Ranks:
         size = self.local_size
         groups = [dist.new_group(list(range(at, at + size)), timeout) for at in range(0, self.world_size, size)]
         group, whole = groups[self.rank // size], torch.zeros(size, device=device)
-        work = _all_gather(whole, whole[self.local_rank :][:1], group=group, async_op=True)
+        work = begin_all_gather(whole, whole[self.local_rank :][:1], group)
         self.attendance.wait(work, "the other ranks of its node", self.on_node)
         return replace(self, gathering=group)
 
@@ -196,7 +207,7 @@ class Communicator:
         """
         self._count(part)
         self._device.counters.gathers += 1
-        return _all_gather(whole, part, group=self.ranks.gathering, async_op=True)
+        return begin_all_gather(whole, part, self.ranks.gathering)
 
     def end_gather(self, work: Any) -> None:
         """Makes the compute stream wait until all parts are there."""

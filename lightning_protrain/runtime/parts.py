@@ -37,11 +37,12 @@ from torch import Tensor
 
 from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.host import Job
+from lightning_protrain.planner.network import WINDOW
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.uploads import PendingUpload
 
-# Bytes: of a window at most; and what parts are multiples of, for copies and collectives at full speed.
-WINDOW, GRAIN = 64 << 20, 16
+# Bytes that parts are multiples of, for copies and collectives at full speed.
+GRAIN = 16
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainStrategy, parallel, parallelism
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.runtime import parts
 from lightning_protrain.runtime.script import Walk
@@ -316,7 +316,7 @@ def test_a_run_after_one_that_failed_is_whole(tmp_path: Path) -> None:
     assert values(run_ranks(_again, 2, tmp_path)) == [[], []]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- where there is nothing to gather ---------------------------------------------------------------------------------
 
 
 class Manual(Module):
@@ -325,24 +325,63 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
-def _refuse(rank: int, how: dict[str, Any], cls: type[Module]) -> str:
-    module = module_of(cls=cls)
-    options: Any = {"plan": "offload", "gather": "device", **how}
-    trainer = trainer_on_rank(rank, 2, kind=lambda **process: ProTrainStrategy(**options, **process), max_steps=1)
+def _refuse(rank: int) -> str:
+    module = module_of(cls=Manual)
+    trainer = trainer_on_rank(rank, 2, kind=partial(ProTrainStrategy, plan="offload", gather="device"), max_steps=1)
     with pytest.raises(ValueError, match='gather="device" makes chunks of parts that ranks share') as caught:
         trainer.fit(module)
     return str(caught.value)
 
 
+def test_what_nobody_could_agree_on_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for text in values(run_ranks(_refuse, 2, tmp_path)):
+        assert "under manual optimization" in text
+
+
+def _say(rank: int, how: dict[str, Any]) -> tuple[list[str], int]:
+    """What is said of gathers, and how often ranks gathered."""
+    patch, said = pytest.MonkeyPatch(), []
+    for module in (parallelism, parallel):
+        patch.setattr(module, "rank_zero_info", said.append)
+    options: Any = {"plan": "offload", "gather": "device", "adapter_grad_sync": "ddp", **how}
+    trainer = trainer_on_rank(rank, 2, kind=partial(ProTrainStrategy, **options), max_steps=4)
+    trainer.fit(module_of())
+    patch.undo()
+    strategy = trainer.strategy
+    assert isinstance(strategy, ProTrainStrategy)
+    assert strategy.plan is not None
+    assert strategy.plan.gathered_by == (2 if strategy.counters.gathers else 1)
+    return [each for each in said if "gather" in each], strategy.counters.gathers
+
+
 @pytest.mark.parametrize(
-    ("how", "cls", "message"),
+    ("how", "sentence"),
     [
-        ({"plan": "resident"}, Module, "the plan offloads nothing"),
-        ({}, Manual, "under manual optimization"),
+        ({"plan": "resident"}, 'gather="device": the plan offloads nothing, so there are no parts to gather.'),
+        ({}, "Each rank uploads a part of every chunk, and the ranks of a machine gather them."),
     ],
+    ids=["resident", "offload"],
 )
-def test_what_cannot_be_gathered_is_refused_on_all_ranks(
-    how: dict[str, Any], cls: type[Module], message: str, tmp_path: Path
-) -> None:
-    for text in values(run_ranks(_refuse, 2, tmp_path, how, cls)):
-        assert message in text
+def test_ranks_say_once_whether_they_gather(how: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    for said, gathers in values(run_ranks(_say, 2, tmp_path, how)):
+        assert said == [sentence]
+        assert (gathers > 0) is (not how)
+
+
+def test_one_rank_trains_as_ever() -> None:
+    weights = []
+    for gather in ("host", "device"):
+        module = module_of()
+        options: Any = {"plan": "offload", "gather": gather, "monitor": False}
+        trainer = L.Trainer(
+            strategy=ProTrainStrategy(**options),
+            accelerator="cpu",
+            devices=1,
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(module)
+        weights.append({name: value.detach().clone() for name, value in module.state_dict().items()})
+    assert differing(*weights) == []

@@ -122,7 +122,9 @@ def _host(problem: Problem, plan: Plan) -> int:
 def times(problem: Problem, candidates: list[Candidate]) -> list[float]:
     """Seconds of one step of each."""
     columns = [
-        columns_of(problem.profile, problem.layout, candidate.plan, problem.hardware, problem.training)
+        columns_of(
+            problem.profile, problem.layout, candidate.plan, problem.hardware, problem.training, problem.gathering
+        )
         for candidate in candidates
     ]
     if not columns:

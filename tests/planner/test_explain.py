@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lightning_protrain.planner.explain import host_sentences, short_seconds, time_sentence, unit_table
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 
 MIB = 1 << 20
@@ -122,3 +122,25 @@ def test_the_bound_is_explained(bound: str) -> None:
 )
 def test_short_seconds(seconds: float, text: str) -> None:
     assert short_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("sharding", "gathered_by", "sentence"),
+    [
+        (Sharding.REPLICATE, 1, None),
+        (Sharding.SHARD, 1, "Streamed chunks are uploaded whole by each rank, from the one copy of its machine."),
+        (Sharding.SHARD, 4, "Streamed chunks come in parts, gathered between the 4 ranks of a machine."),
+    ],
+)
+def test_how_chunks_come_is_said(sharding: Sharding, gathered_by: int, sentence: str | None) -> None:
+    plan = replace(PLAN, sharding=sharding, gathered_by=gathered_by)
+    assert [line for line in _lines(plan) if "ranks of" in line or "each rank" in line] == [sentence] * bool(sentence)
+    resident = replace(plan, chunks=tuple(replace(chunk, resident=True) for chunk in PLAN.chunks))
+    assert not any("Streamed chunks" in line for line in _lines(resident))
+
+
+def test_what_gathers_for_others_take_is_a_term() -> None:
+    plan = replace(PLAN, memory=replace(PLAN.memory, gathers_for_others=2 * MIB))
+    assert "| gathers for other ranks | 2.0 MiB | 12 % of 16.0 MiB |" in _lines(plan)
+    assert "| total | 10.0 MiB | 63 % of 16.0 MiB |" in _lines(plan)
+    assert not any("gathers" in line for line in _lines(PLAN))

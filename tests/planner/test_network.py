@@ -1,12 +1,15 @@
-"""Seconds of sums over ranks, by hand, and figures that are none."""
+"""Seconds of sums over ranks and of chunks in parts, by hand, and figures that are none."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from lightning_protrain.planner.network import DDP_BUCKET, Network, Route
+from lightning_protrain.planner.network import DDP_BUCKET, Gathering, Network, Route, incoming
+from lightning_protrain.profiler.machine import HardwareProfile
+from tests.machines import CPU
 
 ALL, OWNER, PEERS = Route(1.0, 100.0), Route(0.5, 200.0), Route(2.0, 50.0)
 
@@ -44,3 +47,44 @@ def test_what_is_no_figure_is_refused(figures: tuple[float, float]) -> None:
 def test_rates_are_said() -> None:
     said = Network(Route(1e-5, 25e9), Route(2e-6, 1.5e9), owners=2).describe()
     assert said == "to all 25 GB/s behind 10 us, to an owner 1.5 GB/s behind 2 us"
+
+
+# A chunk of 1200 bytes: up in 12 seconds by one rank, and in 15 beside downloads.
+MACHINE = replace(CPU, upload=100.0, upload_beside=80.0, download=200.0, download_beside=150.0, asynchronous=True)
+CHUNK = 1200
+
+
+@pytest.mark.parametrize(
+    ("gathering", "seconds", "beside"),
+    [
+        (None, 12.0, 15.0),
+        # Half of it up, half from the other: the longer of both.
+        (Gathering(2, 1000.0), 6.0, 7.5),
+        (Gathering(2, 90.0), 600 / 90, 7.5),
+        (Gathering(2, 50.0), 12.0, 12.0),
+        # A quarter up, three from others.
+        (Gathering(4, 1000.0), 3.0, 3.75),
+        (Gathering(4, 300.0), 3.0, 3.75),
+        (Gathering(4, 100.0), 9.0, 9.0),
+        # As fast as to the host.
+        (Gathering(3), 4.0, 5.0),
+        (Gathering(8), 1050 / 200, 1050 / 200),
+    ],
+    ids=str,
+)
+def test_chunks_in_parts_by_hand(gathering: Gathering | None, seconds: float, beside: float) -> None:
+    found = incoming(MACHINE, gathering)
+    assert CHUNK / found.upload == pytest.approx(seconds)
+    assert CHUNK / found.upload_beside == pytest.approx(beside)
+    assert replace(found, upload=100.0, upload_beside=80.0) == MACHINE
+
+
+def test_where_nothing_runs_beside_anything_parts_are_uploaded_and_then_gathered() -> None:
+    machine: HardwareProfile = replace(MACHINE, asynchronous=False)
+    assert CHUNK / incoming(machine, Gathering(4, 100.0)).upload == pytest.approx(3.0 + 9.0)
+
+
+@pytest.mark.parametrize("figures", [(1, 1.0), (0, None), (2, 0.0), (2, math.nan), (2, math.inf), (2, -1.0)], ids=str)
+def test_what_is_no_gathering_is_refused(figures: tuple[int, float | None]) -> None:
+    with pytest.raises(ValueError, match=r"parts of . rank|measure it again"):
+        Gathering(*figures)

@@ -19,6 +19,7 @@ from lightning_protrain.planner.plan import (
     BlockPolicy,
     MemoryTerms,
     Plan,
+    Sharding,
     check_plan,
     chunk_offsets,
 )
@@ -64,7 +65,7 @@ def test_what_swaps_names_its_bytes(policy: BlockPolicy) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    plan = make(transformer())
+    plan = replace(make(transformer()), sharding=Sharding.SHARD, gathered_by=2)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert Plan.load(str(tmp_path / "plan.json")) == plan
@@ -88,6 +89,7 @@ def test_policy_of_an_unknown_block() -> None:
 def test_total() -> None:
     assert MemoryTerms(1, 20, 300, 4000).total == 4321
     assert MemoryTerms(1, 20, 300, 4000, 50000).total == 54321
+    assert MemoryTerms(1, 20, 300, 4000, gathers_for_others=50000).total == 54321
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=20))

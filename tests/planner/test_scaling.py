@@ -32,6 +32,10 @@ def plan_of(resident: int, offloaded: int, sharding: Sharding = Sharding.SHARD, 
     return Plan(chunks, (), 1, MemoryTerms(0, 0, 0, 0), {}, PREDICTION, sharding)
 
 
+def gathered(plan: Plan, here: int) -> Plan:
+    return replace(plan, gathered_by=here)
+
+
 def cluster(here: int, nodes: int = 1, link: float = 100.0, network: float = 10.0) -> Cluster:
     return Cluster(here, nodes, link, network, 1e12)
 
@@ -81,12 +85,14 @@ def test_devices_share_the_memory_of_their_host() -> None:
     st.integers(1, 8),
     st.integers(1, 64),
     st.sampled_from(list(Sharding)),
+    st.booleans(),
     st.floats(1.0, 1e6),
 )
 def test_no_cluster_is_better_than_its_devices(
-    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, rate: float
+    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, gathers: bool, rate: float
 ) -> None:
-    found = scale(plan_of(resident, offloaded, sharding), cluster(here, nodes, rate, rate))
+    plan = gathered(plan_of(resident, offloaded, sharding), here if gathers else 1)
+    found = scale(plan, cluster(here, nodes, rate, rate))
     assert 0 < found.efficiency <= 1
     assert found.tokens_per_second is not None
     assert found.tokens_per_second <= here * nodes * 100 / 2.0 * (1 + 1e-9)
@@ -95,3 +101,40 @@ def test_no_cluster_is_better_than_its_devices(
 def test_without_a_prediction_there_is_nothing_to_scale() -> None:
     with pytest.raises(ValueError, match="no prediction to scale"):
         scale(replace(plan_of(1, 1), prediction=None), cluster(2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "where", "host", "link"),
+    [
+        # Four ranks read a quarter each of 400 bytes, twice, and write 400 bytes of gradients each.
+        (gathered(plan_of(0, 400), 4), cluster(4), 4 * (2 * 400 / 4 + 400), 3 / 4 * (2 * 400 + 400) / 100),
+        (gathered(plan_of(0, 400, low=True), 4), cluster(4), 4 * (2 * 400 / 4 + 800), 3 / 4 * (2 * 400 + 800) / 100),
+        (
+            gathered(plan_of(200, 400), 2),
+            cluster(2),
+            2 * (2 * 400 / 2 + 400),
+            (1 / 2 * (2 * 400 + 400) + 2 * 1 / 2 * 200) / 100,
+        ),
+        # Sums of other machines cross the network, not this link.
+        (gathered(plan_of(0, 400), 4), cluster(4, 2), 4 * (2 * 400 / 4 + 400), 3 / 4 * (2 * 400 + 400) / 100),
+        (plan_of(0, 400), cluster(4), 4 * (2 * 400 + 400), 0.0),
+    ],
+)
+def test_parts_leave_the_host_once_and_cross_the_link(plan: Plan, where: Cluster, host: float, link: float) -> None:
+    found = scale(plan, where)
+    assert found.host_seconds == pytest.approx(host / where.host_memory)
+    assert found.link_seconds == pytest.approx(link)
+
+
+def test_micro_batches_gather_each_and_sum_once() -> None:
+    plan = gathered(plan_of(0, 400), 4)
+    assert plan.prediction is not None
+    plan = replace(plan, prediction=replace(plan.prediction, accumulate=3))
+    assert scale(plan, cluster(4)).link_seconds == pytest.approx(3 / 4 * (3 * 2 * 400 + 400) / 100)
+
+
+def test_a_step_takes_no_less_than_the_link_between_devices() -> None:
+    plan, slow = gathered(plan_of(0, 400), 4), cluster(4, link=10.0)
+    assert scale(plan, slow).step_seconds == scale(plan, slow).link_seconds == pytest.approx(90.0)
+    narrow = replace(cluster(4, link=1e9), host_memory=100.0)
+    assert scale(plan, narrow).step_seconds == pytest.approx(4 * (2 * 400 / 4 + 400) / 100)

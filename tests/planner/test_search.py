@@ -18,6 +18,7 @@ from lightning_protrain.planner.search import NoFeasiblePlan, find, search
 from tests.planner.brute import Candidate, all_candidates, times
 from tests.planner.problems import (
     large_problem,
+    random_gathering,
     random_problem,
     with_budgets,
     with_calls_of_the_head,
@@ -72,13 +73,21 @@ def budgets(source: random.Random, found: list[Candidate]) -> tuple[int | None, 
 
 
 def check(
-    seed: int, names: tuple[str, ...], most_blocks: int, most_chunks: int, repeats: bool = False, **changes: Any
+    seed: int,
+    names: tuple[str, ...],
+    most_blocks: int,
+    most_chunks: int,
+    repeats: bool = False,
+    gathers: bool = False,
+    **changes: Any,
 ) -> bool:
     """Holds one search against all plans; whether there is one that fits."""
     source = random.Random(seed)
     problem = replace(random_problem(seed, most_blocks, most_chunks), **changes)
     if repeats:
         problem = with_repeats(random.Random(seed), problem)
+    if gathers:
+        problem = replace(problem, gathering=random_gathering(seed, problem.hardware))
     counted = {"num_checkpoint_blocks", "num_keep_offloaded_blocks"}
     everything = list(all_candidates(problem, Knobs(), selective=counted.isdisjoint(names)))
     knobs = random_pins(source, source.choice(everything), problem, names)
@@ -128,6 +137,12 @@ def test_units_that_are_called_again_change_nothing() -> None:
 def test_ranks_that_share_a_host_are_all_counted() -> None:
     fitting = [check(seed, (), 4, 8, sharers=4) for seed in range(200, 230)]
     assert 15 <= sum(fitting) < 30
+
+
+def test_chunks_that_are_gathered_from_parts_are_searched_for_as_well() -> None:
+    kinds = [kinds_of_pins(random.Random(seed)) for seed in range(300, 340)]
+    fitting = [check(seed, names, 4, 8, gathers=True) for seed, names in enumerate(kinds, 300)]
+    assert 20 <= sum(fitting) < 40
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from tests.planner.brute import all_candidates
@@ -41,6 +42,15 @@ def test_the_refusal_names_the_share_of_the_batch_that_fits() -> None:
         assert share or "No smaller batch would help" in str(caught.value)
         shares += share is not None
     assert shares > 5
+
+
+@pytest.mark.parametrize(("window", "terms"), [(0, "gradient_buckets 900 bytes"), (640, "gradient_buckets 260 bytes")])
+def test_the_refusal_names_what_is_held_for_other_ranks(window: int, terms: str) -> None:
+    problem = replace(random_problem(0, 4, 8), gathering=Gathering(2, spare=window), reserved=900)
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search(replace(problem, device_bytes=0), Knobs())
+    assert terms in str(caught.value)
+    assert ("gathers_for_others 640 bytes" in str(caught.value)) is (window > 0)
 
 
 def test_the_refusal_names_the_knob_that_is_in_the_way() -> None:

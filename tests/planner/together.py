@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_protrain.planner.network import WINDOW
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime import updates
+from lightning_protrain.runtime import parts, updates
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Overlap
@@ -35,31 +36,41 @@ def rates_of(case: virtual.Case, ratio: float) -> Rates:
     return replace(virtual.rates_of(case, layout, profile), network=nbytes / (ratio * backward), latency=0.0)
 
 
-def measure(case: virtual.Case, ratio: float, sharding: Sharding, num_steps: int = 4) -> float:
-    """Virtual seconds of one step of two ranks when the run has settled."""
-    network = SimulatedNetwork(2)
+def measure(
+    case: virtual.Case,
+    ratio: float,
+    sharding: Sharding,
+    num_steps: int = 4,
+    gathered_by: int = 1,
+    window: int = WINDOW,
+) -> float:
+    """Virtual seconds of one step of two ranks, or of those that gather, when the run has settled."""
+    size = max(gathered_by, 2)
+    network = SimulatedNetwork(size)
     rates = rates_of(case, ratio)
+    among = ranked.Case(sharding=sharding, node_size=size, gathers=gathered_by > 1)
     with pytest.MonkeyPatch.context() as patch:
         own = ranked._OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
         patch.setattr(updates, "HostWorker", own.new_worker, raising=False)
+        patch.setattr(parts, "WINDOW", window)
 
         def run(rank: int) -> list[float]:
             own.rank = rank
             own.device = SimulatedDevice(rates)
-            return _train(case, sharding, network, rank, own.device, num_steps)
+            return _train(case, among, network, rank, own.device, num_steps)
 
         found = network.run(run)
     return max(ends[-1] - ends[-2] for ends in found)
 
 
 def _train(
-    case: virtual.Case, sharding: Sharding, network: SimulatedNetwork, rank: int, device: SimulatedDevice, steps: int
+    case: virtual.Case, among: ranked.Case, network: SimulatedNetwork, rank: int, device: SimulatedDevice, steps: int
 ) -> list[float]:
     layout, profile = virtual.profile_of(case.num_blocks, case.num_tokens, case.tied)
     gpt = virtual.model_of(case)
-    plan = replace(virtual.plan_of(case, layout, profile), sharding=sharding)
-    ranks = ranked.ranks_of(ranked.Case(sharding=sharding), network, device, rank)
+    plan = replace(virtual.plan_of(case, layout, profile), sharding=among.sharding)
+    ranks = ranked.ranks_of(among, network, device, rank)
     ends: list[float] = []
     with device:
         with warnings.catch_warnings():
@@ -84,21 +95,22 @@ def _step(case: virtual.Case, gpt: nn.Module, runtime: Runtime, optimizer: torch
     training = case.training
 
     def forward_and_backward(index: int) -> None:
-        loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True)
+        last = index == training.accumulate - 1
+        loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True, last)
         if index == 0:
             optimizer.zero_grad()
-        if index == training.accumulate - 1:
+        if last:
             runtime.begin_averages()
         loss.backward()
         runtime.end_backward()
 
-    def last() -> None:
+    def closure() -> None:
         forward_and_backward(training.accumulate - 1)
         runtime.settle()
 
     for index in range(training.accumulate - 1):
         forward_and_backward(index)
     runtime.updates.arm(optimizer, Overlap(training.overlap), None, training.clips)
-    with fused_host_step(optimizer, last, "cpu", runtime.updates.launch) as final:
+    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
         optimizer.step(final)
     runtime.refresh()

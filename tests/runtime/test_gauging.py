@@ -13,8 +13,9 @@ import torch.distributed as dist
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime import gauging
 from lightning_protrain.runtime.comm import find_ranks
-from lightning_protrain.runtime.gauging import gauge
+from lightning_protrain.runtime.gauging import gauge, gauge_gathers
 from tests.planner.layouts import layout_of, parameter
 from tests.ranks import run_ranks, values
 
@@ -62,3 +63,33 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     assert first == second
     assert first.element == 2
     assert first.everyone.rate < LAYOUT.parameters[0].nbytes / 0.19
+
+
+def _gauge_gathers(rank: int, local_size: int, slow: int = -1) -> tuple[float, set[int]]:
+    ranks = find_ranks(rank % local_size, local_size)
+    plain, sizes = gauging.begin_all_gather, set()
+
+    def noting(whole: Any, part: Any, group: Any) -> Any:
+        sizes.add(dist.get_world_size(group))
+        assert local_size * part.numel() == whole.numel()
+        if rank == slow:
+            time.sleep(0.2)
+        return plain(whole, part, group)
+
+    gauging.begin_all_gather = noting  # Of this process.
+    return gauge_gathers(ranks, CPU, LAYOUT), sizes
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(2, 2), (3, 3), (4, 2)])
+def test_ranks_of_a_machine_gather_at_the_same_rate(world_size: int, local_size: int, tmp_path: Path) -> None:
+    first, *others = values(run_ranks(_gauge_gathers, world_size, tmp_path, local_size))
+    assert others == [first] * (world_size - 1)
+    rate, sizes = first
+    assert sizes == {local_size}
+    assert 1e6 < rate < 1e12
+
+
+def test_the_slowest_rank_counts_in_gathers_too(tmp_path: Path) -> None:
+    (first, _), (second, _) = values(run_ranks(_gauge_gathers, 2, tmp_path, 2, 1))
+    assert first == second
+    assert first < LAYOUT.parameters[0].nbytes / 2 / 0.19
