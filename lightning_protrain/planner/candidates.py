@@ -63,8 +63,8 @@ class Candidates:
         layout: The model.
         needed: Indices of the chunks that each unit needs.
         sizes: Those of all chunks in execution order.
-        computes: Seconds of the device at each position: in forward, in a forward that runs again but for its products,
-            in backward.
+        computes: Seconds of the device at each position: in forward, in a forward that runs again, in one
+            that does so but for its products, in backward.
         hardware: The machine.
         training: How plans are used.
         gathering: How chunks are gathered from parts; None: each rank uploads all of them.
@@ -83,7 +83,7 @@ class Candidates:
         layout: ModelLayout,
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
-        computes: tuple[Sequence[float], Sequence[float], Sequence[float]],
+        computes: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
         hardware: HardwareProfile,
         training: Training,
         gathering: Gathering | None = None,
@@ -94,12 +94,13 @@ class Candidates:
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
-        self._forward, self._selective, self._backward = (np.array(seconds)[:, None] for seconds in computes)
+        arrays = (np.array(seconds)[:, None] for seconds in computes)
+        self._forward, self._recomputed, self._selective, self._backward = arrays
         of_block = self.block < len(index_of)
         copied = sizes.nbytes * (2 / come.upload) + sizes.trainable * sizes.nbytes / hardware.download
         streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
         self.each = (
-            training.accumulate * float(self._forward[of_block].sum()) / max(len(index_of), 1),
+            training.accumulate * float(self._recomputed[of_block].sum()) / max(len(index_of), 1),
             float(streamed.sum()) / max(len(streamed), 1),
         )
         self.computation = float(self._forward.sum() + self._backward.sum()) or 1.0
@@ -179,7 +180,7 @@ class Candidates:
         )
         return Columns(
             compute_forward=self._forward,
-            recompute=recomputes * (self._forward if selects is None else self._again(selects)),
+            recompute=recomputes * (self._recomputed if selects is None else self._again(selects)),
             compute_backward=self._backward,
             upload_forward=ups.nbytes / rate_forward,
             late_forward=held_seconds(ups.late, rate_forward, *self._last),
@@ -207,7 +208,7 @@ class Candidates:
 
     def _again(self, selects: Flags) -> Seconds:
         """Seconds to run a position again, (P, K)."""
-        return np.where(selects, self._selective, self._forward)
+        return np.where(selects, self._selective, self._recomputed)
 
     def _holding(self, persistent: Integers, room: Integers, loose: Flags, rates: Seconds) -> Seconds:
         """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.

@@ -74,6 +74,8 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
 
     def both(way: Pass) -> Pass:
         named = {"operations": way.operations, "again_operations": way.again_operations}
+        if way.recomputed_operations is not None:
+            named["recomputed_operations"] = way.recomputed_operations
         return larger(way, **{name: tuple(larger(one, count=one.count) for one in ran) for name, ran in named.items()})
 
     return replace(

@@ -17,7 +17,7 @@ from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
-from lightning_protrain.planner.recomputation import selective_seconds
+from lightning_protrain.planner.recomputation import again_seconds, selective_seconds
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
@@ -103,7 +103,8 @@ class Unpacked:
 
     Attributes:
         forward: Seconds of the device in the forward of each segment.
-        selective: The same when it runs again, but for its products.
+        recomputed: The same when it runs again.
+        selective: That, but for its products.
         backward: The same in its backward.
         places: Blocks that may swap, in the order in which they are taken.
         steps: What blocks give up, in that order, see [Note: Layout of policies].
@@ -112,13 +113,14 @@ class Unpacked:
     def __init__(self, problem: Problem, num_swap: int | None, selective: bool) -> None:
         seconds, segments = problem.hardware.seconds, problem.profile.segments
         self.forward = [seconds(segment.forward.operations) for segment in segments]
+        self.recomputed = [again_seconds(segment, BlockPolicy.CHECKPOINT, problem.hardware) for segment in segments]
         self.backward = [seconds(segment.backward.operations) for segment in segments]
         computes = _of_blocks(problem, self.forward)
         self.places = _places(problem, computes, num_swap)
         self.selective = [selective_seconds(segment, problem.hardware) for segment in segments]
         # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
         selective = selective and not problem.profile.measured
-        self.steps = order_steps(_recomputations(problem, self.forward, self.selective if selective else None))
+        self.steps = order_steps(_recomputations(problem, self.recomputed, self.selective if selective else None))
 
 
 class Packing:
@@ -164,7 +166,8 @@ class Packing:
     def candidates(self) -> Candidates:
         """What takes how long."""
         problem = self.problem
-        computes = self._unpacked.forward, self._unpacked.selective, self._unpacked.backward
+        it = self._unpacked
+        computes = it.forward, it.recomputed, it.selective, it.backward
         known = problem.hardware, problem.training, problem.gathering
         return Candidates(problem.profile, problem.layout, self._needed, self.sizes, computes, *known)
 
@@ -217,23 +220,23 @@ class Packing:
 
 
 def _recomputations(
-    problem: Problem, forward: Sequence[float], selective: Sequence[float] | None
+    problem: Problem, recomputed: Sequence[float], selective: Sequence[float] | None
 ) -> list[Recomputation]:
     """What each block takes to compute again, given the seconds of each segment; None: only as a whole."""
     segments = problem.profile.segments
     # Copies of weights are not there where the weights are streamed.
     saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
-    values = [forward, saved]
+    values = [recomputed, saved]
     if selective is not None:
-        pairs = zip(segments, saved, selective, forward, strict=True)
+        pairs = zip(segments, saved, selective, recomputed, strict=True)
         values += [selective, [_left(*each) for each in pairs]]
     return [Recomputation(*each) for each in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
 
 
-def _left(segment: Segment, saved: int, selective: float, forward: float) -> float:
+def _left(segment: Segment, saved: int, selective: float, recomputed: float) -> float:
     """What is free of `saved` bytes if products are kept; if that cannot be, the block of the segment cannot do it."""
     products = segment.product_bytes
-    return -inf if products is None or products > saved or selective > forward else saved - products
+    return -inf if products is None or products > saved or selective > recomputed else saved - products
 
 
 def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:

@@ -27,4 +27,4 @@ def again_seconds(segment: Segment, policy: BlockPolicy, hardware: HardwareProfi
     """Seconds to run a segment's forward again under a policy of its block; 0 where it keeps its activations."""
     if policy is BlockPolicy.SELECTIVE:
         return selective_seconds(segment, hardware)
-    return hardware.seconds(segment.forward.operations) if policy is BlockPolicy.CHECKPOINT else 0.0
+    return hardware.seconds(segment.forward.recomputed) if policy is BlockPolicy.CHECKPOINT else 0.0

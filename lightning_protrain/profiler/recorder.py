@@ -205,6 +205,7 @@ class Recorder:
         activation = self._live.find(storage)
         if in_backward():
             return tensor if activation is None else self._live.shadow(tensor, activation)
+        self._segments.packed()
         self._saves.update(fqn for fqn, _ in self._parameters.get(storage._cdata, ()))
         if storage._cdata not in self._states:
             key, nbytes = StorageWeakRef(storage), storage.nbytes()

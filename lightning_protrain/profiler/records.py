@@ -206,7 +206,9 @@ class Pass:
         selective_peak_without_casts: That and `peak_without_casts`.
         again_peak: As `peak_bytes`, if the products are there from the begin; 0: not known.
         again_peak_without_casts: That and `peak_without_casts`.
-        again_operations: The part of `operations` that makes no products, of a forward.
+        recomputed_operations: The part of `operations` that a recomputation comes to, of a forward: PyTorch ends it
+            where autograd saves last; None: all.
+        again_operations: The part of those that makes no products.
     """
 
     live_bytes: int = 0
@@ -219,7 +221,13 @@ class Pass:
     selective_peak_without_casts: int = 0
     again_peak: int = 0
     again_peak_without_casts: int = 0
+    recomputed_operations: tuple[OperationCost, ...] | None = None
     again_operations: tuple[OperationCost, ...] = ()
+
+    @property
+    def recomputed(self) -> tuple[OperationCost, ...]:
+        """What is computed when the forward runs again."""
+        return self.operations if self.recomputed_operations is None else self.recomputed_operations
 
 
 @dataclass(frozen=True)

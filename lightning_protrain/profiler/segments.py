@@ -40,6 +40,9 @@ class _Pass:
     costs: Counter[Cost] = field(default_factory=Counter)
     # Of what makes no products, in forward.
     others: Counter[Cost] = field(default_factory=Counter)
+    # Both, up to where autograd saved last: a recomputation comes no further.
+    recomputed: Counter[Cost] = field(default_factory=Counter)
+    again_others: Counter[Cost] = field(default_factory=Counter)
 
     def begin(self, live: int, casts: int = 0) -> None:
         self.live = max(self.live, live)
@@ -67,13 +70,14 @@ class _Pass:
         self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
     def record(self, products: int = 0) -> Pass:
-        costs, others = (
-            tuple(OperationCost(*cost, count) for cost, count in counts.items()) for counts in (self.costs, self.others)
+        costs, recomputed, others = (
+            tuple(OperationCost(*cost, count) for cost, count in counts.items())
+            for counts in (self.costs, self.recomputed, self.again_others)
         )
         unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
         selective = self.selective, self.selective_without_casts
         again = self.again + products, self.again_without_casts + products
-        return Pass(self.live, self.peak, costs, *unsaved, *selective, *again, others)
+        return Pass(self.live, self.peak, costs, *unsaved, *selective, *again, recomputed, others)
 
 
 @dataclass(eq=False)
@@ -167,6 +171,11 @@ class SegmentRecorder:
             run.costs[cost] += 1
             if run is segment.forward and not is_product:
                 run.others[cost] += 1
+
+    def packed(self) -> None:
+        """Autograd saves something, maybe a weight: what has run so far is what would run again."""
+        run = self._segments[-1].forward
+        run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
 
     def save(self, activation: Activation, cast: str | None) -> None:
         """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""

@@ -70,6 +70,7 @@ def test_steps_of_ranks_take_what_is_predicted(link: float, ratio: float, overla
         training, link=link, host=0.2, num_blocks=6, num_tokens=64, policies=lambda _: virtual.CHECKPOINT
     )
     layout, profile = virtual.profile_of(6, 64, False)
+    profile = virtual.to_the_end(profile)
     rates = together.rates_of(case, ratio)
     hardware, route, owners = virtual.hardware_of(rates), Route(0.0, rates.network), 1
     if sharding is Sharding.SHARD:  # Each rank steps its half.

@@ -12,7 +12,18 @@ from lightning_protrain.planner.network import Gathering, Network, Route
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.steptime import StepTime, Training, step_time
 from tests.planner import together
-from tests.planner.virtual import CHECKPOINT, KEEP, SWAP, Case, hardware_of, measure, plan_of, profile_of, rates_of
+from tests.planner.virtual import (
+    CHECKPOINT,
+    KEEP,
+    SWAP,
+    Case,
+    hardware_of,
+    measure,
+    plan_of,
+    profile_of,
+    rates_of,
+    to_the_end,
+)
 
 WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
 
@@ -62,8 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.training.overlap}-{CASES.index(case)}")
 def test_the_virtual_clock_agrees(case: Case) -> None:
-    with set_checkpoint_early_stop(False):  # The profile does not know what recomputation leaves out.
-        assert predict(case).seconds == pytest.approx(measure(case), rel=TOLERANCE)
+    assert predict(case).seconds == pytest.approx(measure(case), rel=TOLERANCE)
 
 
 # --- ranks that gather, on the virtual clock --------------------------------------------------------------------------
@@ -96,7 +106,7 @@ def test_steps_of_ranks_that_gather_take_what_is_predicted(waits_for: str) -> No
     rates, plan = together.rates_of(case, ratio), plan_of(case, layout, profile)
     hardware, route = hardware_of(rates), Route(0.0, rates.network)
     hardware = replace(hardware, host_step=size * hardware.host_step)  # Each rank steps its part.
-    known = profile, layout, plan, hardware, case.training, Network(route, route, owners=size)
+    known = to_the_end(profile), layout, plan, hardware, case.training, Network(route, route, owners=size)
     # Of what a collective brings the simulation counts the own part, too.
     window = max(chunk.nbytes for chunk in plan.chunks) // num_windows
     gathering = Gathering(size, (size - 1) / size * rates.network, window=window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -72,6 +72,12 @@ def model_of(case: Case) -> GPT:
 
 def tokens(num_tokens: int) -> torch.Tensor:
     return torch.arange(num_tokens).remainder(VOCABULARY).view(1, num_tokens)
+
+
+def to_the_end(profile: ModelProfile) -> ModelProfile:
+    """The same where recomputation does not end early, as under `set_checkpoint_early_stop(False)`."""
+    whole = [replace(one, forward=replace(one.forward, recomputed_operations=None)) for one in profile.segments]
+    return replace(profile, segments=tuple(whole))
 
 
 @cache

@@ -318,4 +318,7 @@ def test_what_makes_no_product_runs_again_whatever_it_costs(rows: int, products:
         # The projection, and what the scores are multiplied with.
         assert sum(cost.count for cost in dear) - sum(cost.count for cost in again if cost.flops) == products
         assert segment.product_bytes == 4 * rows * (24 + 8)
-        assert sum(cost.count for cost in operations) - sum(cost.count for cost in again) == products
+        # Autograd saves nothing behind the begin of the last product, so nothing comes to it.
+        assert (
+            sum(cost.count for cost in segment.forward.recomputed) - sum(cost.count for cost in again) == products - 1
+        )

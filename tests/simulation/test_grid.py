@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.knobs import Knobs
@@ -77,7 +76,7 @@ def as_on_a_gpu() -> Iterator[None]:
             self._device.compute_stream().record_event().synchronize()
         clip_grads_with_norm_(parameters, max_norm, total)
 
-    with pytest.MonkeyPatch.context() as patch, set_checkpoint_early_stop(False):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Updates, "clip_norm", clip_norm)
         yield
 
