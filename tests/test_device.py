@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest import mock
 
@@ -238,6 +240,22 @@ def test_an_upload_after_a_job_waits_for_it_and_not_for_what_came_later() -> Non
     assert device._up.events == given
     assert target.item() == 3.0
     assert device.computing.events == device._up.recorded
+    device.close()
+
+
+@pytest.mark.parametrize("ended", list(itertools.permutations(range(3))), ids=str)
+def test_uploads_after_jobs_run_in_the_order_in_which_they_were_asked_for(ended: tuple[int, ...]) -> None:
+    """Steps behind backward end from the last chunk to the first; the first is needed first."""
+    device, copied = LateDevice(), []
+    device.copy = lambda stream, source, target: copied.append(int(source))
+    jobs: list[Future[None]] = [Future() for _ in range(3)]
+    fences = [device.upload(torch.tensor(index), torch.zeros(1), after=job) for index, job in enumerate(jobs)]
+    for index in ended:
+        jobs[index].set_result(None)
+    assert copied == [0, 1, 2]
+    for fence, event in zip(fences, device._up.recorded, strict=True):
+        device.wait(fence)
+        assert device.computing.events[-1] is event
     device.close()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -40,13 +43,13 @@ def test_checkpoints_hold_whole_weights_and_states(overlap: str, tmp_path: Path)
 class Failing(ParityModule):
     """Breaks off at a batch, in the forward or in the middle of the backward."""
 
-    at, where = -1, "forward"
+    at, where, block = -1, "forward", 1
 
     def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
         hidden = self.network.embedding(tokens)
         for index, block in enumerate(self.network.blocks):
             hidden = block(hidden)
-            if index == 1 and batch_idx == self.at and self.training:
+            if index == self.block and batch_idx == self.at and self.training:
                 if self.where == "forward":
                     raise KeyError("broken")
                 hidden.register_hook(self._break)
@@ -56,10 +59,18 @@ class Failing(ParityModule):
         raise KeyError("broken")
 
 
-def failing(at: int = -1, where: str = "forward") -> Failing:
+def failing(at: int = -1, where: str = "forward", block: int = 1) -> Failing:
     module = Failing(network())
-    module.at, module.where = at, where
+    module.at, module.where, module.block = at, where, block
     return module
+
+
+def drawn_breaks(seed: int) -> list[Any]:
+    """Batches and blocks to break off at, drawn once for each way and pass."""
+    draw = random.Random(seed)
+    chosen = itertools.product(WAYS, ("forward", "backward"))
+    points = [(*way, draw.randint(1, 13), where, draw.randrange(4)) for way, where in chosen]
+    return [pytest.param(*point, id="-".join(map(str, point))) for point in points]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -68,10 +79,21 @@ def failing(at: int = -1, where: str = "forward") -> Failing:
 def test_a_run_that_broke_off_resumes_to_the_same_weights(
     overlap: str, clipping: str, at: int, where: str, tmp_path: Path
 ) -> None:
+    resumes_to_the_same_weights(overlap, clipping, at, where, 1, tmp_path)
+
+
+@pytest.mark.parametrize(("overlap", "clipping", "at", "where", "block"), drawn_breaks(6))
+def test_a_run_that_broke_off_anywhere_resumes_to_the_same_weights(
+    overlap: str, clipping: str, at: int, where: str, block: int, tmp_path: Path
+) -> None:
+    resumes_to_the_same_weights(overlap, clipping, at, where, block, tmp_path)
+
+
+def resumes_to_the_same_weights(overlap: str, clipping: str, at: int, where: str, block: int, folder: Path) -> None:
     expected = run(failing(), **CLIPPING[clipping])
-    saving = {"callbacks": [checkpoints(tmp_path)], "enable_checkpointing": True, **CLIPPING[clipping]}
+    saving = {"callbacks": [checkpoints(folder)], "enable_checkpointing": True, **CLIPPING[clipping]}
     with pytest.raises(KeyError, match="broken"):
-        run(failing(at, where), overlap, **saving)
+        run(failing(at, where, block), overlap, **saving)
     module = failing()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -86,7 +108,7 @@ def test_a_run_that_broke_off_resumes_to_the_same_weights(
     )
     # Lightning does not restore the position in the data: the batches that are left are given.
     batches = DataLoader(list(token_batches())[at:], batch_size=None)
-    state = torch.load(tmp_path / f"step={at}.ckpt", weights_only=False)
+    state = torch.load(folder / f"step={at}.ckpt", weights_only=False)
     module.load_state_dict(state["state_dict"])
     module.on_fit_start = lambda: trainer.strategy.load_optimizer_state_dict(state)
     trainer.fit(module, batches)

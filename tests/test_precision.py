@@ -14,10 +14,17 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype, as_protrain_precision
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.parity import Result, differences, snapshot
 from tests.plans import plans
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha"), [("float16", 1.1), ("bfloat16", 1.1), ("float32", 1.1), ("int8", 1.1), ("uint8", 0.75)]
+)
+def test_only_packed_weights_of_4_bits_have_a_smaller_fragmentation_factor(dtype: str, alpha: float) -> None:
+    assert alpha_for_dtype(dtype) == alpha
 
 
 @pytest.mark.parametrize("plugin", [None, Precision()])

@@ -124,6 +124,20 @@ def test_only_what_is_needed_is_profiled(arguments: dict[str, Any], count: int, 
     assert len(profiled) == count
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("num_swap_blocks", [0, 1])
+def test_whole_knobs_are_profiled_for_swapped_blocks_and_in_mixed_precision_only(
+    num_swap_blocks: int, precision: Any, profiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("search_with_evaluation", "cached_profile"):
+        monkeypatch.setattr(planning, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+    knobs = {**WHOLE, "num_persistent_chunks": 0, "num_swap_blocks": num_swap_blocks}
+    strategy = ProTrainStrategy(device_memory="1GiB", **knobs)
+    train(zoo()["reused"](), strategy, max_steps=1, precision=precision)
+    assert len(profiled) == (num_swap_blocks > 0 or precision == "bf16-mixed")
+    assert sum(block.policy is BlockPolicy.SWAP for block in strategy.plan.blocks) == num_swap_blocks
+
+
 def test_a_plan_is_not_profiled_again(profiled: list[Any]) -> None:
     module = zoo()["reused"]()
     train(module, ProTrainStrategy(plan=kept(module)), max_steps=1)

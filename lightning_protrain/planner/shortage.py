@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import floor
+from math import ceil, floor
 from typing import NoReturn
 
 import numpy as np
@@ -13,10 +13,11 @@ from lightning_protrain.planner.branch import minimize
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.positions import LOSS_COPIES
 from lightning_protrain.planner.prediction import GATHERS, GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Packing, Problem, Unpacked
 from lightning_protrain.planner.space import Space
-from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
 
 COPY = "the copy of the checkpoint: saves that the training waits for, with asynchronous=False, need none."
 
@@ -101,19 +102,35 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
         ),
         f"Raise device_memory to {format_bytes(needed + reserved)}.",
     ]
-    # With smaller activations every level is at most that much nearer to what is there without any.
-    states = plan.memory.total - plan.memory.swapped_activations
-    activations = needed - states
-    share = (budget - states) / activations if activations > 0 else 0.0
-    if share > 0:
+    # In between every level is at most as far along the way as activations are: it is the largest of straight lines.
+    idle = _without_activations(problem, plan, timeline)
+    share = (budget - idle) / (needed - idle) if needed > idle else 0.0
+    size = _part_of_the_batch(problem, share)
+    if size:
         sentences.append(
-            f"Or give batches, or sequences, of at most {floor(100 * share)} % of this size: activations take "
-            f"{format_bytes(activations)}, and {format_bytes(budget - states)} are left for them."
+            f"Or give batches, or sequences, of at most {size}: activations take {format_bytes(needed - idle)}, and "
+            f"{format_bytes(budget - idle)} are left for them."
         )
     else:
-        without = format_bytes(states + reserved)
-        sentences.append(f"No smaller batch would help: without any activations {without} are needed.")
+        without = format_bytes(idle + reserved)
+        sentences.append(f"A smaller batch would not help that plan: without any activations it needs {without}.")
     return sentences
+
+
+def _without_activations(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> int:
+    """What the device needs for `plan` however small a batch is: model states, or those and what steps of them make."""
+    memory = plan.memory
+    copies = ceil(LOSS_COPIES * (max(problem.alpha, 1.0) if problem.hardware.asynchronous else 1.0))
+    states = memory.total - memory.swapped_activations + copies
+    return max(states, timeline.phase("step").total + memory.chunk_buffers + memory.gradients_in_flight)
+
+
+def _part_of_the_batch(problem: Problem, share: float) -> str:
+    """In tokens where the profile knows them, as a batch may be of one sample; empty if there is nothing left of it."""
+    tokens, percent = problem.profile.tokens, max(floor(100 * share), 0)
+    if tokens and floor(tokens * share) > 0:
+        return f"about {floor(tokens * share):,} of {tokens:,} tokens ({percent} %)"
+    return f"{percent} % of this size" if percent and not tokens else ""
 
 
 def _copy_sentences(problem: Problem) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
 from lightning_protrain import ProTrainStrategy
@@ -30,6 +31,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, M
 from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
 from lightning_protrain.runtime.updates import Overlap
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
+from tests.ranks import run_ranks, trainer_on_rank, values
 
 MIB = 2**20
 KEEP, CHECKPOINT = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT
@@ -274,6 +276,28 @@ def test_ranks_meet_for_the_peak_only_where_it_is_written(ranks: int, told: list
         seen += [step] if module.log.called else []
         module.log.reset_mock()
     assert seen == told
+
+
+class PlannedRanks(DDPStrategy):
+    """Plain training of several ranks that claims to have a plan."""
+
+    plan, budget, counters, overlap = LLAMA, 16 * MIB, TransferCounters(), OverlapPlan()
+    measured_peak_bytes: int | None = None
+
+
+def _logged_peak(rank: int, peaks: list[int]) -> float:
+    """What a rank logs after one step in which each rank has taken one of `peaks`."""
+    PlannedRanks.measured_peak_bytes = peaks[rank]
+    trainer = trainer_on_rank(
+        rank, len(peaks), PlannedRanks, callbacks=[PlanMonitor()], max_steps=1, log_every_n_steps=1
+    )
+    trainer.fit(Speaker(), torch.ones(2, 1))
+    return trainer.callback_metrics["protrain/measured_peak_bytes"].item()
+
+
+@pytest.mark.parametrize("peaks", [[3 * MIB, 8 * MIB], [8 * MIB, 3 * MIB]], ids=["last", "first"])
+def test_the_peak_is_that_of_the_worst_rank(peaks: list[int], tmp_path: Path) -> None:
+    assert values(run_ranks(_logged_peak, 2, tmp_path, peaks)) == [8 * MIB, 8 * MIB]
 
 
 def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> None:
