@@ -49,7 +49,6 @@ from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
-from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.wishes import make_wishes, read_choice
 
 
@@ -256,8 +255,8 @@ class ProTrainStrategy(DataParallelStrategy):
             move_state_beside_parameters(self.optimizers)
             for optimizer in self.optimizers:
                 self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()))
-            if plan.num_offloaded_chunks and self._overlap.overlap is not Overlap.OFF:
-                rank_zero_info(self._overlap.describe(self._device.worker.threads))
+            if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
+                rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
@@ -286,7 +285,7 @@ class ProTrainStrategy(DataParallelStrategy):
         how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
         self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
-        self.precision_plugin.attach(self._runtime.updates)
+        self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------
