@@ -74,7 +74,9 @@ class OverlapPlan:
 
     def describe(self, threads: int | None) -> str:
         """One sentence for the user."""
-        on = f"on {threads} threads " if threads else ""
+        on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
+        if self.overlap is Overlap.OFF:
+            return f"The host steps the optimizer {on}while the device waits."
         sentence = f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
         if self.ends_before:
             sentence += f" `{self.ends_before}` may read weights, so each step ends before it and hides less."

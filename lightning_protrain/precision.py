@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.eightbit import in_tiles
-from lightning_protrain.runtime.optimizer import fused_host_step
+from lightning_protrain.runtime.optimizer import fused_host_step, on_host_threads
 from lightning_protrain.runtime.updates import Updates
 
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
@@ -53,6 +53,7 @@ class ProTrainPrecision(Precision):
         # One that autocasts needs to know its device, which is known when the strategy opens it.
         self._base = HalfPrecision(precision) if precision in _TRUE else Precision()  # type: ignore[arg-type]
         self._updates: Updates | None = None
+        self._threads: int | None = None
         self._device_type = "cpu"
 
     @property
@@ -72,9 +73,14 @@ class ProTrainPrecision(Precision):
             self.scaler = self._base.scaler
         self._device_type = device_type
 
-    def attach(self, updates: Updates | None) -> None:
-        """Clipping and steps go through `updates` from now on."""
-        self._updates = updates
+    def attach(self, updates: Updates | None, threads: int | None = None) -> None:
+        """Clipping and steps go through `updates` from now on.
+
+        Args:
+            updates: None: there is nothing to go through any more.
+            threads: Of the host's worker, for steps of host parameters on this thread; None: as many as it has.
+        """
+        self._updates, self._threads = updates, threads
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -118,10 +124,10 @@ class ProTrainPrecision(Precision):
         Raises:
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
         """
-        launch = self._updates.launch if self._updates is not None else frozenset
+        how = self._device_type, self._updates.launch if self._updates is not None else frozenset, self._threads
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
-            with in_tiles(optimizer), fused_host_step(optimizer, prepared, self._device_type, launch) as final:
+            with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:
                 return optimizer.step(closure=final, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
@@ -131,7 +137,7 @@ class ProTrainPrecision(Precision):
         result = closure()
         skipped = result is None and model.automatic_optimization
         if not skipped:
-            with _scale_on_host(self.scaler):
+            with _scale_on_host(self.scaler), on_host_threads(optimizer, self._threads):
                 self.scaler.unscale_(optimizer)
             if self._updates is not None:
                 found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -139,7 +145,7 @@ class ProTrainPrecision(Precision):
         self._after_closure(model, optimizer)
         if skipped:
             return result
-        with in_tiles(optimizer), fused_host_step(optimizer, lambda: None, self._device_type, launch) as split:
+        with in_tiles(optimizer), fused_host_step(optimizer, lambda: None, *how) as split:
             split()
             result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

@@ -26,7 +26,7 @@ from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_module, rank_zero_only
 from torch import Tensor
 
 from lightning_protrain.companions import accepting_companions
@@ -155,12 +155,17 @@ class ProcessStrategy(ParallelStrategy):
 
     def open_device(self) -> Device:
         """The device of this rank; the ranks of a machine share out the cores on which the host steps optimizers."""
-        device = open_device(self.root_device, rank_zero_info)
+        device = open_device(self.root_device, self._say_of_rank)
         # A worker has the cores beside its GPU: only ranks whose GPUs hang on the same node want the same ones.
         nodes = [_node_of(each) for each in self.parallel_devices or (self.root_device,)]
         beside = [rank for rank, node in enumerate(nodes) if node == nodes[self.local_rank]]
         device.worker.share(beside.index(self.local_rank), len(beside))
         return device
+
+    def _say_of_rank(self, sentence: str) -> None:
+        """Says what is true of the machine or the device of this rank, which others need not share."""
+        # To where `rank_zero_info` says what is true of all.
+        rank_zero_module.log.info(rank_prefixed_message(sentence, self.global_rank if self.is_distributed else None))
 
     @property
     def peers(self) -> PeerAccess | None:

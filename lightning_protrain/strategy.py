@@ -50,7 +50,6 @@ from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
-from lightning_protrain.runtime.updates import Overlap
 from lightning_protrain.torn import mark_torn, refuse_torn
 from lightning_protrain.wishes import make_wishes, read_choice
 
@@ -239,8 +238,9 @@ class ProTrainStrategy(DataParallelStrategy):
         self.end_outlines(shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-            others = [machine for under in (self._machines or {}).values() for machine in under.values()]
-            kind = "cuda" if any(others) else self.root_device.type
+            kind = (
+                "cuda" if any(any(each.values()) for each in (self._machines or {}).values()) else self.root_device.type
+            )
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
@@ -265,8 +265,8 @@ class ProTrainStrategy(DataParallelStrategy):
             move_state_beside_parameters(self.optimizers)
             for optimizer in self.optimizers:
                 self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()))
-            if plan.num_offloaded_chunks and self._overlap.overlap is not Overlap.OFF:
-                rank_zero_info(self._overlap.describe(self._device.worker.threads))
+            if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
+                rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
@@ -278,8 +278,7 @@ class ProTrainStrategy(DataParallelStrategy):
         self.precision_plugin.attach(None)
         if self._runtime is not None:
             self._runtime.remove()
-            if module is not None and (reason := self._runtime.updates.torn) is not None:
-                mark_torn(module, reason)
+            mark_torn(module, self._runtime.updates.torn)
             self._runtime = None
         elif self._device is not None:
             self._device.close()
@@ -297,7 +296,7 @@ class ProTrainStrategy(DataParallelStrategy):
         how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
         self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
-        self.precision_plugin.attach(self._runtime.updates)
+        self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -378,11 +377,10 @@ class ProTrainStrategy(DataParallelStrategy):
 
     def _finish_updates(self) -> None:
         """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
+        refuse_torn(self.lightning_module)
         if self._runtime is not None:
             self._runtime.updates.finish_all()
             self._runtime.updates.refuse_torn()
-        elif self.lightning_module is not None:
-            refuse_torn(self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):

@@ -14,8 +14,15 @@ _REASON = "_protrain_torn"
 _WATCHED = "_protrain_torn_watched"
 
 
-def mark_torn(module: nn.Module, reason: str) -> None:
-    """Says that the weights of a module belong to no step, until `load_state_dict` replaces all that are trained."""
+def mark_torn(module: nn.Module | None, reason: str | None) -> None:
+    """Says that the weights of a module belong to no step, until `load_state_dict` replaces all that are trained.
+
+    Args:
+        module: The module; None: there is none.
+        reason: Why; None: they do belong to one.
+    """
+    if module is None or reason is None:
+        return
     setattr(module, _REASON, why_torn(module) or reason)
     if _WATCHED not in vars(module):
         setattr(module, _WATCHED, True)
@@ -28,13 +35,13 @@ def why_torn(module: nn.Module) -> str | None:
     return reason
 
 
-def refuse_torn(module: nn.Module) -> None:
+def refuse_torn(module: nn.Module | None) -> None:
     """Lets nobody save or train such a module.
 
     Raises:
         RuntimeError: Its weights belong to no step.
     """
-    reason = why_torn(module)
+    reason = why_torn(module) if module is not None else None
     if reason is not None:
         raise RuntimeError(
             f"The weights of this {type(module).__name__} are torn by an earlier run: {reason}, so some are from "

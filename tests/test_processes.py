@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_protrain import ProTrainStrategy, processes
 from lightning_protrain.host import HostWorker
@@ -128,3 +131,23 @@ def test_only_ranks_whose_gpus_hang_on_one_node_share_its_cores(
     monkeypatch.setattr(processes, "numa_node", lambda gpu: gpu.index // 2)
     monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     assert sorted(strategy.open_device().worker._cores) == cores
+
+
+@pytest.mark.parametrize(("devices", "prefix"), [(1, ""), (2, "[rank: 1] ")])
+def test_every_rank_says_what_only_its_device_refuses(
+    devices: int, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`rank_zero_info` would leave a refusal on another rank unsaid."""
+    strategy = trainer_with("protrain", devices=devices).strategy
+    assert isinstance(strategy, ProcessStrategy)
+    monkeypatch.setattr(ProcessStrategy, "global_rank", devices - 1)
+    monkeypatch.setattr(rank_zero_only, "rank", devices - 1)
+
+    def refuse(torch_device: torch.device, say: Callable[[str], None]) -> Any:
+        say("Nothing can be locked.")
+        return SimpleNamespace(worker=HostWorker())
+
+    monkeypatch.setattr(processes, "open_device", refuse)
+    with caplog.at_level(logging.INFO):
+        strategy.open_device()
+    assert [message for message in caplog.messages if "locked" in message] == [f"{prefix}Nothing can be locked."]

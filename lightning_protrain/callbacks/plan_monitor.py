@@ -23,12 +23,8 @@ PREFIX = "protrain/"
 class Overlapped(Protocol):
     """How a strategy overlaps the host's optimizer steps; `lightning_protrain.overlap.OverlapPlan` is one."""
 
-    @property
-    def overlap(self) -> str:
-        """`"backward"`, `"forward"` or `"off"`."""
-
     def describe(self, threads: int | None) -> str:
-        """A sentence for the user, if it is not off."""
+        """A sentence for the user."""
 
 
 @runtime_checkable
@@ -65,7 +61,7 @@ def render_plan(plan: Plan, budget: int | None = None, overlap: Overlapped | Non
         overlap: How the host's optimizer steps are overlapped; None: not said.
     """
     steps = overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks)
-    return plan.explain(budget, [_host_step(overlap)] if overlap is not None and steps else [])
+    return plan.explain(budget, [overlap.describe(None)] if overlap is not None and steps else [])
 
 
 class PlanMonitor(Callback):
@@ -188,12 +184,6 @@ def summary(counters: TransferCounters, budget: int | None) -> str:
     fetches = counters.prefetch_hits + counters.prefetch_misses
     share = f", {100 * counters.prefetch_hits / fetches:.0f} % of {fetches} fetches were prefetched" if fetches else ""
     return f"ProTrain streamed {short_bytes(streamed)}{through}{share}.{also}"
-
-
-def _host_step(overlap: Overlapped) -> str:
-    if overlap.overlap == "off":
-        return "The host steps the optimizer while the device waits."
-    return overlap.describe(None)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from lightning_protrain.device import Device
-from lightning_protrain.profiler.hardware import cpu_name, describe_device, free_bytes, profile_hardware
+from lightning_protrain.profiler.hardware import cpu_name, describe_device, free_bytes, locks_memory, profile_hardware
 from lightning_protrain.profiler.machine import HardwareProfile
 
 FORMAT = 1
@@ -107,6 +107,7 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
         "host_bytes": psutil.virtual_memory().total,
         "threads": [torch.get_num_threads(), device.worker.threads],
         "lockable_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "locks": locks_memory(device),
         "float32_precision": torch.get_float32_matmul_precision(),
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),
     }

@@ -144,17 +144,18 @@ def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
 def _lockable_bytes(device: Device) -> int | None:
     """How much more host memory may be locked, see [Note: Locked memory]; None: all there is, or none is needed."""
     bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if bound == resource.RLIM_INFINITY or not _locks(device):
+    if bound == resource.RLIM_INFINITY or not locks_memory(device):
         return None
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, most))
     try:
-        past_the_bound = _locks(device)
+        past_the_bound = locks_memory(device)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (bound, most))
     return None if past_the_bound else max(bound - device.host.locked_bytes, 0)
 
 
-def _locks(device: Device) -> bool:
+def locks_memory(device: Device) -> bool:
+    """Whether host memory can be page-locked for a device, tried out with one page."""
     with closing(device.new_host_memory()) as memory:
         memory.empty(1)
         return memory.locked_bytes > 0

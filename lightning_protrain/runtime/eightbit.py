@@ -72,7 +72,9 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, its step takes host parameters tile by tile on as many threads as PyTorch uses; others are left alone.
+    """Within it, its step takes host parameters tile by tile on as many threads as PyTorch uses in it.
+
+    Other parameters are left alone.
 
     See the notes of `moments` and `blockwise`. The groups may be split or shortened within it.
     """
@@ -82,7 +84,6 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
     host = BlockwiseStep(optimizer)
-    threads = torch.get_num_threads()
     crew = Crew("protrain-moments")
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
             whole(group, parameter, *place)
             return
         assert parameter.grad is not None
-        calls = Calls()
+        calls, threads = Calls(), torch.get_num_threads()
         made = calls.add(host.calls(group, parameter, parameter.grad))
         if min(threads, made.number) > 1:
             crew.join(calls, min(threads, made.number) - 1)

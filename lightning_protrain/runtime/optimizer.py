@@ -6,6 +6,10 @@ step is the user's `optimizer.step()`, once and whole, and everything that reads
 checkpoints) sees the user's optimizer. Where the user left the implementation open and the accelerator is a GPU,
 PyTorch would take its slowest loop for the host part: for the time of the step the groups are split by device and the
 host part takes PyTorch's fused CPU kernel.
+
+What is stepped in that call runs on the main thread, which a launcher may have given one thread for all ranks' sake
+(torchrun exports `OMP_NUM_THREADS=1`). The plan counts on as many as the host's worker has: for the time of the step,
+and of unscaling before it, the main thread has them, too. It stays on its own cores.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +81,7 @@ def fused_host_step(
     closure: Callable[[], Any],
     device_type: str,
     stepped: Callable[[], Set[int]] = frozenset,
+    threads: int | None = None,
 ) -> Iterator[Callable[[], Any]]:
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
@@ -91,13 +96,16 @@ def fused_host_step(
         closure: The user's.
         device_type: Of the accelerator.
         stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
+        threads: See `on_host_threads`; the closure itself runs on as many as before.
     """
-    groups = optimizer.param_groups
+    groups, stepping = optimizer.param_groups, ExitStack()
 
     def put_back(*_: Any) -> None:
         optimizer.param_groups = groups
+        stepping.close()
 
     def then_split() -> Any:
+        stepping.close()  # LBFGS calls the closure again in the middle of its step.
         result = closure()
         elsewhere = stepped()
         if elsewhere:
@@ -105,6 +113,7 @@ def fused_host_step(
             optimizer.param_groups = [group for group in rest if group["params"]]
         if device_type != "cpu":
             optimizer.param_groups = [part for group in optimizer.param_groups for part in _split(group)]
+        stepping.enter_context(on_host_threads(optimizer, threads))
         return result
 
     handle = optimizer.register_step_post_hook(put_back)
@@ -114,6 +123,26 @@ def fused_host_step(
     finally:
         handle.remove()
         put_back()
+
+
+@contextmanager
+def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]:
+    """Within it kernels of this thread use `threads` threads, if the optimizer holds parameters in host memory.
+
+    Args:
+        optimizer: Its groups as they are now.
+        threads: Those of the host's worker; None: nothing is changed, as where the accelerator is the CPU itself.
+    """
+    groups = optimizer.param_groups
+    if threads is None or not any(one.device.type == "cpu" for group in groups for one in group["params"]):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class PartGroups:

@@ -128,6 +128,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "allowed cores": lambda patch: patch.setattr(os, "sched_getaffinity", lambda process: set(range(99))),
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 99),
     "lockable": lambda patch: patch.setattr(cache.resource, "getrlimit", lambda which: (12345, 12345)),
+    "locking": lambda patch: patch.setattr(cache, "locks_memory", lambda device: True),
     "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     "format": lambda patch: patch.setattr(cache, "FORMAT", 99),
 }

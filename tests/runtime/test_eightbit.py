@@ -82,6 +82,23 @@ def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) 
     assert threading.active_count() == running
 
 
+def test_it_takes_as_many_threads_as_the_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many as there were before: the main thread gets others for the step of host parameters."""
+    joined: list[int] = []
+    monkeypatch.setattr(eightbit.Crew, "join", lambda crew, calls, number: joined.append(number))
+    monkeypatch.setattr("lightning_protrain.runtime.blockwise._TILES_PER_CALL", 1)
+    optimizer = bnb.optim.AdamW8bit(parameters((4 * moments.TILE + 5,)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with in_tiles(optimizer):
+            torch.set_num_threads(3)
+            steps(optimizer, 1)
+    finally:
+        torch.set_num_threads(before)
+    assert joined == [2]
+
+
 def test_a_step_is_left_as_it_was() -> None:
     held = parameters((8,))
     optimizer = bnb.optim.AdamW8bit(held)

@@ -1,0 +1,115 @@
+"""Host parameters are stepped on as many threads as the plan counts on, and the thread that steps has its own back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.runtime.optimizer import fused_host_step
+
+MANY = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As under torchrun."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+
+
+class Counting(torch.optim.SGD):
+    """Notes on how many threads it steps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        result = closure()
+        self.seen.append(torch.get_num_threads())
+        super().step()
+        return result
+
+
+def weight(device: str = "cpu") -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+@pytest.mark.parametrize("threads", [None, 1, MANY])
+def test_only_the_step_has_the_threads(threads: int | None) -> None:
+    optimizer, outside = Counting([weight()]), []
+
+    def note(*_: Any) -> None:
+        outside.append(torch.get_num_threads())
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+    with fused_host_step(optimizer, note, "cuda", threads=threads) as final:
+        optimizer.step(final)
+        note()
+    assert outside == [1, 1, 1, 1]
+    assert optimizer.seen == [threads or 1]
+
+
+def test_each_call_of_a_closure_has_those_of_before() -> None:
+    parameter, seen = weight(), []
+    optimizer = torch.optim.LBFGS([parameter], max_iter=4)
+
+    def closure() -> Tensor:
+        seen.append(torch.get_num_threads())
+        optimizer.zero_grad()
+        loss = (parameter - 3).pow(4).sum()
+        loss.backward()
+        return loss
+
+    with fused_host_step(optimizer, closure, "cuda", threads=MANY) as final:
+        optimizer.step(final)
+        assert torch.get_num_threads() == 1
+    assert len(seen) > 1
+    assert set(seen) == {1}
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", ["closure", "stepped", "step"])
+def test_they_go_back_after_an_exception(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Counting([weight()])
+    closure: Callable[[], Any] = fail if where == "closure" else lambda: None
+    stepped: Any = fail if where == "stepped" else frozenset
+    if where == "step":
+        monkeypatch.setattr(torch.optim.SGD, "step", lambda _: fail())
+    with pytest.raises(ZeroDivisionError), fused_host_step(optimizer, closure, "cuda", stepped, MANY) as final:
+        optimizer.step(final)
+    assert torch.get_num_threads() == 1
+    assert optimizer.seen == ([MANY] if where == "step" else [])
+
+
+@pytest.mark.parametrize(
+    ("devices", "elsewhere", "expected"),
+    [
+        (("cpu",), False, MANY),
+        (("meta", "cpu"), False, MANY),
+        (("meta",), False, 1),
+        (("meta", "cpu"), True, 1),
+    ],
+    ids=["host", "both", "device", "stepped elsewhere"],
+)
+def test_without_host_parameters_nothing_changes(devices: Sequence[str], elsewhere: bool, expected: int) -> None:
+    """The device here is `meta`, which stands for any other than the CPU."""
+    parameters = [weight(device) for device in devices]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
+    others = {id(parameters[-1])} if elsewhere else frozenset[int]()
+    with fused_host_step(optimizer, lambda: None, "cuda", lambda: others, MANY) as final:
+        final()
+        assert torch.get_num_threads() == expected
