@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -15,10 +15,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.batches import batch_to_plan_with
+from lightning_protrain.batches import batch_to_plan_with, size_of
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.model import profile_model, unchanged
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
@@ -93,7 +92,7 @@ def profile_training_step(
         with _without_caches(model) as caches:
             if caches:
                 profile = _with_swaps_of(profiled(), profile)
-        samples, tokens = _size_of(batch)
+        samples, tokens = size_of(batch)
         return replace(profile, samples=samples, tokens=tokens)
     except UntraceableError as error:
         if needed_for:
@@ -131,13 +130,6 @@ def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
         most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
     calls = (replace(call, swap_bytes=max(call.swap_bytes, most.get(call.name, 0))) for call in profile.calls)
     return replace(profile, calls=tuple(calls))
-
-
-def _size_of(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch; 0 where that cannot be told."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return (sizes[0] if sizes else 0), (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
 
 def _say_unknown(reason: str) -> None:

@@ -223,10 +223,9 @@ class ProTrainStrategy(DataParallelStrategy):
         Raises:
             ValueError: The plan does not fit, is not one for this model, or the model does what the plan has to do.
         """
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
         model = self.lightning_module
-        assert model is not None
+        assert self.accelerator is not None and model is not None
+        self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_torn(model)
@@ -238,9 +237,8 @@ class ProTrainStrategy(DataParallelStrategy):
         self.end_outlines(shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-            kind = (
-                "cuda" if any(any(each.values()) for each in (self._machines or {}).values()) else self.root_device.type
-            )
+            elsewhere = any(any(under.values()) for under in (self._machines or {}).values())
+            kind = "cuda" if elsewhere else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])

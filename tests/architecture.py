@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "batches": ("profiler.model",),
     "profiling": ("batches", "profiler"),
     "callbacks": (
+        "batches",
         "callbacks",
         "checkpoint",
         "checkpoint_io",

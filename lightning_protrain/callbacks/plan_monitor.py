@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console, Group
 
+from lightning_protrain.batches import size_of
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import format_bytes
+from lightning_protrain.planner.outlook import few_samples
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 
@@ -67,20 +69,23 @@ def render_plan(plan: Plan, budget: int | None = None, overlap: Overlapped | Non
 class PlanMonitor(Callback):
     """Shows what the strategy "protrain" does, and holds its prediction against what happens.
 
-    Before the first step it prints the plan, after training the sum of what was streamed. At the trainer's logging
-    steps it logs, all under `protrain/`: `device_bytes`, the model states on the device at the end of the step
-    (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`, parameters and
-    gradients moved in both directions since the start; where blocks swap, `swapped_out_bytes` and `swapped_in_bytes`;
-    `waited_seconds`, in which the host waited for copies since the start; `step_seconds`, from one optimizer step to
-    the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds` too, both for the
-    batch that the plan was made with: the largest one if the data knows it, so steps may well be faster. Where the
-    device counts what it allocates, `measured_peak_bytes`, the worst rank's. With another strategy it says nothing.
+    Before the first step it prints the plan, after training the sum of what was streamed; after the first batch a
+    warning, if a step of fewer than four samples streams weights and the plan was not searched for with that advice. At
+    the trainer's logging steps it logs, all under `protrain/`: `device_bytes`, the model states on the device at the
+    end of the step (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`,
+    parameters and gradients moved in both directions since the start; where blocks swap, `swapped_out_bytes` and
+    `swapped_in_bytes`; `waited_seconds`, in which the host waited for copies since the start; `step_seconds`, from one
+    optimizer step to the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds`
+    too, both for the batch that the plan was made with: the largest one if the data knows it, so steps may well be
+    faster. Where the device counts what it allocates, `measured_peak_bytes`, the worst rank's. With another strategy it
+    says nothing.
     """
 
     def __init__(self) -> None:
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
+        self._uploaded: int | None = None
 
     def join(self, trainer: Trainer) -> None:
         """Adds itself to the callbacks, if none of its kind is there."""
@@ -95,17 +100,27 @@ class PlanMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the plan, on rank zero."""
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
+        self._uploaded = None
         strategy = trainer.strategy
         if isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap))
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes down what an evaluation before the first batch has uploaded."""
+        if isinstance(trainer.strategy, Planned):
+            self._uploaded = trainer.strategy.counters.uploaded_bytes
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs bytes and seconds; warns once if more memory is taken than was predicted."""
+        """Logs bytes and seconds; warns once if more memory is taken than was predicted, or if steps are too small."""
         strategy = trainer.strategy
         if not isinstance(strategy, Planned) or strategy.plan is None:
             return
+        if self._uploaded is not None:
+            if strategy.counters.uploaded_bytes > self._uploaded:
+                self._warn_of_few_samples(strategy.plan, trainer, pl_module, batch)
+            self._uploaded = None
         self._time_step(trainer.global_step)
         logged = device_bytes(strategy.plan, strategy.counters)
         logged["waited_seconds"] = strategy.counters.waited_seconds
@@ -134,6 +149,13 @@ class PlanMonitor(Callback):
             now = time.perf_counter()
             self._step_seconds = None if math.isnan(then) else (now - then) / (step - before)
             self._last_step = (step, now)
+
+    def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Unless the plan has been printed with the same advice."""
+        advised = plan.prediction
+        if advised is None or not any(few_samples(advised.samples, advised.accumulate)):
+            for sentence in few_samples(size_of(batch)[0], trainer.accumulate_grad_batches):
+                pl_module.print(sentence)
 
     def _compare(self, prediction: Prediction | None, measured: int) -> None:
         if prediction is None or self._warned or measured <= prediction.device_bytes * (1 + TOLERANCE):

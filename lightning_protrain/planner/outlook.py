@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ GIB = 1 << 30
 FEW_SAMPLES = 4
 # Batches that are tried for one that hides the transfers, as multiples of the present one.
 LARGER_BATCHES = (2, 4, 8, 16, 32)
+# Numbers of micro-batches in a step that are tried where no larger batch does, as multiples of the present one.
+MORE_BATCHES = (2, 4, 8, 16)
 # What is worth a sentence: a step shorter by this part.
 WORTH_SAYING = 0.02
 
@@ -124,14 +126,26 @@ def _advice(
             f"One more GiB on the device would make the step {1 - more / prediction.step_seconds:.0%} shorter "
             f"({short_seconds(more)})."
         )
-    samples = prediction.samples * prediction.accumulate
+    elif more is not None:
+        yield f"One more GiB on the device would buy nothing: a step at most {WORTH_SAYING:.0%} shorter."
+    yield from few_samples(prediction.samples, prediction.accumulate)
+    if prediction.bound != "compute":
+        yield from _more_samples(problem, prediction, knobs)
+
+
+def few_samples(samples: int, accumulate: int) -> Iterator[str]:
+    """A warning, if a step that streams weights computes too little beside that.
+
+    Args:
+        samples: Of one micro-batch; 0: not known, and nothing is said.
+        accumulate: Micro-batches of one step.
+    """
+    samples *= accumulate
     if 0 < samples < FEW_SAMPLES:
         yield (
             f"Warning: a step of {samples} sample(s) streams all weights for little computation. Give a larger batch, "
             "or accumulate_grad_batches."
         )
-    if prediction.bound != "compute":
-        yield from _larger_batch(problem, prediction, knobs)
 
 
 def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
@@ -142,34 +156,62 @@ def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
     return _seconds(larger, knobs)
 
 
-def _larger_batch(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
-    """The smallest batch that hides what the step waits for, or the largest that fits."""
+def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
+    """The smallest batch that hides what the step waits for, or the largest that fits; else how many micro-batches."""
     waits = {"link": "the copies", "network": "the sums over ranks"}
-    what, best = waits.get(prediction.bound, "the host's optimizer step"), None
-    per_sample = prediction.step_seconds
-    for factor in LARGER_BATCHES:
-        larger = replace(problem, profile=scaled(problem.profile, factor))
+    what = waits.get(prediction.bound, "the host's optimizer step")
+    larger = ((factor, replace(problem, profile=scaled(problem.profile, factor))) for factor in LARGER_BATCHES)
+    found = _fastest(larger, knobs, prediction.step_seconds)
+    if found is not None:
+        samples = found[0] * prediction.samples
+        batch = f"A micro-batch of {samples} samples" if samples else f"{found[0]} times the batch"
+    else:
+        found = _fastest(
+            ((factor, _accumulating(problem, factor)) for factor in MORE_BATCHES), knobs, prediction.step_seconds
+        )
+        if found is None:
+            return
+        batch = f"A step of {found[0] * prediction.accumulate} micro-batches (accumulate_grad_batches)"
+    factor, time = found
+    hidden = "would hide" if time.bound == "compute" else "would hide more of"
+    sentence = f"{batch} {hidden} {what}: {prediction.step_seconds * factor / time.seconds:.1f} times the throughput"
+    rate = prediction.tokens_per_second
+    if rate is not None:
+        sentence += (
+            f", {rate * prediction.step_seconds * factor / time.seconds:,.0f} tokens per second in place of {rate:,.0f}"
+        )
+    yield f"{sentence}."
+
+
+def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: float) -> tuple[int, StepTime] | None:
+    """The first problem whose step computes all the time, else the last that is worth more than those before it.
+
+    Args:
+        problems: With how many times the samples each has; none after the first that does not fit is looked at.
+        knobs: What the user pinned.
+        per_sample: Seconds of the present step.
+
+    Returns:
+        The factor and the step; None: none is faster for each sample.
+    """
+    best = None
+    for factor, problem in problems:
         try:
-            plan = search(larger, knobs)
+            plan = search(problem, knobs)
         except NoFeasiblePlan:
             break
-        time = _step_time(larger, plan)
+        time = _step_time(problem, plan)
         if time.seconds / factor < (1 - WORTH_SAYING) * per_sample:
             best, per_sample = (factor, time), time.seconds / factor
         if time.bound == "compute":
             break
-    if best is None:
-        return
-    factor, time = best
-    hidden = "would hide" if time.bound == "compute" else "would hide more of"
-    samples = factor * prediction.samples
-    batch = f"A micro-batch of {samples} samples" if samples else f"{factor} times the batch"
-    sentence = f"{batch} {hidden} {what}: {prediction.step_seconds * factor / time.seconds:.1f} times the throughput"
-    rate = prediction.tokens_per_second
-    if rate is not None:
-        then = prediction.accumulate * prediction.tokens * factor / time.seconds
-        sentence += f", {then:,.0f} tokens per second in place of {rate:,.0f}"
-    yield f"{sentence}."
+    return best
+
+
+def _accumulating(problem: Problem, factor: int) -> Problem:
+    """The same with `factor` times the micro-batches in a step, whose gradients have memory of their own."""
+    training = replace(problem.training, accumulate=factor * problem.training.accumulate)
+    return replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
 
 
 def _seconds(problem: Problem, knobs: Knobs) -> float | None:
