@@ -70,8 +70,7 @@ class ProTrainStrategy(DataParallelStrategy):
         num_checkpoint_blocks: How many blocks recompute their activations; the others keep or swap all of them.
         num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
-        blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the repeated
-            `nn.ModuleList`s of the model.
+        blocks: Their names or classes; `"size"`: modules of at least `min_num_params`; None: repeated `nn.ModuleList`s.
         min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on
             the device under `"auto"` if it fits.
         overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
@@ -224,7 +223,8 @@ class ProTrainStrategy(DataParallelStrategy):
             ValueError: The plan does not fit, is not one for this model, or the model does what the plan has to do.
         """
         model = self.lightning_module
-        assert self.accelerator is not None and model is not None
+        assert self.accelerator is not None
+        assert model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
