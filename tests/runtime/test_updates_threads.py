@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,3 +54,42 @@ def test_both_wait_for_its_end() -> None:
 
         found = train(state.model, state, Overlap.FORWARD, step=hold, num_steps=2, look=look)
     assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize("what", ["a backward", "a step without a backward"])
+def test_what_comes_next_waits_for_every_step_before(what: str) -> None:
+    """Also for steps of chunks that no forward has needed since, and where nobody has looked at a gradient."""
+    device, go, made = CPUDevice(torch.device("cpu")), threading.Event(), list[torch.optim.Optimizer]()
+
+    def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        if index == 1:
+            device.worker.submit(go.wait)  # before the step
+        return model(batch).square().mean()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        return made[0]
+
+    with applied(Net(), place, device) as state:
+        updates = state.runtime.updates
+
+        def look(model: nn.Module, index: int) -> None:
+            if index == 0:  # The first step is not overlapped.
+                assert not updates._pending
+                return
+            assert updates._pending
+            jobs = [update.job for update in updates._pending.values()]
+            if what == "a backward":
+                then = updates.begin_backward
+            else:
+                updates.arm(made[0], Overlap.FORWARD)
+                then = updates.launch
+            thread = begun(then)
+            waits = thread.is_alive()
+            go.set()
+            thread.join()
+            assert waits
+            assert all(job.done() for job in jobs)
+            updates.finish_all()
+
+        train(state.model, state, Overlap.FORWARD, step=hold, optimizer=make, num_steps=2, look=look)
