@@ -11,6 +11,7 @@ from lightning_protrain.replicas import DDPOptions, GradSync
 
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 GatherChoice = Literal["auto", "host", "device"]
+ShardOptimizer = Literal["machine", "world"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Parallelism:
         reduce_dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
         adapter_grad_sync: Who averages the gradients of few resident parameters.
         gather: Where the ranks of a machine make chunks of parts that each of them uploads; `"host"`: nowhere.
+        shard_optimizer: Among whom the optimizer's states and steps of offloaded chunks are divided that ranks share:
+            the ranks of each machine, or all of them.
         ddp: For DistributedDataParallel.
     """
 
@@ -29,6 +32,7 @@ class Parallelism:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     adapter_grad_sync: GradSync = "auto"
     gather: GatherChoice = "host"
+    shard_optimizer: ShardOptimizer = "machine"
     ddp: DDPOptions = field(default_factory=DDPOptions)
 
     def __post_init__(self) -> None:
@@ -38,10 +42,16 @@ class Parallelism:
             "reduce_dtype": (None, "float32", "bfloat16"),
             "adapter_grad_sync": get_args(GradSync),
             "gather": get_args(GatherChoice),
+            "shard_optimizer": get_args(ShardOptimizer),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}.")
+        if self.shard_optimizer == "world" and self.sharding != "shard":
+            raise ValueError(
+                f'shard_optimizer="world" divides the steps of what ranks share, and under sharding="{self.sharding}" '
+                'they may share nothing. Set sharding="shard", or leave `shard_optimizer` out.'
+            )
         if self.gather == "device" and self.sharding in ("resident", "replicate"):
             raise ValueError(
                 f'gather="device" makes chunks of parts that ranks share, and under sharding="{self.sharding}" they '

@@ -36,7 +36,7 @@ from lightning_protrain.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.parallel import DataParallelStrategy
-from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice
+from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import describe_case, say_if_one_block
@@ -84,6 +84,8 @@ class ProTrainStrategy(DataParallelStrategy):
             tensor; `"auto"`: the second, unless the devices are linked directly.
         gather: Under `"shard"` a rank uploads chunks whole (`"host"`), or parts, and gathers those of others on the
             `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
+        shard_optimizer: Under `"shard"`, who steps a weight and has its optimizer state: a rank of each `"machine"`, or
+            one of the `"world"`, which sends the new weight to the other machines.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
@@ -120,6 +122,7 @@ class ProTrainStrategy(DataParallelStrategy):
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
         gather: GatherChoice = "host",
+        shard_optimizer: ShardOptimizer = "machine",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -132,7 +135,7 @@ class ProTrainStrategy(DataParallelStrategy):
     ) -> None:
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
-        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, ddp)
+        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, shard_optimizer, ddp)
         super().__init__(parallelism, accelerator, *processes, timeout, start_method)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
@@ -249,7 +252,7 @@ class ProTrainStrategy(DataParallelStrategy):
         self._place(model, plan, case.layout, case.spare_host_bytes(plan), ranks)
         self.setup_precision_plugin()
         if fitting:
-            self.replicate(model, plan)
+            self.replicate(model, plan, self._runtime)
             if self._monitor is not None:
                 self._monitor.join(trainer)
             check_one_device(self.optimizers)
@@ -368,6 +371,7 @@ class ProTrainStrategy(DataParallelStrategy):
     def _finish_updates(self) -> None:
         """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
         if self._runtime is not None:
+            self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
             self._runtime.updates.finish_all()
             self._runtime.updates.refuse_torn()
 

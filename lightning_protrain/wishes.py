@@ -28,6 +28,7 @@ class Wishes:
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
+        machines: Among how many steps of that copy are divided; 1: each machine steps all of its own.
         reserved: Bytes of the device that are for nothing in a plan, where something is offloaded that ranks share.
     """
 
@@ -41,6 +42,7 @@ class Wishes:
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
+    machines: int = 1
     reserved: int = 0
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:

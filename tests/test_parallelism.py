@@ -56,6 +56,13 @@ def test_where_it_cannot_be_it_is_refused_by_name(where: dict[str, Any], why: st
         gathers("device", **where)
 
 
+@pytest.mark.parametrize("sharding", ["auto", "resident", "replicate"])
+def test_steps_of_what_is_not_shared_are_not_divided(sharding: Any) -> None:
+    with pytest.raises(ValueError, match=rf'under sharding="{sharding}" they may share nothing'):
+        Parallelism(sharding=sharding, shard_optimizer="world")
+    assert Parallelism(sharding="shard", shard_optimizer="world").shard_optimizer == "world"
+
+
 @pytest.mark.parametrize("sharding", ["resident", "replicate"])
 def test_what_shares_nothing_is_refused_at_once(sharding: Any) -> None:
     with pytest.raises(ValueError, match=rf'under sharding="{sharding}" they share none'):

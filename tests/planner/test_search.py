@@ -105,7 +105,7 @@ def check(
     assert fastest <= found.seconds <= 1.01 * fastest
     assert found.plan == fitting[best].plan
     check_plan(found.plan, problem.layout, "bfloat16")
-    use = HostUse(problem.sharers, problem.training.accumulate)
+    use = HostUse(problem.sharers, problem.training.accumulate, problem.machines)
     check_fits(found.plan, problem.layout, device, host, problem.state_bytes, use)
     return True
 
@@ -128,6 +128,11 @@ def test_units_that_are_called_again_change_nothing() -> None:
 def test_ranks_that_share_a_host_are_all_counted() -> None:
     fitting = [check(seed, (), 4, 8, sharers=4) for seed in range(200, 230)]
     assert 15 <= sum(fitting) < 30
+
+
+def test_what_other_machines_step_is_not_counted() -> None:
+    fitting = [check(seed, (), 4, 8, sharers=2, machines=2) for seed in range(230, 250)]
+    assert 10 <= sum(fitting) < 20
 
 
 @pytest.mark.slow
