@@ -207,8 +207,9 @@ class Turns:
         """Why some weights may be from another step than others, as other machines step them; empty: they are not."""
         if self._exchange is None:
             return ""
-        if self._exchange.failure is not None:
-            return str(self._exchange.failure).rstrip(".")
+        failure = self._exchange.failure or self.failure  # Who is missing here has sent nothing elsewhere, either.
+        if failure is not None:
+            return str(failure).rstrip(".")
         before_end = self._is_left and min(self._known, default=0) < self.number
         return "a step has not been announced to other machines" if before_end else ""
 
