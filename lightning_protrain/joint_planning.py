@@ -21,6 +21,7 @@ from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.sharding import choose, plan_each
 from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.gauging import gauge, gauge_gathers
 from lightning_protrain.runtime.node_memory import FOLDER
@@ -118,3 +119,12 @@ def _answers(case: Case, under: Mapping[Sharding, HardwareProfile | None]) -> di
 
     shardings = tuple(under)
     return plan_each(shardings if case.searches(under[shardings[0]]) else shardings[:1], make)
+
+
+def say_if_one_block(plan: Plan, layout: ModelLayout) -> None:
+    """Tells the user that little can be streamed."""
+    if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
+        rank_zero_info(
+            "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
+            "during a step. Name blocks with `blocks` to stream them one by one."
+        )

@@ -1,4 +1,4 @@
-"""Optimizer states that are spread over the ranks of a node, as one, see [Note: Owners]."""
+"""Optimizer states that are spread over the ranks of a node, or over all of them, as one, see [Note: Owners]."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks)
 
     Args:
         optimizer: The same on all ranks, but for states of parameters that another rank owns.
-        owners: Owner of each parameter that has one, as `local_rank`, by identity.
+        owners: Owner of each parameter that has one, as of `Runtime.owners`, by identity.
         ranks: Who they are.
     """
     whole = optimizer.state_dict()
-    if ranks.rank >= ranks.local_size:  # The first node has everything.
+    number, group = (ranks.world_size, ranks.meeting) if ranks.divides_steps else (ranks.local_size, ranks.node)
+    if ranks.rank >= number:  # The first node has everything.
         return whole
     owned = _owned(optimizer, owners)
-    mine = {index: whole["state"].get(index, {}) for index, owner in owned.items() if owner == ranks.local_rank}
-    told: list[Any] = [None] * ranks.local_size
-    dist.gather_object(_describe(mine), told if ranks.rank == 0 else None, 0, group=ranks.node)
+    mine = {index: whole["state"].get(index, {}) for index, owner in owned.items() if owner == ranks.rank}
+    told: list[Any] = [None] * number
+    dist.gather_object(_describe(mine), told if ranks.rank == 0 else None, 0, group=group)
     if ranks.rank:
         for state in mine.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    dist.send(value.contiguous().cpu(), 0, group=ranks.node)
+                    dist.send(value.contiguous().cpu(), 0, group=group)
         return whole
-    for rank in range(1, ranks.local_size):
+    for rank in range(1, number):
         for index, state in told[rank].items():
-            whole["state"][index] = {name: _receive(value, rank, ranks) for name, value in state.items()}
+            whole["state"][index] = {name: _receive(value, rank, group) for name, value in state.items()}
         whole["state"] = {index: state for index, state in whole["state"].items() if state}
     return whole
 
 
 def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks) -> None:
     """Forgets the states of parameters that another rank owns, after all have been loaded."""
+    own = ranks.rank if ranks.divides_steps else ranks.local_rank
     for parameter in list(optimizer.state):
-        if owners.get(id(parameter), ranks.local_rank) != ranks.local_rank:
+        if owners.get(id(parameter), own) != own:
             del optimizer.state[parameter]
 
 
@@ -70,9 +72,9 @@ def _describe(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, An
     }
 
 
-def _receive(value: Any, rank: int, ranks: Ranks) -> Any:
+def _receive(value: Any, rank: int, group: Any) -> Any:
     if not isinstance(value, _Missing):
         return value
     tensor = torch.empty(value.shape, dtype=value.dtype)
-    dist.recv(tensor, rank, group=ranks.node)
+    dist.recv(tensor, rank, group=group)
     return tensor

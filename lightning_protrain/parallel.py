@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -34,7 +34,6 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import FlatAverage, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm import Ranks, find_ranks
-from lightning_protrain.runtime.owners import owners_in_chunks
 from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
@@ -72,6 +71,8 @@ class DataParallelStrategy(ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
+            if self._parallelism.shard_optimizer == "world":
+                self._ranks = self._ranks.dividing_steps(self._timeout)
             if (module := self.lightning_module) is not None:
                 self._sigterm.listen(module.trainer)
 
@@ -140,12 +141,17 @@ class DataParallelStrategy(ProcessStrategy):
         """Whether the ranks of a machine would share what is offloaded."""
         return self._parallelism.sharding in ("auto", "shard")
 
+    @property
+    def divides_steps(self) -> bool:
+        """Whether one machine steps for all of them, see [Note: Machines]."""
+        return self._parallelism.shard_optimizer == "world" and self.num_nodes > 1
+
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
     def shardings(self, local_size: int) -> tuple[Sharding, ...]:
         """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
-        if local_size == 1 or not self.may_shard:
+        if not self.may_shard or (local_size == 1 and not self.divides_steps):
             return (Sharding.REPLICATE,)
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
@@ -202,7 +208,9 @@ class DataParallelStrategy(ProcessStrategy):
         gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
         window = WINDOW if self.root_device.type == "cuda" else 0
         gathering = Gathering(here, spare=window) if gathers and here > 1 else None
-        return replace(wishes.among(sharding, here, self.world_size), gathering=gathering)
+        machines = self.num_nodes if self.divides_steps else 1
+        wishes = wishes.among(sharding, here, self.world_size)
+        return replace(wishes, gathering=gathering, machines=machines)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.
@@ -248,12 +256,12 @@ class DataParallelStrategy(ProcessStrategy):
         if buffers:
             dist._broadcast_coalesced(ranks.everyone, buffers, _BUFFER_BYTES, 0)
 
-    def replicate(self, model: LightningModule, plan: Plan) -> None:
+    def replicate(self, model: LightningModule, plan: Plan, runtime: Runtime | None) -> None:
         """After the plan has been applied: sees to the gradients of resident parameters, see [Note: One owner]."""
         parameters = dict(model.named_parameters())
         resident = [parameters[fqn] for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
         mine = [parameter for parameter in resident if parameter.requires_grad]
-        self._owners = self._owners_of(plan, parameters)
+        self._owners = runtime.owners if runtime is not None else {}
         if self._ranks is None or not mine:
             return
         linked = self.peers is not None and self.peers.link == "nvlink"
@@ -261,18 +269,6 @@ class DataParallelStrategy(ProcessStrategy):
             self._flat = FlatAverage(mine)
         else:
             self.model = wrap(model, mine, self.root_device, self._parallelism.ddp)
-
-    def _owners_of(self, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[int, int]:
-        """Who steps parameters that ranks share, as `local_rank`, by identity."""
-        if self._ranks is None or plan.sharding is not Sharding.SHARD:
-            return {}
-        chunks = [chunk for chunk in plan.chunks if not chunk.resident]
-        owners = owners_in_chunks(chunks, parameters, self._ranks.local_size)
-        return {
-            id(parameters[fqn]): owner
-            for chunk, mine in zip(chunks, owners, strict=True)
-            for fqn, owner in zip(chunk.parameters, mine, strict=True)
-        }
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:

@@ -14,6 +14,7 @@ from lightning_protrain.replicas import DDPOptions, GradSync
 
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 GatherChoice = Literal["auto", "host", "device"]
+ShardOptimizer = Literal["machine", "world"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Parallelism:
         reduce_dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
         adapter_grad_sync: Who averages the gradients of few resident parameters.
         gather: Where the ranks of a machine make chunks of parts that each of them uploads; `"host"`: nowhere.
+        shard_optimizer: Among whom the optimizer's states and steps of offloaded chunks are divided that ranks share:
+            the ranks of each machine, or all of them.
         ddp: For DistributedDataParallel.
     """
 
@@ -32,6 +35,7 @@ class Parallelism:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     adapter_grad_sync: GradSync = "auto"
     gather: GatherChoice = "host"
+    shard_optimizer: ShardOptimizer = "machine"
     ddp: DDPOptions = field(default_factory=DDPOptions)
 
     def __post_init__(self) -> None:
@@ -41,15 +45,36 @@ class Parallelism:
             "reduce_dtype": (None, "float32", "bfloat16"),
             "adapter_grad_sync": get_args(GradSync),
             "gather": get_args(GatherChoice),
+            "shard_optimizer": get_args(ShardOptimizer),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(map(repr, allowed))}.")
+        if self.shard_optimizer == "world" and self.sharding != "shard":
+            raise ValueError(
+                f'shard_optimizer="world" divides the steps of what ranks share, and under sharding="{self.sharding}" '
+                'they may share nothing. Set sharding="shard", or leave `shard_optimizer` out.'
+            )
         if self.gather == "device" and self.sharding in ("resident", "replicate"):
             raise ValueError(
                 f'gather="device" makes chunks of parts that ranks share, and under sharding="{self.sharding}" they '
                 'share none. Set sharding="shard" or "auto", or leave `gather` out.'
             )
+
+    def gathers_on_paper(self, ranks: int, link: float | None, upload: float) -> Gathering | None:
+        """How ranks gather on machines that are not here, where nobody can look for NVLink.
+
+        Args:
+            ranks: Of a machine.
+            link: Bytes per second that a device sends to another one; None: as many as to its host.
+            upload: Bytes per second from the host, the most that any of the devices takes.
+        """
+        wanted = self.gather == "device" or (self.gather == "auto" and link is not None and link > upload)
+        return Gathering(ranks, link, WINDOW) if wanted and ranks > 1 else None
+
+    def machines_on_paper(self, ranks: int, here: int) -> int:
+        """Among how many machines steps are divided, where `here` of `ranks` are on each, see [Note: Machines]."""
+        return ranks // here if self.shard_optimizer == "world" else 1
 
 
 def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAccess | None, sends: str | None) -> bool:
@@ -89,16 +114,3 @@ def may_gather(choice: GatherChoice, manual: bool, peers: PeerAccess | None, sen
     linked = peers is not None and peers.link == "nvlink"
     wanted = choice == "device" or (choice == "auto" and linked and sends == "nccl")
     return wanted and not manual and sends is not None
-
-
-def gathers_on_paper(choice: GatherChoice, ranks: int, link: float | None, upload: float) -> Gathering | None:
-    """The same for machines that are not here, where nobody can look for NVLink.
-
-    Args:
-        choice: Of the user; `"auto"` takes a link that is known to be faster than that to the host.
-        ranks: Of a machine.
-        link: Bytes per second that a device sends to another one; None: as many as to its host.
-        upload: Bytes per second from the host, the most that any of the devices takes.
-    """
-    wanted = choice == "device" or (choice == "auto" and link is not None and link > upload)
-    return Gathering(ranks, link, WINDOW) if wanted and ranks > 1 else None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.copies import copied_bytes
@@ -194,12 +193,14 @@ class Case:
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
         use = self._host_use
-        taken = sum(host_terms(self.layout, plan, self.state_bytes, use.accumulate, sharers=use.sharers).values())
+        how = use.accumulate, True, use.sharers, use.machines
+        taken = sum(host_terms(self.layout, plan, self.state_bytes, *how).values())
         return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0) // use.sharers
 
     @property
     def _host_use(self) -> HostUse:
-        return HostUse(self.wishes.sharers, self.training.accumulate if self.training is not None else 1)
+        accumulate = self.training.accumulate if self.training is not None else 1
+        return HostUse(self.wishes.sharers, accumulate, self.wishes.machines)
 
     @property
     def _checkpoint_copy(self) -> int:
@@ -220,7 +221,7 @@ class Case:
             names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
             machine = cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
         # That is the rate of this rank's cores; ranks that share one copy step a part of it each, all at one time.
-        return replace(machine, host_step=machine.host_step * self.wishes.sharers)
+        return replace(machine, host_step=machine.host_step * self.wishes.sharers * self.wishes.machines)
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile, training: Training) -> Plan:
         machine = other or self._measure(profile)
@@ -239,6 +240,7 @@ class Case:
             foreach=self.foreach,
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
+            machines=self.wishes.machines,
             network=self.network,
             gathering=self._gathering,
         )
@@ -368,15 +370,6 @@ def describe_case(
 
     case = replace(case, profile_on=profile_on)
     return case if elsewhere else case.on(None)
-
-
-def say_if_one_block(plan: Plan, layout: ModelLayout) -> None:
-    """Tells the user that little can be streamed."""
-    if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
-        rank_zero_info(
-            "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
-            "during a step. Name blocks with `blocks` to stream them one by one."
-        )
 
 
 def _needs_profile(case: Case) -> bool:

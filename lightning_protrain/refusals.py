@@ -1,4 +1,4 @@
-"""Models that the strategy refuses at set-up: weights that it cannot stream, and weights that somebody else moves."""
+"""What cannot be trained: weights that cannot be streamed or that somebody else moves, and those that come too late."""
 
 from __future__ import annotations
 
@@ -68,3 +68,14 @@ def _refuse_placed(name: str, module: nn.Module) -> None:
             f"{name or type(module).__name__!r} was loaded with a device_map{where}: accelerate moves its weights by "
             'hooks of its own, and strategy="protrain" decides itself where they are. Load it without `device_map`.'
         )
+
+
+def explain_missing_weight(error: RuntimeError) -> RuntimeError:
+    """What to do, if `error` is PyTorch's where backward reads a weight that is not on the device; else `error`."""
+    if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
+        return error
+    return RuntimeError(
+        "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take part in "
+        "the loss (values handed out some other way), or backward runs through a backward. Return the values from the "
+        "block, or make it resident (`num_persistent_chunks`)."
+    )

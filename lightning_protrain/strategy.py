@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
-from lightning_protrain.joint_planning import Answers, Machines, answers, plan_jointly
+from lightning_protrain.joint_planning import Answers, Machines, answers, plan_jointly, say_if_one_block
 from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -37,13 +37,14 @@ from lightning_protrain.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.parallel import DataParallelStrategy
-from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, gathers_on_paper
+from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planning import describe_case, say_if_one_block
+from lightning_protrain.planning import describe_case
 from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.refusals import explain_missing_weight
 from lightning_protrain.replicas import DDPOptions, GradSync
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.comm import Ranks
@@ -84,6 +85,8 @@ class ProTrainStrategy(DataParallelStrategy):
             tensor; `"auto"`: the second, unless the devices are linked directly.
         gather: Under `"shard"` a rank uploads chunks whole (`"host"`), or parts, and gathers those of others on the
             `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
+        shard_optimizer: Under `"shard"`, who steps a weight and has its optimizer state: a rank of each `"machine"`, or
+            one of the `"world"`, which sends the new weight to the other machines.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
@@ -120,6 +123,7 @@ class ProTrainStrategy(DataParallelStrategy):
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
         gather: GatherChoice = "host",
+        shard_optimizer: ShardOptimizer = "machine",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -132,7 +136,7 @@ class ProTrainStrategy(DataParallelStrategy):
     ) -> None:
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
-        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, ddp)
+        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, shard_optimizer, ddp)
         super().__init__(parallelism, accelerator, *processes, timeout, start_method)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
@@ -198,9 +202,10 @@ class ProTrainStrategy(DataParallelStrategy):
             A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
         """
         uploads = [machine.upload for under in machines.values() for machine in under.values() if machine is not None]
-        gathering = gathers_on_paper(self._parallelism.gather, here, link, max(uploads, default=0.0))
+        gathering = self._parallelism.gathers_on_paper(here, link, max(uploads, default=0.0))
+        divided = self._parallelism.machines_on_paper(ranks, here)
         wishes, self._wishes = self._wishes, self._wishes.among(Sharding.REPLICATE, here, ranks)
-        self._wishes = replace(self._wishes, gathering=gathering)
+        self._wishes = replace(self._wishes, gathering=gathering, machines=divided)
         self._machines, self._answers = machines, {}
         try:
             yield self._answers
@@ -237,8 +242,8 @@ class ProTrainStrategy(DataParallelStrategy):
         self.end_outlines(shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-            elsewhere = any(any(under.values()) for under in (self._machines or {}).values())
-            kind = "cuda" if elsewhere else self.root_device.type
+            on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
+            kind = "cuda" if on_gpus else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
@@ -256,7 +261,7 @@ class ProTrainStrategy(DataParallelStrategy):
         self._place(model, plan, case.layout, case.spare_host_bytes(plan), ranks)
         self.setup_precision_plugin()
         if fitting:
-            self.replicate(model, plan)
+            self.replicate(model, plan, self._runtime)
             if self._monitor is not None:
                 self._monitor.join(trainer)
             check_one_device(self.optimizers)
@@ -328,15 +333,9 @@ class ProTrainStrategy(DataParallelStrategy):
         try:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except RuntimeError as error:
-            if (explained := self.explain(error)) is not error:
-                raise explained from error
-            if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
+            if (explained := explain_missing_weight(self.explain(error))) is error:
                 raise
-            raise RuntimeError(
-                "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take "
-                "part in the loss (values handed out some other way), or backward runs through a backward. Return the "
-                "values from the block, or make it resident (`num_persistent_chunks`)."
-            ) from error
+            raise explained from error
         self._runtime.end_backward()
         self.average_resident()
         return loss
@@ -377,6 +376,7 @@ class ProTrainStrategy(DataParallelStrategy):
         """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
         refuse_torn(self.lightning_module)
         if self._runtime is not None:
+            self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
             self._runtime.updates.finish_all()
             self._runtime.updates.refuse_torn()
 

@@ -30,6 +30,7 @@ class Wishes:
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
         gathering: How ranks gather chunks that are offloaded, where they share them; None: each uploads all of them.
+        machines: Among how many steps of that copy are divided; 1: each machine steps all of its own.
     """
 
     choice: Plan | Preset
@@ -43,6 +44,7 @@ class Wishes:
     ranks: int = 1
     sharers: int = 1
     gathering: Gathering | None = None
+    machines: int = 1
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.

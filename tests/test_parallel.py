@@ -126,6 +126,14 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
     assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
 
 
+@pytest.mark.parametrize(("num_nodes", "chosen"), [(1, Sharding.REPLICATE), (2, Sharding.SHARD)])
+def test_machines_of_one_rank_share_where_they_divide_steps(num_nodes: int, chosen: Sharding) -> None:
+    strategy = ProTrainStrategy(sharding="shard", shard_optimizer="world", parallel_devices=[CPU])
+    strategy.num_nodes = num_nodes
+    assert strategy.shardings(1) == (chosen,)
+    assert strategy.shardings(2) == (Sharding.SHARD,)
+
+
 @pytest.mark.parametrize("gather", ["host", "device", "auto"])
 def test_whoever_gathers_compares_both_shardings(gather: Any) -> None:
     strategy = ProTrainStrategy(gather=gather)

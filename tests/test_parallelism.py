@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain import ProTrainStrategy, parallelism
-from lightning_protrain.parallelism import Parallelism, gathers_on_paper, gathers_parts
+from lightning_protrain.parallelism import Parallelism, gathers_parts
 from lightning_protrain.peers import Link, PeerAccess
 from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
@@ -83,7 +83,19 @@ def test_under_manual_optimization_it_is_refused(sends: str | None) -> None:
 def test_on_paper_it_takes_a_link_that_is_faster_than_that_to_the_host(
     choice: Any, ranks: int, link: float | None, expected: Gathering | None
 ) -> None:
-    assert gathers_on_paper(choice, ranks, link, 25.0) == expected
+    assert Parallelism(gather=choice).gathers_on_paper(ranks, link, 25.0) == expected
+
+
+@pytest.mark.parametrize("sharding", ["auto", "resident", "replicate"])
+def test_steps_of_what_is_not_shared_are_not_divided(sharding: Any) -> None:
+    with pytest.raises(ValueError, match=rf'under sharding="{sharding}" they may share nothing'):
+        Parallelism(sharding=sharding, shard_optimizer="world")
+    assert Parallelism(sharding="shard", shard_optimizer="world").shard_optimizer == "world"
+
+
+def test_on_paper_steps_are_divided_among_the_machines_that_ranks_fill() -> None:
+    assert Parallelism(sharding="shard", shard_optimizer="world").machines_on_paper(16, 8) == 2
+    assert Parallelism(sharding="shard").machines_on_paper(16, 8) == 1
 
 
 @pytest.mark.parametrize("sharding", ["resident", "replicate"])

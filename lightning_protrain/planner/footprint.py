@@ -79,12 +79,14 @@ class Footprint:
         foreach: bool = False,
         checkpoint_copy: int = 0,
         sharers: int = 1,
+        machines: int = 1,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
+        self._machines = machines
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
         # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
@@ -112,7 +114,7 @@ class Footprint:
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
         lends = self._layout.lends_copies and self._sharers == 1
-        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends
+        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends, self._machines
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
@@ -295,6 +297,7 @@ def _host_states(
     asynchronous: bool,
     sharers: int,
     lends: bool,
+    machines: int,
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -307,9 +310,12 @@ def _host_states(
     copies = _after(np.where(sizes.low, _in_pages(sizes.nbytes), 0))
     own_pages = _in_pages(sizes.own_bytes)
     placed = _after(np.where(sizes.low, weights, _in_pages(sizes.nbytes)))
-    optimizer = np.ceil(state_bytes * _after(np.where(sizes.trainable, sizes.elements, 0))).astype(np.int64)
+    stepped = np.where(sizes.trainable, sizes.elements, 0)
+    moved = _elsewhere(stepped, machines)
+    optimizer = np.ceil(state_bytes * (_after(stepped) - moved)).astype(np.int64)
     lent = sizes.trainable & sizes.low & lends
     states = _after(sizes.resident_bytes(state_bytes) + np.where(lent, 0, sizes.gradient_bytes) + copied)
+    states = states - np.floor(state_bytes * moved).astype(np.int64)
     pool = np.zeros(count + 1, dtype=np.int64)
     growing = _Pool(asynchronous)
     waits = (sizes.trainable & ~lent & (accumulates | (sizes.low & (sharers == 1)))).tolist()
@@ -317,6 +323,9 @@ def _host_states(
         growing.add(chunks[index].unit, nbytes, waits[index])
         pool[index] = growing.nbytes
     gradients = _after(np.where(sizes.trainable & ~lent, own_pages, 0))
+    if not accumulates:
+        states = states - _elsewhere(np.where(sizes.trainable, sizes.gradient_bytes, 0), machines)
+        gradients = gradients - _elsewhere(np.where(sizes.trainable & ~lent, own_pages, 0), machines)
     pool += np.maximum.accumulate(np.append(np.where(lent, sizes.own_bytes, 0), 0)[::-1])[::-1]
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
     resident = 0 if asynchronous else whole - _after(weights)
@@ -337,6 +346,15 @@ def _of_other_ranks(sizes: Sizes, accumulates: bool, gradients: Integers, pool: 
         return (sharers - 1) * (pool + gradients)
     owners = np.minimum(np.bincount(sizes.chunk, minlength=len(sizes.nbytes)), sharers)
     return (sharers - 1) * pool + PAGESIZE * _after(np.where(sizes.trainable, owners - 1, 0))
+
+
+def _elsewhere(values: Integers, machines: int) -> Integers:
+    """As `elsewhere`, if the first p chunks are resident, (N + 1,)."""
+    total = _after(values)
+    if machines == 1:
+        return np.zeros_like(total)
+    largest = np.append(np.maximum.accumulate(values[::-1])[::-1], 0)
+    return np.maximum(total - -(-total // machines) - largest, 0)
 
 
 class _Pool:

@@ -6,6 +6,11 @@ their copies of lower precision and optimizer states are there once. Swapped act
 micro-batches are accumulated, so are gradients, which stay with their rank until the last one, and those that wait to
 be added. Averages come to their owners only, cast already, into a block of each rank for each chunk: the same bytes
 once, in so many blocks of whole pages.
+
+[Note: Divided]
+Where machines divide steps, optimizer states and averages are on the one that makes a step. Each chunk goes to the one
+that has least, or each rank's part of it, so the one with the most has no more than the mean and one chunk. Gradients
+that are accumulated are on all.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from collections.abc import Iterable
 from math import ceil
 from mmap import PAGESIZE
 
+from lightning_protrain.planner.memory import elsewhere
 from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets, unit_bytes
 from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
@@ -27,6 +33,7 @@ def host_terms(
     accumulate: int = 1,
     asynchronous: bool = True,
     sharers: int = 1,
+    machines: int = 1,
 ) -> dict[str, int]:
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
@@ -46,20 +53,23 @@ def host_terms(
         accumulate: Micro-batches in a step.
         asynchronous: Whether copies run beside computation.
         sharers: Ranks of the machine that share one copy.
+        machines: Among how many steps are divided, see [Note: Divided].
     """
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
-    elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
+    numels = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in trainable]
+    elements = sum(numels) - elsewhere(numels, machines)
     casts = sharers == 1
     lends = layout.lends_copies and sharers == 1
     lent = [chunk for chunk in trainable if lends and chunk.streamed_dtype is not None]
     kept = [chunk for chunk in trainable if not lends or chunk.streamed_dtype is None]
     waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
+    gradients = [_pages(_own_bytes(layout, chunk)) for chunk in kept]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
     terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
-        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept),
+        "gradients": sum(gradients) - (elsewhere(gradients, machines) if accumulate == 1 else 0),
         "optimizer_states": ceil(state_bytes * elements),
         "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, floor
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
 from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets
@@ -19,10 +19,12 @@ class HostUse:
     Attributes:
         sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in host.py.
         accumulate: Micro-batches in a step.
+        machines: Among how many steps are divided, see [Note: Divided] in host.py.
     """
 
     sharers: int = 1
     accumulate: int = 1
+    machines: int = 1
 
     @property
     def gradients(self) -> int:
@@ -141,8 +143,18 @@ def host_bytes(
     offloaded = [chunk for chunk in chunks if not chunk.resident]
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
     states = sum(_state_bytes(lending, chunk, state_bytes) for chunk in offloaded)
-    gradients = sum(resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable)
-    return states + (use.gradients - 1) * gradients + use.sharers * sum(block.swap_bytes for block in blocks)
+    trainable = [chunk for chunk in offloaded if chunk.trainable]
+    gradients = [resident_bytes(layout, chunk, 0.0) for chunk in trainable]
+    elements = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in trainable]
+    states -= floor(state_bytes * elsewhere(elements, use.machines))
+    states -= elsewhere(gradients, use.machines) if use.accumulate == 1 else 0
+    return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
+
+
+def elsewhere(chunks: Sequence[int], machines: int) -> int:
+    """What other machines have of what is divided by chunks, at least, see [Note: Divided] in host.py."""
+    total = sum(chunks)
+    return max(total - -(-total // machines) - max(chunks), 0) if machines > 1 and chunks else 0
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:

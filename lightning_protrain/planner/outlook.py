@@ -60,6 +60,7 @@ def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
         problem.foreach,
         problem.checkpoint_copy,
         problem.sharers,
+        problem.machines,
     )
 
 

@@ -45,6 +45,7 @@ class Problem:
         chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
+        machines: Among how many steps of that are divided, see [Note: Divided].
         network: How gradients are summed over ranks, for the time that is predicted; None: there is one, or it is not
             known. The search leaves it out.
         reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
@@ -67,6 +68,7 @@ class Problem:
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
     checkpoint_copy: int = 0
     sharers: int = 1
+    machines: int = 1
     network: Network | None = None
     reserved: int = 0
     gathering: Gathering | None = None
@@ -190,6 +192,7 @@ class Packing:
             problem.foreach,
             problem.checkpoint_copy,
             problem.sharers,
+            problem.machines,
         )
 
     def keeps(self, num_swap: Integers, num_steps: Integers, persistent: Integers) -> Integers:

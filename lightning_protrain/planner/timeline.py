@@ -96,6 +96,7 @@ def memory_timeline(
     foreach: bool = False,
     checkpoint_copy: int = 0,
     sharers: int = 1,
+    machines: int = 1,
 ) -> MemoryTimeline:
     """What `plan` takes, phase by phase.
 
@@ -110,11 +111,12 @@ def memory_timeline(
         foreach: Whether the optimizer steps all resident parameters at once, with temporaries as large as they are.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint, which is kept from the first save on.
         sharers: Ranks of a machine that share one copy of what is offloaded; then the host is that of all of them.
+        machines: Among how many steps of that are divided.
 
     Raises:
         ValueError: The profile has no backward.
     """
-    copies = checkpoint_copy, sharers
+    copies = checkpoint_copy, sharers, machines
     model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha, *copies)
     phases = (model.loading(), model.forward(), model.backward(), model.step(foreach), model.evaluation())
     return MemoryTimeline(phases, model.reserve.names)
@@ -134,6 +136,7 @@ class _Model:
         alpha: float,
         checkpoint_copy: int,
         sharers: int,
+        machines: int,
     ) -> None:
         self.reserve = Reserve.of(profile, layout)
         # Casts of these are not made: the copy comes in their place.
@@ -163,7 +166,7 @@ class _Model:
             "optimizer_states": states,
             "module_buffers": layout.buffer_bytes,
         }
-        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous, sharers)
+        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous, sharers, machines)
         if checkpoint_copy:
             self._host[CHECKPOINT_COPY] = checkpoint_copy
         policies = [plan.policy(block.name) for block in layout.blocks]

@@ -188,8 +188,8 @@ class Runtime:
 
     @property
     def owners(self) -> dict[int, int]:
-        """Who steps a weight that ranks share, as `local_rank`, by the identity of its parameter."""
-        owners = {id(slot.host): chunk.owner(slot) for chunk in self._chunks for slot in chunk.slots}
+        """Who steps a weight that ranks share, as in `Chunk.stepped_by`, by the identity of its parameter."""
+        owners = {id(slot.host): chunk.stepped_by(slot) for chunk in self._chunks for slot in chunk.slots}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
     def begin_averages(self) -> None:

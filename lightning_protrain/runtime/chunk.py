@@ -190,8 +190,17 @@ class Chunk:
             self._share.memory.part()
 
     def owner(self, slot: Slot) -> int | None:
-        """Which rank of a node steps a parameter, as `local_rank`; None: every rank does."""
+        """Which rank of a node writes a parameter, as `local_rank`; None: every rank does."""
         return None if self._share is None else self._share.owners[self.slots.index(slot)]
+
+    def machine(self, slot: Slot) -> int | None:
+        """Which node steps a parameter, see [Note: Machines]; None: every one does."""
+        machines = None if self._share is None else self._share.machines
+        return None if machines is None else machines[self.slots.index(slot)]
+
+    def stepped_by(self, slot: Slot) -> int | None:
+        """Which rank steps a parameter; where every node does, as `local_rank`; None: every rank does."""
+        return None if self._share is None else self._share.stepped_by(self.slots.index(slot))
 
     def publish(self) -> None:
         """After an optimizer step of a shared chunk: what this rank owns is there for the ranks of the node."""
@@ -273,7 +282,8 @@ class Chunk:
         twin.__dict__.update(host.__dict__)
         slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
         if self._share is not None:
-            slot.owned = self._share.owners[self.plan.parameters.index(fqn)] == self._share.local_rank
+            at = self.plan.parameters.index(fqn)
+            slot.owned, slot.writes = self._share.owns(at), self._share.owners[at] == self._share.local_rank
         if self._low_dtype is None:
             self._adopt(slot, self._share is None or self._share.memory.fills)
             attach_companions(host, twin, lambda begin, like: in_storage(self._storage, offset + begin, like))

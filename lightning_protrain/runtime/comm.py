@@ -3,7 +3,8 @@
 [Note: Nodes]
 A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
 between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
-then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
+then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners. Where
+nodes divide steps, see [Note: Machines], the second sum comes to one of these owners only.
 
 [Note: Sums on streams]
 On a device with streams a collective has one of its own, which first waits for what the compute stream has been given.
@@ -53,6 +54,8 @@ class Ranks:
             of their own, which may be another one on each rank (`find_unused_parameters`).
         node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
+        sending: The group of `peers` for new weights in host memory, which come from threads of their own, where nodes
+            divide steps, see [Note: Machines]; None: each node steps everything.
         gathering: The group of the ranks of this node for parts of chunks, see [Note: Gathers], which come in an order
             of their own, too; None: every rank uploads chunks whole.
         attendance: Who is still there.
@@ -70,6 +73,7 @@ class Ranks:
     node: Any = None
     peers: Any = None
     gathering: Any = None
+    sending: Any = None
 
     @property
     def first_of_node(self) -> int:
@@ -80,6 +84,21 @@ class Ranks:
     def on_node(self) -> range:
         """The ranks of this node."""
         return range(self.first_of_node, self.first_of_node + self.local_size)
+
+    @property
+    def machine(self) -> int:
+        """Which of the nodes this rank is on."""
+        return self.rank // self.local_size
+
+    @property
+    def num_machines(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.local_size
+
+    @property
+    def divides_steps(self) -> bool:
+        """Whether one node steps a parameter for all of them, see [Note: Machines]."""
+        return self.sending is not None
 
     def meet(self, what: str, flag: bool = False) -> bool:
         """Waits until all ranks are at the same point of a run.
@@ -103,6 +122,20 @@ class Ranks:
             each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
         return bool(told[0])
+
+    def dividing_steps(self, timeout: timedelta | None = None) -> Ranks:
+        """The same, who divide steps among their nodes, see [Note: Machines]; every rank calls it.
+
+        Args:
+            timeout: As in `find_ranks`.
+        """
+        if self.peers is None:
+            return self
+        groups = [
+            dist.new_group(list(range(place, self.world_size, self.local_size)), timeout, backend="gloo")
+            for place in range(self.local_size)
+        ]
+        return replace(self, sending=groups[self.local_rank])
 
     def with_gathering(self, device: torch.device, timeout: timedelta | None = None) -> Ranks:
         """The same, who gather parts of chunks; every rank calls it.
@@ -163,13 +196,16 @@ class Communicator:
         # One name for all of them: a rank may wait for one kind and another rank for the other, both for a third rank.
         self._what = "averages of gradients" if ranks.gathering is None else "gradients and weights of other ranks"
 
-    def begin(self, flat: Tensor, owner: int | None) -> Any:
+    def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
 
         Args:
             flat: On the device, one-dimensional.
             owner: The rank of each node that needs the sum, as its `local_rank`; None: all do.
+            machine: The node whose owner alone does; None: those of all nodes.
         """
+        if owner is not None and self.ranks.local_size == 1:
+            return self._begin_between_nodes(flat, machine)
         self._count(flat)
         if owner is None:
             return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
@@ -179,24 +215,36 @@ class Communicator:
             return work
         with self._device.aside:
             work.wait()
-            return self._begin_between_nodes(flat)
+            return self._begin_between_nodes(flat, machine)
 
-    def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
+    def end(self, work: Any, flat: Tensor, owner: int | None, machine: int | None = None) -> None:
         """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
         if not self._host_waits:
             work.wait()  # Of the compute stream: the host goes on.
             return
-        members = None if owner is None else self.ranks.on_node
+        alone = self.ranks.local_size == 1
+        members = None if owner is None or alone else self.ranks.on_node
         self.ranks.attendance.wait(work, self._what, members)
-        if self._sums_between_nodes(owner):
-            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
+        if self._sums_between_nodes(owner) and not alone:
+            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat, machine).wait())
 
     def _sums_between_nodes(self, owner: int | None) -> bool:
         return self.ranks.peers is not None and owner == self.ranks.local_rank
 
-    def _begin_between_nodes(self, flat: Tensor) -> Any:
+    def _begin_between_nodes(self, flat: Tensor, machine: int | None = None) -> Any:
         self._count(flat)
+        if machine is not None:
+            return dist.reduce(flat, group=self.ranks.peers, async_op=True, group_dst=machine)
         return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
+
+    def send_weights(self, flat: Tensor, machine: int) -> Any:
+        """Begins to give host memory of this rank's peers what the peer on one node has; `count_weights` counts it.
+
+        Args:
+            flat: One-dimensional, in host memory.
+            machine: That node.
+        """
+        return dist.broadcast(flat, group=self.ranks.sending, group_src=machine, async_op=True)
 
     def begin_gather(self, whole: Tensor, part: Tensor) -> Any:
         """Begins to gather the parts of the ranks of this node; `end_gather` must be called before they are read.
@@ -221,6 +269,19 @@ class Communicator:
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
         self.ranks.attendance.wait(work, "the other ranks of its node", self.ranks.on_node)
+        return values
+
+    def count_weights(self, weights: Tensor) -> None:
+        """Counts what a thread of its own sends later: two threads must not count."""
+        self._count(weights)
+
+    def sum_of_owners(self, values: Tensor) -> Tensor:
+        """The sum of small host tensors over the ranks that own parameters: each is owned by one of them; in place."""
+        if not self.ranks.divides_steps:
+            return self.sum_of_node(values)
+        self._count(values)
+        work = dist.all_reduce(values, group=self.ranks.meeting, async_op=True)
+        self.ranks.attendance.wait(work, "the other ranks")
         return values
 
     def meet(self) -> None:

@@ -87,8 +87,22 @@ def norms_of_owners(
             norm = known.get(id(parameter))
             told[0, at] = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
             told[1, at] = 1
-    communicator.sum_of_node(told)
+    communicator.sum_of_owners(told)
     return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
+
+
+def tell_overflow(found: dict[torch.device, Tensor], communicator: Communicator) -> None:
+    """A gradient that is not finite on the rank that owns it is one on every rank, each of which calls it.
+
+    Args:
+        found: Of this rank, by device: more than 0 if there is one; changed in place.
+        communicator: Reaches the ranks that own gradients.
+    """
+    here = sum((each.cpu() for each in found.values()), torch.zeros(1))
+    anywhere = communicator.sum_of_owners(here)
+    found.setdefault(torch.device("cpu"), torch.zeros(1))
+    for each in found.values():
+        each.copy_(anywhere[0])
 
 
 def bound_norm(

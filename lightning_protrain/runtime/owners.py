@@ -5,6 +5,13 @@ Under `shard` every offloaded parameter is owned by one rank of each node: only 
 optimizer state, and writes to the copy of it that all ranks of the node read. Parameters are owned whole, as in
 ZeroRedundancyOptimizer of PyTorch: an optimizer that needs a whole matrix (Adafactor, Muon, LAMB) is exact, and none
 needs to know. What is lost is little: a node's ranks have as many bytes to step as the largest parameter allows.
+
+[Note: Machines]
+Every node holds all offloaded weights, and each of them may step all of them: the same work, and the same states, as
+often as there are nodes. Or nodes *divide steps*: what a rank owns in a chunk is stepped by one of the ranks that own
+it, one on each node, and only there are its gradient and its optimizer state. The others, its *peers*, get the new
+weights from it over the network: reduced to one and sent by one is as much as summed to all. Parameters are divided by
+chunk and owner, so no sum is cut in two.
 """
 
 from __future__ import annotations
@@ -28,11 +35,29 @@ class Share:
         memory: Where the ranks of the node have the weights.
         owners: The owner of each parameter, as `local_rank`.
         local_rank: Of this rank.
+        machines: The node that steps each parameter; None: all of them do, see [Note: Machines].
+        machine: That of this rank.
+        num_places: Ranks of a node.
     """
 
     memory: NodeMemory
     owners: tuple[int, ...]
     local_rank: int
+    machines: tuple[int, ...] | None = None
+    machine: int = 0
+    num_places: int = 1
+
+    def owns(self, at: int) -> bool:
+        """Whether this rank steps a parameter.
+
+        Args:
+            at: Which of those of the chunk.
+        """
+        return self.owners[at] == self.local_rank and (self.machines is None or self.machines[at] == self.machine)
+
+    def stepped_by(self, at: int) -> int:
+        """Who steps a parameter: as `local_rank`, of every node, or as `rank`, where nodes divide steps."""
+        return self.owners[at] + (0 if self.machines is None else self.machines[at] * self.num_places)
 
 
 def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
@@ -68,6 +93,32 @@ def owners_in_chunks(
         num_ranks: Ranks of a node.
     """
     return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
+
+
+def assign_machines(
+    chunks: Sequence[Sequence[tuple[int, int]]], owners: Sequence[Sequence[int]], num_machines: int
+) -> list[list[int]]:
+    """Deals out what ranks own so that machines have about the same to step, see [Note: Machines].
+
+    Args:
+        chunks: For each parameter of each chunk, in execution order: its bytes if it is trained, and its bytes.
+        owners: As of `assign_owners`.
+        num_machines: How many there are.
+
+    Returns:
+        The machine of each parameter.
+    """
+    loads = [(0, 0)] * num_machines
+    machines = []
+    for sizes, mine in zip(chunks, owners, strict=True):
+        chosen = {}
+        for owner in sorted(set(mine)):
+            own = [size for size, place in zip(sizes, mine, strict=True) if place == owner]
+            # Frozen ones count, too, but last: they may be trained later.
+            least = chosen[owner] = min(range(num_machines), key=loads.__getitem__)
+            loads[least] = tuple(map(sum, zip(loads[least], *own, strict=True)))  # type: ignore[assignment]
+        machines.append([chosen[owner] for owner in mine])
+    return machines
 
 
 def num_counters(num_chunks: int, num_ranks: int) -> int:
@@ -108,7 +159,18 @@ def share_chunks(
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))
     owners = owners_in_chunks(chunks, parameters, ranks.local_size)
-    return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
+    if not ranks.divides_steps:
+        return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
+    sizes = [[_trained_and_all(parameters[fqn]) for fqn in chunk.parameters] for chunk in chunks]
+    machines = assign_machines(sizes, owners, ranks.num_machines)
+    return [
+        Share(memory, tuple(mine), ranks.local_rank, tuple(where), ranks.machine, ranks.local_size)
+        for mine, where in zip(owners, machines, strict=True)
+    ]
+
+
+def _trained_and_all(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter.nbytes if parameter.requires_grad else 0, parameter.nbytes
 
 
 def _block_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int]) -> int:

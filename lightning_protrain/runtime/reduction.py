@@ -39,6 +39,7 @@ class _Region:
         owner: As `local_rank`; None: all ranks.
         slots: Whose gradients.
         device: Where they lie.
+        machine: Whose owner alone has the sum; None: those of all.
 
     Attributes:
         flat: The gradients and the flags, which say whether any rank has one.
@@ -46,8 +47,9 @@ class _Region:
         work: The sum that is under way.
     """
 
-    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device) -> None:
+    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device, machine: int | None = None) -> None:
         self.owner = owner
+        self.machine = machine
         self.slots = tuple(slots)
         ends = list(accumulate(slot.twin.numel() for slot in slots))
         self._begins = dict(zip(slots, [0, *ends], strict=False))
@@ -258,7 +260,8 @@ class Reduction:
         for slot in chunk.slots:
             if _takes_gradient(slot):
                 owners.setdefault(chunk.owner(slot), []).append(slot)
-        bucket = _Bucket([_Region(owner, slots, self._device) for owner, slots in owners.items()], self._device)
+        regions = [_Region(owner, slots, self._device, chunk.machine(slots[0])) for owner, slots in owners.items()]
+        bucket = _Bucket(regions, self._device)
         for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
             if _takes_gradient(slot):
                 self._take_older(bucket, slot)
@@ -283,15 +286,16 @@ class Reduction:
                 region.end_filling(bucket.filled)
                 region.flat.mul_(1.0 / self._communicator.ranks.world_size)
                 region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
-                region.work = self._communicator.begin(region.sent, region.owner)
+                region.work = self._communicator.begin(region.sent, region.owner, region.machine)
         self._sent.append(bucket)
 
     def _land(self) -> None:
         bucket = self._sent.popleft()
         bucket.let_go()
         for region in bucket.regions:
-            self._communicator.end(region.work, region.sent, region.owner)
-            if region.owner is None or region.owner == self._communicator.ranks.local_rank:
+            self._communicator.end(region.work, region.sent, region.owner, region.machine)
+            # Those of a region have one owner: whether this rank is it says any of them.
+            if region.owner is None or region.slots[0].owned:
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)
                 self._land_region(bucket, region)

@@ -58,6 +58,7 @@ class Slot:
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
         owned: Whether this rank steps it, see [Note: Owners].
+        writes: Whether it writes what its node has of it: what it steps, or gets from who does, see [Note: Exchange].
         steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
     """
 
@@ -77,6 +78,7 @@ class Slot:
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
     owned: bool = True
+    writes: bool = True
     steps_elsewhere: int = 0
 
     def show(self, whole: bool = False) -> nn.Parameter:
@@ -107,8 +109,8 @@ class Slot:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the copy is another one than that of the host parameter now; who owns the copy says so."""
-        return self.copy is not None and self.owned and self.copied_version != self.host._version
+        """Whether the copy is another one than that of the host parameter now; who writes the copy says so."""
+        return self.copy is not None and self.writes and self.copied_version != self.host._version
 
     def renew_copy(self) -> None:
         """Casts the host parameter again; a gradient that lies in the memory of the copy goes elsewhere."""
@@ -142,7 +144,7 @@ class Slot:
     def note_step(self) -> None:
         """After a step, which has written the copy if there was a gradient."""
         if self.host.grad is None:
-            if self.is_stale:
+            if self.owned and self.is_stale:
                 self.renew_copy()
             return
         self.copied_version = self.host._version

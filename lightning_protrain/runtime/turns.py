@@ -29,23 +29,30 @@ who has seen one passes through there before it goes on. The worker's own thread
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from lightning_protrain.runtime.comm import Ranks
+from torch.optim import Optimizer
+
+from lightning_protrain.host import Job
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm import Communicator, Ranks
+from lightning_protrain.runtime.exchange import Exchange
 from lightning_protrain.runtime.node_memory import NodeMemory
-from lightning_protrain.runtime.owners import Share, num_counters
+from lightning_protrain.runtime.owners import num_counters
 
 
-def turns_of(shares: Sequence[Share], units: Sequence[str], ranks: Ranks) -> Turns:
+def turns_of(chunks: Sequence[Chunk], communicator: Communicator) -> Turns:
     """The turns of a rank with its chunks.
 
     Args:
-        shares: What it holds of each, in execution order.
-        units: What each chunk belongs to.
-        ranks: Who share them.
+        chunks: That ranks share, in execution order.
+        communicator: Reaches them.
     """
-    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units)
+    ranks, units = communicator.ranks, [chunk.plan.unit for chunk in chunks]
+    shares = [chunk.share for chunk in chunks if chunk.share is not None]
+    exchange = Exchange(chunks, communicator) if ranks.divides_steps else None
+    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units, exchange)
 
 
 class Turns:
@@ -56,13 +63,21 @@ class Turns:
         ranks: Of whom.
         owners: Who steps some of each chunk, as `local_rank`.
         units: What each chunk belongs to, for errors.
+        exchange: Has the new weights that other nodes step; None: this one steps all.
 
     Attributes:
         number: Of the step that this rank has begun; the first one is that of the weights as they are placed.
         failure: Why some rank will not be waited for any more.
     """
 
-    def __init__(self, memory: NodeMemory, ranks: Ranks, owners: Sequence[Iterable[int]], units: Sequence[str]) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory,
+        ranks: Ranks,
+        owners: Sequence[Iterable[int]],
+        units: Sequence[str],
+        exchange: Exchange | None = None,
+    ) -> None:
         self.number = 1
         self.failure: RuntimeError | None = None
         self._memory = memory
@@ -70,6 +85,11 @@ class Turns:
         self._others = [place for place in range(ranks.local_size) if place != ranks.local_rank]
         self._owners = [sorted(set(places) - {ranks.local_rank}) for places in owners]
         self._units = tuple(units)
+        self._exchange = exchange
+        # Of each chunk, the latest step that this rank has begun to make; and what ends when all of it is there.
+        self._known = [1] * len(units)
+        self._arrivals: dict[int, Job] = {}
+        self._is_left = False
         numbers, size = memory.counters, ranks.local_size
         assert len(numbers) == num_counters(len(owners), size), "counters of other chunks"
         # Twice the number of the step that has begun, and one more where it may run behind backward.
@@ -77,13 +97,17 @@ class Turns:
         self._left = numbers[size : 2 * size]
         self._stepped = [numbers[begin : begin + size] for begin in range(2 * size, len(numbers), size)]
 
-    def begin(self, behind_backward: bool) -> None:
+    def begin(self, behind_backward: bool, optimizer: Optimizer | None = None) -> None:
         """This rank begins its next step.
 
         Args:
             behind_backward: Whether it may run behind backward here.
+            optimizer: Whose step it is; needed where machines divide steps only.
         """
         self.number += 1
+        self._is_left = False
+        if self._exchange is not None and optimizer is not None:
+            self._exchange.begin(parameter for group in optimizer.param_groups for parameter in group["params"])
         self._write([self._begun], 2 * self.number + behind_backward)
 
     def all_behind_backward(self) -> bool:
@@ -99,6 +123,7 @@ class Turns:
 
     def leave(self) -> None:
         """Until the step has been made, this rank reads no weight without waiting."""
+        self._is_left = True
         self._write([self._left], self.number)
 
     def wait_until_left(self, number: int) -> None:
@@ -114,14 +139,51 @@ class Turns:
             self._wait(self._left, place, number, f"the end of its backward of step {number - 1}")
         self._pass()
 
+    def follow(self, index: int, submit: Callable[[], Job]) -> Job:
+        """This rank is about to make its part of a step of a chunk; if that fails, other nodes get nothing more.
+
+        Args:
+            index: Which chunk.
+            submit: Begins to make it; the job announces it.
+        """
+        if self._exchange is None:
+            return submit()
+        self._exchange.choose(index)
+        self._known[index] = self.number
+        job = submit()
+        job.add_done_callback(self._end)
+        return job
+
+    def _end(self, job: Job) -> None:
+        error = job.exception()
+        if error is not None:
+            self.give_up(f": {type(error).__name__}: {error}")
+
     def announce(self, indices: Iterable[int], number: int) -> None:
         """This rank has made its part of a step of chunks, whether or not it has one.
+
+        Where nodes divide steps, other ranks of this one hear of it when what other nodes have made is there, too.
 
         Args:
             indices: Which chunks.
             number: Of the step.
         """
-        self._write([self._stepped[index] for index in indices], number)
+        if self._exchange is None or number == 1:
+            self._write([self._stepped[index] for index in indices], number)
+            return
+        for index in indices:
+            then = partial(self._write, [self._stepped[index]], number)
+            self._arrivals[index] = self._exchange.add(index, then)
+
+    def announce_rest(self, indices: Iterable[int]) -> None:
+        """The same of the present step, for chunks that nobody has followed."""
+        rest = list(indices)
+        if self._exchange is not None and self.number > 1:
+            rest = [index for index in rest if self._known[index] < self.number]
+            for index in rest:
+                self._known[index] = self.number
+                self._exchange.choose(index)
+        self.announce(rest, self.number)
 
     def wait_until_stepped(self, index: int, number: int) -> None:
         """Before this rank reads weights that others step.
@@ -133,13 +195,39 @@ class Turns:
         Raises:
             RuntimeError: A rank is missing; names it and the chunk.
         """
+        if (arrival := self._arrivals.get(index)) is not None and (error := arrival.exception()) is not None:
+            self.failure = self.failure or RuntimeError(str(error))
+            raise self.failure
         for place in self._owners[index]:
             self._wait(self._stepped[index], place, number, f"its part of step {number - 1} of {self._units[index]!r}")
         self._pass()
 
-    def give_up(self) -> None:
+    @property
+    def partial(self) -> str:
+        """Why some weights may be from another step than others, as other machines step them; empty: they are not."""
+        if self._exchange is None:
+            return ""
+        failure = self._exchange.failure or self.failure  # Who is missing here has sent nothing elsewhere, either.
+        if failure is not None:
+            return str(failure).rstrip(".")
+        before_end = self._is_left and min(self._known, default=0) < self.number
+        return "a step has not been announced to other machines" if before_end else ""
+
+    def give_up(self, why: str = ".") -> None:
         """After an exception in the middle of a step, which other ranks will never make."""
-        self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
+        self.failure = self.failure or RuntimeError(f"A step was broken off on this rank{why}")
+        if self._exchange is not None:
+            self._exchange.fail(self.failure)
+
+    def abandon(self) -> None:
+        """After an exception: if it came before all of a step was announced, the rest of that will never come."""
+        if self.partial:
+            self.give_up()
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _write(self, numbers: Iterable[memoryview], value: int) -> None:
         with self._memory.alone():

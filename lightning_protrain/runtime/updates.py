@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from lightning_protrain.runtime.copies import Copies
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
 from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
-from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms
+from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms, tell_overflow
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.turns import turns_of
@@ -66,10 +67,8 @@ class Updates:
         self._num_backwards = 0  # since `arm`
         self._in_step = False
         self._several_backwards = False
-        shares = [chunk.share for chunk in chunks if chunk.share is not None]
-        self._sharing = communicator if shares else None
-        units = [chunk.plan.unit for chunk in chunks]
-        self._turns = turns_of(shares, units, self._sharing.ranks) if self._sharing is not None else None
+        self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
+        self._turns = turns_of(chunks, self._sharing) if self._sharing is not None else None
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
         self._steps_rest = len(self._steppable) < len(trained)
@@ -112,7 +111,7 @@ class Updates:
             take_norms = take_norms and not self._several_backwards
             self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
         if self._turns is not None:
-            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
+            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD, optimizer)
         self._num_backwards = 0
         self._in_step = True
 
@@ -273,6 +272,8 @@ class Updates:
                     self._turns.give_up()
             for index in armed.left:
                 self._guard.leave(slot.host for slot in self._chunks[index].slots)
+        if self._turns is not None:
+            self._turns.abandon()
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
@@ -289,7 +290,7 @@ class Updates:
             rest = [index for index in range(len(self._chunks)) if index not in self._pending]
             for index in rest:
                 self.copies.publish(self._chunks[index])
-            turns.announce(rest, turns.number)
+            turns.announce_rest(rest)
             for index in rest:
                 turns.wait_until_stepped(index, turns.number)
 
@@ -300,17 +301,15 @@ class Updates:
             found: Of this rank, by device: more than 0 if there is one; changed in place.
         """
         if self._sharing is not None:
-            here = sum((each.cpu() for each in found.values()), torch.zeros(1))
-            anywhere = self._sharing.sum_of_node(here)
-            found.setdefault(torch.device("cpu"), torch.zeros(1))
-            for each in found.values():
-                each.copy_(anywhere[0])
+            tell_overflow(found, self._sharing)
 
     def close(self) -> None:
         """Waits for what runs and ends the threads."""
         self.abandon()
         self._host_step.close()
         self._waiter.close()
+        if self._turns is not None:
+            self._turns.close()
 
     def refuse_torn(self) -> None:
         """Lets nobody save or train weights that belong to no step, see [Note: Torn].
@@ -318,9 +317,9 @@ class Updates:
         Raises:
             RuntimeError: They do not.
         """
-        half_done = self._armed is not None and self._armed.has_begun
-        torn = self.torn or ("the first chunks of a step have been stepped" if half_done else None)
-        if torn is not None:
+        half_done = self._armed is not None and self._armed.has_begun and "the first chunks of a step have been stepped"
+        torn = self.torn or half_done or (self._turns is not None and self._turns.partial)
+        if torn:
             raise RuntimeError(
                 f"The weights are torn: {torn}, so some are from before that step and some from after it. They "
                 f"can be neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
@@ -388,7 +387,8 @@ class Updates:
             self._hand_on(slots)
         armed.stepped.add(index)
         armed.parameters.update(id(slot.host) for slot in slots)
-        job = self._device.worker.submit(work)
+        submit = partial(self._device.worker.submit, work)
+        job = submit() if turns is None else turns.follow(index, submit)
         self._pending[index] = Pending(job if turns is None else self._waiter.submit(wait), slots)
 
     def _has_user_hooks(self) -> bool:

@@ -114,7 +114,7 @@ def check(
     assert fastest <= found.seconds <= 1.01 * fastest
     assert found.plan == fitting[best].plan
     check_plan(found.plan, problem.layout, "bfloat16")
-    use = HostUse(problem.sharers, problem.training.accumulate)
+    use = HostUse(problem.sharers, problem.training.accumulate, problem.machines)
     check_fits(found.plan, problem.layout, device, host, problem.state_bytes, use)
     return True
 
@@ -143,6 +143,11 @@ def test_chunks_that_are_gathered_from_parts_are_searched_for_as_well() -> None:
     kinds = [kinds_of_pins(random.Random(seed)) for seed in range(300, 340)]
     fitting = [check(seed, names, 4, 8, gathers=True) for seed, names in enumerate(kinds, 300)]
     assert 20 <= sum(fitting) < 40
+
+
+def test_what_other_machines_step_is_not_counted() -> None:
+    fitting = [check(seed, (), 4, 8, sharers=2, machines=2) for seed in range(230, 250)]
+    assert 10 <= sum(fitting) < 20
 
 
 @pytest.mark.slow

@@ -46,14 +46,14 @@ class Communicator:
         self.under_way = self.most_under_way = 0
         self._network, self._rank = network, rank
 
-    def begin(self, flat: Tensor, owner: int | None) -> int:
+    def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> int:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         self.sizes.append((owner, flat.nbytes))
         self._network.send(len(self.sizes) - 1, self._rank, flat, owner)
         return len(self.sizes) - 1
 
-    def end(self, work: int, flat: Tensor, owner: int | None) -> None:
+    def end(self, work: int, flat: Tensor, owner: int | None, machine: int | None = None) -> None:
         self.under_way -= 1
         total = self._network.total(work, owner)
         flat.copy_(total if owner in (None, self._rank) else torch.full_like(flat, torch.nan))

@@ -42,12 +42,14 @@ class Rank:
         self.past: set[int] = set()
         self.received: list[tuple[int, int]] = []
         chunks = []
+        self.communicator = Communicator(network, rank, dtype)
         for index, shapes in enumerate(case.shapes):
             slots = [self._slot(index, at, shape) for at, shape in enumerate(shapes)]
             owners = case.owners[index] if case.owners is not None else [None] * len(slots)
             by_slot = dict(zip(slots, owners, strict=True))
-            chunks.append(SimpleNamespace(slots=slots, owner=by_slot.__getitem__))
-        self.communicator = Communicator(network, rank, dtype)
+            for slot, owner in by_slot.items():
+                slot.owned = owner in (None, self.communicator.ranks.local_rank)
+            chunks.append(SimpleNamespace(slots=slots, owner=by_slot.__getitem__, machine=lambda slot: None))
         self.reduction = Reduction(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
 
     def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> Slot:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain.runtime.owners import num_counters
-from lightning_protrain.runtime.turns import Turns, turns_of
+from lightning_protrain.runtime.turns import Turns
 
 # Three chunks: one that both of two ranks own, one of rank 0, one of rank 1.
 OWNERS = [(0, 1, 0), (0,), (1,)]
@@ -63,8 +63,7 @@ def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[Turns]]:
         ranks: Any = SimpleNamespace(
             local_rank=place, local_size=num_ranks, first_of_node=first, attendance=Attendance()
         )
-        shares: Any = [SimpleNamespace(memory=memory, owners=owners) for owners in OWNERS]
-        turns.append(turns_of(shares, UNITS, ranks))
+        turns.append(Turns(memory, ranks, OWNERS, UNITS))
     return memory, turns
 
 

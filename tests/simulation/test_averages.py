@@ -83,16 +83,20 @@ def follows_nobody(self: SimulatedStream, other: SimulatedStream) -> None:
         WAIT_STREAM(self, other)
 
 
-def never_waits(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+def never_waits(self: Communicator, work: Any, flat: Tensor, owner: int | None, *_: Any) -> None:
     return
 
 
-def never_waits_on_rank_1(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+def never_waits_on_rank_1(
+    self: Communicator, work: Any, flat: Tensor, owner: int | None, machine: int | None = None
+) -> None:
     if self.ranks.rank != 1:
         END(self, work, flat, owner)
 
 
-def waits_for_the_first(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+def waits_for_the_first(
+    self: Communicator, work: Any, flat: Tensor, owner: int | None, machine: int | None = None
+) -> None:
     first = vars(self).setdefault("first", work)
     END(self, first, flat, owner)
 
@@ -128,24 +132,26 @@ def adds_before_it_is_there(self: reduction._Bucket, slot: Any, gradient: Tensor
     self.filled.add(slot)
 
 
-def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any) -> None:
-    INIT(self, owner, slots, device)
+def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any, machine: int | None = None) -> None:
+    INIT(self, owner, slots, device, machine)
     same = vars(device).setdefault("same", {}).setdefault(self.flat.shape, self.flat)
     self.sent = self.flat = same
 
 
-def sums_between_nodes_first(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def sums_between_nodes_first(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
     if owner == self.ranks.local_rank:
         self._begin_between_nodes(flat)
     return dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
 
 
-def sums_between_nodes_without_waiting(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def sums_between_nodes_without_waiting(
+    self: Communicator, flat: Tensor, owner: int | None, machine: int | None = None
+) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     return self._begin_between_nodes(flat) if owner == self.ranks.local_rank else work
 
 
-def waits_for_the_node_only(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def waits_for_the_node_only(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     if owner == self.ranks.local_rank:
         with self._device.aside:
@@ -364,13 +370,15 @@ def test_sending_and_computing_overlap(name: str, ratio: float) -> None:
     assert bound(computing, communicating) <= step <= 1.05 * bound(computing, communicating)
 
 
-def begins_and_waits(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def begins_and_waits(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
     work = BEGIN(self, flat, owner)
     work.wait()
     return work
 
 
-def waits_for_the_node_while_computing(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def waits_for_the_node_while_computing(
+    self: Communicator, flat: Tensor, owner: int | None, machine: int | None = None
+) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     if owner != self.ranks.local_rank:
         return work

@@ -1,0 +1,97 @@
+"""A machine that fails or is gone in the middle of a step that it shares with another one: both end soon."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_exchange import Case, fit, module_of
+from tests.distributed.test_overlap import differing, slow_steps
+from tests.distributed.test_overlap_faults import AT, FAILED, Faulty, Saving, _fail_in_step
+from tests.ranks import BOUND, run_ranks, values
+
+REFUSED = "refused"
+
+
+class BeforeStep(Faulty):
+    """Fails between backward and the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.rank == 1 and self.global_step == AT:
+            raise ValueError("boom")
+
+
+class AfterStep(Faulty):
+    """Fails when steps have been launched, before anybody has waited for them."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.rank == 1 and self.global_step == AT:
+            optimizer.register_step_post_hook(self._raise_behind)
+
+    def _raise_behind(self, *_: Any) -> None:
+        raise ValueError("boom")
+
+
+def _train(rank: int, overlap: str, fault: str, local_size: int) -> Any:
+    """What this rank raises, the step that its weights belong to when they are saved, and how long it takes."""
+    ends = [fit(rank, module_of(), Case(False, local_size, trainer={"max_steps": AT + more}))[0] for more in range(2)]
+    cls = {"raise before step": BeforeStep, "raise after step": AfterStep}.get(fault, Faulty)
+    module, saving = module_of(cls=cls), Saving()
+    assert isinstance(module, Faulty)
+    module.fault, module.rank = fault, rank
+    _fail_in_step(module)
+    begin = time.monotonic()
+    try:
+        with slow_steps(0.01 if fault == "raise in forward" else 0.0):
+            fit(rank, module, Case(True, local_size, overlap), callbacks=[saving])
+    except (RuntimeError, ValueError) as error:
+        found = saving.found
+        steps = [AT + at for at, end in enumerate(ends) if isinstance(found, dict) and not differing(end, found)]
+        saved = REFUSED if isinstance(found, str) else next(iter(steps), "none")
+        return f"{type(error).__name__}: {error}", saved, time.monotonic() - begin
+    return "", "", 0.0
+
+
+# The steps that weights which are saved may belong to, where those that have been launched are made.
+FAULTS: dict[str, list[Any]] = {
+    "raise in forward": [AT],
+    "raise in backward": [AT],
+    "raise before step": [AT],
+    "raise in step": [],
+    "raise after step": [AT + 1],
+}
+CASES = [
+    pytest.param(fault, overlap, marks=[] if overlap == "forward" else pytest.mark.slow)
+    for fault in FAULTS
+    for overlap in ("off", "forward", "backward")
+    if (fault, overlap) not in (("raise before step", "backward"), ("raise in step", "off"))
+]
+
+
+@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("fault", "overlap"), CASES)
+def test_a_rank_that_raises_ends_all_machines(fault: str, overlap: str, local_size: int, tmp_path: Path) -> None:
+    found = values(run_ranks(_train, 2 * local_size, tmp_path, overlap, fault, local_size))
+    for rank, (error, saved, seconds) in enumerate(found):
+        assert seconds < BOUND
+        assert saved in (REFUSED, *FAULTS[fault])
+        if rank == 1:
+            assert "ValueError: boom" in error, error
+        else:
+            assert f"ends on rank {rank}: " in error, error
+            assert local_size > 1 or FAILED in error, error
+    if fault == "raise in forward" and overlap != "backward":
+        assert [saved for _, saved, _ in found] == [AT] * len(found)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_machine_that_is_gone_is_named(overlap: str, tmp_path: Path) -> None:
+    alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step", 1)
+    assert killed.error == "killed"
+    assert alone.seconds < BOUND
+    error, saved, _ = alone.value
+    assert "ends on rank 0: rank 1 is gone without a word" in error
+    assert saved == REFUSED
