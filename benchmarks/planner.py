@@ -7,11 +7,12 @@
     python -m benchmarks.planner order --results planner-order
     python -m benchmarks.planner policies --results planner-policies
     python -m benchmarks.planner selective --results planner-selective
+    python -m benchmarks.planner network --results planner-network
 
 `memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
 the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
 CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile`, `order`,
-`policies` and `selective` are in files of their own.
+`policies`, `selective` and `network` are in files of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import planner_order, planner_policies, planner_profile, planner_search, planner_selective, subjects
+from benchmarks import (
+    planner_network,
+    planner_order,
+    planner_policies,
+    planner_profile,
+    planner_search,
+    planner_selective,
+    subjects,
+)
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
@@ -229,6 +238,8 @@ def main(arguments: Sequence[str]) -> None:
         text, result = planner_policies.run(options.models, options.batches, options.loops, *sizes)
     elif options.command == "selective":
         text, result = planner_selective.run(options.batches, options.sequence)
+    elif options.command == "network":
+        text, result = planner_network.run(options.batches, options.sequence)
     else:
         given = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
         subject = subjects.Subject("", None, steps=options.steps, **given)
@@ -269,7 +280,10 @@ def _parser() -> argparse.ArgumentParser:
     selective = commands.add_parser("selective", help="plans with blocks that keep their products, and without")
     selective.add_argument("--batches", nargs="+", type=int, default=planner_selective.BATCHES)
     selective.add_argument("--sequence", type=int, default=planner_selective.SEQUENCE)
-    for command in (memory, searching, profiling, order, policies, selective):
+    network = commands.add_parser("network", help="plans that are searched for with the network, and as for one rank")
+    network.add_argument("--batches", nargs="+", type=int, default=planner_network.BATCHES)
+    network.add_argument("--sequence", type=int, default=planner_network.SEQUENCE)
+    for command in (memory, searching, profiling, order, policies, selective, network):
         command.add_argument("--results", help="name of the folder in which the result is kept")
     return parser
 

@@ -7,11 +7,18 @@ one is sent, and the device waits for it there. So of several chunks of one posi
 computation goes on beside the sum of that one. Downloads begin as sums land; the device waits for them, too, where more
 than may be held would be under way. Sums of resident gradients go as they are computed, and nobody waits for them
 before the optimizer step. All sums share one network, one after the other.
+
+[Note: Sends of sets]
+In each plan of a set a chunk that some have on the device and others offload is sent one way or the other, at different
+times, and in the second case another chunk may be the last one of its position. So the bound of a set leaves it out but
+for its part of the least that is sent in all, none of which goes before the first position of backward that has
+gradients. Chunks that all plans offload go where any plan sends something. Where all do, the device waits as it does in
+each: what had been sent there in the bound had been sent in every plan, as gradients of a chunk are themselves a reason
+to send what was there before. Downloads of the last one, too, begin with those of the others: so many more are held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -23,6 +30,7 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
 
 Seconds = NDArray[np.float64]
+Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
@@ -40,7 +48,9 @@ class Averages:
         worked: Which part of the worker's work on these chunks is that on the first.
         resident: Sums of resident gradients.
         older: Uploads of what earlier micro-batches have left.
-        held: Downloads that may be under way while the device computes, (1, K); more of it is no later.
+        held: Downloads that may be under way while the device computes what follows; more of it is no later.
+        least: In a set of plans, the least that each sends in all, where it may begin; else 0.
+        waits: Whether the device waits, if something is sent there; flags.
     """
 
     lead: Seconds
@@ -53,6 +63,8 @@ class Averages:
     resident: Seconds
     older: Seconds
     held: Seconds
+    least: Seconds
+    waits: Flags
 
     def broadcast(self, num_positions: int, num_columns: int) -> Averages:
         """The same with all columns."""
@@ -62,8 +74,52 @@ class Averages:
     @property
     def sent(self) -> Seconds:
         """All sums of each plan, (K,)."""
-        found: Seconds = (self.early + self.late + self.resident).sum(axis=0)
+        found: Seconds = np.maximum((self.early + self.late + self.resident).sum(axis=0), self.least.sum(axis=0))
         return found
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What K plans send at P positions, summed up; whole numbers, (P, K).
+
+    Attributes:
+        chunks: Offloaded ones with gradients, in two parts, (2, P, K): all but the last one of a position, and that.
+        calls: Collectives of these, as of `Network.calls`, the same.
+        numel: Elements of their gradients, the same.
+        nbytes: Bytes of these, the same.
+        resident: Bytes of gradients of resident chunks.
+        sends: Whether there is a gradient of an offloaded chunk; flags.
+        largest: Bytes of the largest of these gradients, (1, K).
+    """
+
+    chunks: Integers
+    calls: Integers
+    numel: Integers
+    nbytes: Integers
+    resident: Integers
+    sends: Flags
+    largest: Integers
+
+    def seconds(self, lead: Seconds, hardware: HardwareProfile, accumulates: bool, network: Network) -> Averages:
+        """How long that takes; `lead` as in `Averages`."""
+        early, late = network.sum_of_chunks(self.chunks, self.calls, self.numel, self.nbytes)
+        down_early, down_late = self.nbytes / (hardware.download_beside * network.owners)
+        every = self.numel.sum(axis=0)
+        return Averages(
+            lead=lead,
+            sends=self.sends,
+            early=early,
+            late=late,
+            down_early=down_early,
+            down_late=down_late,
+            worked=self.numel[0] / np.maximum(every, 1),
+            resident=network.sum_of_resident(self.resident),
+            older=self.nbytes.sum(axis=0) / hardware.upload_beside if accumulates else np.zeros((1, 1)),
+            # Beside what is computed next; the largest may be.
+            held=self.largest / hardware.download_beside,
+            least=np.zeros((1, 1)),
+            waits=np.ones((1, 1), dtype=np.bool_),
+        )
 
 
 def averages_of(
@@ -86,56 +142,48 @@ def averages_of(
     """
     if network is None:
         return None
-    early, late, down_early, down_late, worked, resident = _sums(profile, layout, plan, network)
-    backward = [hardware.seconds(segment.backward.operations) for segment in profile.segments]
-    offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
-    nbytes = [
-        layout.parameter(fqn).nbytes for segment in profile.segments for fqn in segment.gradients if fqn in offloaded
-    ]
-    rate = hardware.download_beside * network.owners
-    left = (down_early + down_late) / hardware.upload_beside
-    return Averages(
-        lead=_column(map(_first_part, profile.segments, [layout] * len(backward))) * _column(backward),
-        sends=_column(not offloaded.isdisjoint(segment.gradients) for segment in profile.segments) > 0,
-        early=early,
-        late=late,
-        down_early=down_early / rate,
-        down_late=down_late / rate,
-        worked=worked,
-        resident=resident,
-        older=left if accumulates else np.zeros((1, 1)),
-        # Beside what is computed next; the largest may be.
-        held=np.array([[max(nbytes, default=0) / hardware.download_beside]]),
+    return _amounts(profile, layout, plan, network).seconds(
+        leads(profile, layout, hardware), hardware, accumulates, network
     )
 
 
-def _sums(profile: ModelProfile, layout: ModelLayout, plan: Plan, network: Network) -> tuple[Seconds, ...]:
-    """From `early` to `resident` as in `Averages`, of one plan, (P, 1) each; of downloads the bytes."""
-    last = {fqn: at for at, segment in reversed(list(enumerate(profile.segments))) for fqn in segment.gradients}
-    early, late, down_early, down_late, first, every, resident = np.zeros((7, len(profile.segments), 1))
+def leads(profile: ModelProfile, layout: ModelLayout, hardware: HardwareProfile) -> Seconds:
+    """From when the computation of each position begins in backward until its first gradient is there, (P, 1)."""
+    parts = (_first_part(segment, layout) for segment in profile.segments)
+    seconds = (hardware.seconds(segment.backward.operations) for segment in profile.segments)
+    return np.array([part * time for part, time in zip(parts, seconds, strict=True)])[:, None]
+
+
+def last_positions(profile: ModelProfile) -> dict[str, int]:
+    """Where the gradient of each parameter is complete, by name: backward comes last to the first position."""
+    return {fqn: at for at, segment in reversed(list(enumerate(profile.segments))) for fqn in segment.gradients}
+
+
+def _amounts(profile: ModelProfile, layout: ModelLayout, plan: Plan, network: Network) -> Amounts:
+    """What one plan sends, one column."""
+    last, count = last_positions(profile), len(profile.segments)
+    chunks, calls, numel, nbytes = np.zeros((4, 2, count, 1), dtype=np.int64)
+    resident, largest = np.zeros((count, 1), dtype=np.int64), 0
     sent: set[int] = set()
     # Of the chunks that are complete at a position the first one is sent last.
     for chunk in plan.chunks:
         infos = [layout.parameter(fqn) for fqn in chunk.parameters if fqn in last]
         if not infos:
             continue
-        # The last position in backward is the first in forward.
         at = min(last[info.fqn] for info in infos)
-        nbytes, numel = sum(info.nbytes for info in infos), sum(info.numel for info in infos)
         if chunk.resident:
-            resident[at] += network.sum_of_resident(nbytes)
+            resident[at] += sum(info.nbytes for info in infos)
             continue
-        is_last = at not in sent
+        part = 0 if at in sent else 1
         sent.add(at)
-        every[at] += numel
-        first[at] += 0 if is_last else numel
-        (late if is_last else early)[at] += network.sum_of_chunk(len(infos), numel, nbytes)
-        (down_late if is_last else down_early)[at] += nbytes
-    return early, late, down_early, down_late, first / np.maximum(every, 1), resident
-
-
-def _column(values: Iterable[float]) -> Seconds:
-    return np.array([float(value) for value in values])[:, None]
+        largest = max(largest, *(info.nbytes for info in infos))
+        chunks[part, at] += 1
+        calls[part, at] += network.calls(len(infos))
+        numel[part, at] += sum(info.numel for info in infos)
+        nbytes[part, at] += sum(info.nbytes for info in infos)
+    offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
+    sends = np.array([not offloaded.isdisjoint(segment.gradients) for segment in profile.segments], dtype=np.bool_)
+    return Amounts(chunks, calls, numel, nbytes, resident, sends[:, None], np.array([[largest]]))
 
 
 def _first_part(segment: Segment, layout: ModelLayout) -> float:

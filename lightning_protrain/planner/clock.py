@@ -365,7 +365,7 @@ def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Traini
         if waits[index]:
             up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
         first = np.maximum(entered, up) + columns.recompute[index] + sums.lead[index]
-        held = sending.send(first, sums.sends[index])
+        held = sending.send(first, sums.sends[index], sums.waits[index])
         rest = columns.compute_backward[index] - sums.lead[index]
         time = np.maximum(first, held) + rest
         older, left = sums.older[index], _only_where(sums.older[index])

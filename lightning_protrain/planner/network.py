@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_protrain.profiler.machine import HardwareProfile
 
+# One, or an array of them.
+Number = Any
 # Bytes that DDP puts into one sum, unless it is told otherwise.
 DDP_BUCKET = 25 << 20
 # Bytes of a chunk that are gathered at once, at most.
@@ -48,7 +51,7 @@ class Route:
             if not math.isfinite(value) or value < least:
                 raise ValueError(f"The {name} of a collective is {value!r}: measure it again.")
 
-    def seconds(self, calls: float, nbytes: float) -> float:
+    def seconds(self, calls: Number, nbytes: Number) -> Number:
         """Of so many collectives that sum so many bytes together."""
         return calls * self.latency + nbytes / self.rate
 
@@ -82,22 +85,27 @@ class Network:
         each = [(name, route) for name, route in routes.items() if route is not None]
         return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
 
-    def sum_of_chunk(self, num_parameters: int, numel: int, nbytes: int) -> float:
-        """Seconds from when the sums of a chunk begin until they have ended, if nothing else is sent.
+    def calls(self, num_parameters: int) -> int:
+        """How many collectives sum a chunk with so many trained parameters within a node, or over all ranks."""
+        return 1 if self.owner is None else min(self.owners, num_parameters)
+
+    def sum_of_chunks(self, chunks: Number, calls: Number, numel: Number, nbytes: Number) -> Number:
+        """Seconds from when the sums of chunks begin until they have ended, if nothing else is sent.
 
         Args:
-            num_parameters: Trained ones.
-            numel: Elements of all of them.
+            chunks: How many.
+            calls: Collectives of all of them, as of `calls`.
+            numel: Elements of what is trained in them.
             nbytes: Their bytes.
         """
         sent = nbytes if self.element is None else self.element * numel
         if self.owner is None:
-            return self.everyone.seconds(1, sent)
-        seconds = self.owner.seconds(min(self.owners, num_parameters), sent)
+            return self.everyone.seconds(chunks, sent)
+        seconds = self.owner.seconds(calls, sent)
         # Nodes sum what each rank owns at the same time.
-        return seconds + (self.peers.seconds(1, sent / self.owners) if self.peers is not None else 0.0)
+        return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
 
-    def sum_of_resident(self, nbytes: int) -> float:
+    def sum_of_resident(self, nbytes: Number) -> Number:
         """Seconds of the sums of so many bytes, in buckets as DDP makes them."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)
 

@@ -19,6 +19,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
 from lightning_protrain.planner.recomputation import again_seconds, selective_seconds
 from lightning_protrain.planner.sizes import Sizes
+from lightning_protrain.planner.sums import Sums
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
 
@@ -46,8 +47,7 @@ class Problem:
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
         machines: Among how many steps of that are divided, see [Note: Divided].
-        network: How gradients are summed over ranks, for the time that is predicted; None: there is one, or it is not
-            known. The search leaves it out.
+        network: How gradients are summed over ranks; None: there is one, or it is not known.
         reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
             gathers.
         gathering: How chunks are gathered from parts; None: each rank uploads all of them.
@@ -172,6 +172,15 @@ class Packing:
         computes = it.forward, it.recomputed, it.selective, it.backward
         known = problem.hardware, problem.training, problem.gathering
         return Candidates(problem.profile, problem.layout, self._needed, self.sizes, computes, *known)
+
+    @cached_property
+    def sums(self) -> Sums | None:
+        """What is sent to other ranks, and how long that takes; None: there are none."""
+        problem = self.problem
+        if problem.network is None:
+            return None
+        known = problem.hardware, problem.training.accumulate > 1, problem.network
+        return Sums(problem.profile, problem.layout, self.chunks, *known)
 
     @cached_property
     def footprint(self) -> Footprint:

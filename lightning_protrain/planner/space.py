@@ -300,7 +300,9 @@ class Space:
             swapped[at],
             ~boxes.point,
         )
-        return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous))
+        sums = self.packing.sums
+        averages = sums.of(boxes.persistent, boxes.fewest, ~boxes.point) if sums is not None else None
+        return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous, averages))
 
     def _rounded(self, seconds: Floats) -> Floats:
         """Times that differ by nothing but the order of additions are the same."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from lightning_protrain.planner.activations import ActivationCurve
+from lightning_protrain.planner.averages import averages_of
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
-from lightning_protrain.planner.clock import Columns, simulate
+from lightning_protrain.planner.clock import simulate
 from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.knobs import Knobs
@@ -130,8 +132,18 @@ def times(problem: Problem, candidates: list[Candidate]) -> list[float]:
     ]
     if not columns:
         return []
-    stacked = Columns(**{
+    averages = None
+    if problem.network is not None:
+        known = problem.hardware, problem.training.accumulate > 1, problem.network
+        averages = _stacked(
+            [averages_of(problem.profile, problem.layout, candidate.plan, *known) for candidate in candidates]
+        )
+    return simulate(_stacked(columns), problem.training, problem.hardware.asynchronous, averages).tolist()
+
+
+def _stacked(columns: list[Any]) -> Any:
+    """One column each, side by side."""
+    return type(columns[0])(**{
         field.name: np.concatenate([getattr(column, field.name) for column in columns], axis=-1)
-        for field in fields(Columns)
+        for field in fields(columns[0])
     })  # fmt: skip
-    return simulate(stacked, problem.training, problem.hardware.asynchronous).tolist()

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from lightning_protrain.planner.clock import Training
-from lightning_protrain.planner.network import Gathering
+from lightning_protrain.planner.network import Gathering, Network, Route
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import (
@@ -244,3 +244,20 @@ def random_gathering(seed: int, hardware: HardwareProfile) -> Gathering:
     source = random.Random(seed)
     link = source.choice([None, hardware.upload * source.uniform(0.3, 10.0)])
     return Gathering(source.randint(2, 8), link, window=source.randint(1, 20_000))
+
+
+def random_network(seed: int, problem: Problem) -> Network:
+    """All ranks sum, or owners in one node or several; in a hundredth of a backward or in ten of them."""
+    source = random.Random(seed)
+    machine, segments = problem.hardware, problem.profile.segments
+    backward = sum(machine.seconds(segment.backward.operations) for segment in segments)
+    nbytes = sum(info.nbytes for info in problem.layout.parameters if info.trainable)
+
+    def route() -> Route:
+        whole = backward * 10 ** source.uniform(-2, 1)
+        return Route(source.choice([0.0, whole * source.uniform(0, 0.05)]), max(nbytes, 1) / max(whole, 1e-9))
+
+    element = source.choice([None, 2])
+    if source.random() < 0.4:
+        return Network(route(), element=element)
+    return Network(route(), route(), source.choice([None, route()]), source.randint(2, 8), element)

@@ -46,7 +46,8 @@ def test_every_trained_chunk_is_sent_once(seed: int) -> None:
             if infos and chunk.resident:
                 expected += problem.network.sum_of_resident(nbytes)
             elif infos:
-                expected += problem.network.sum_of_chunk(len(infos), sum(info.numel for info in infos), nbytes)
+                calls, numel = problem.network.calls(len(infos)), sum(info.numel for info in infos)
+                expected += problem.network.sum_of_chunks(1, calls, numel, nbytes)
         known = problem.hardware, problem.training.accumulate > 1, problem.network
         sent = averages_of(problem.profile, problem.layout, candidate.plan, *known)
         assert sent is not None

@@ -30,7 +30,7 @@ ALL, OWNER, PEERS = Route(1.0, 100.0), Route(0.5, 200.0), Route(2.0, 50.0)
     ids=str,
 )
 def test_sums_of_a_chunk_by_hand(network: Network, seconds: float) -> None:
-    assert network.sum_of_chunk(3, 100, 400) == pytest.approx(seconds)
+    assert network.sum_of_chunks(1, network.calls(3), 100, 400) == pytest.approx(seconds)
 
 
 def test_resident_gradients_go_to_all_in_buckets() -> None:

@@ -19,6 +19,7 @@ from tests.planner.brute import Candidate, all_candidates, times
 from tests.planner.problems import (
     large_problem,
     random_gathering,
+    random_network,
     random_problem,
     with_budgets,
     with_calls_of_the_head,
@@ -79,6 +80,7 @@ def check(
     most_chunks: int,
     repeats: bool = False,
     gathers: bool = False,
+    sends: bool = False,
     **changes: Any,
 ) -> bool:
     """Holds one search against all plans; whether there is one that fits."""
@@ -88,6 +90,8 @@ def check(
         problem = with_repeats(random.Random(seed), problem)
     if gathers:
         problem = replace(problem, gathering=random_gathering(seed, problem.hardware))
+    if sends:
+        problem = replace(problem, network=random_network(seed, problem))
     counted = {"num_checkpoint_blocks", "num_keep_offloaded_blocks"}
     everything = list(all_candidates(problem, Knobs(), selective=counted.isdisjoint(names)))
     knobs = random_pins(source, source.choice(everything), problem, names)
@@ -142,6 +146,14 @@ def test_ranks_that_share_a_host_are_all_counted() -> None:
 def test_chunks_that_are_gathered_from_parts_are_searched_for_as_well() -> None:
     kinds = [kinds_of_pins(random.Random(seed)) for seed in range(300, 340)]
     fitting = [check(seed, names, 4, 8, gathers=True) for seed, names in enumerate(kinds, 300)]
+    assert 20 <= sum(fitting) < 40
+
+
+def test_what_is_sent_to_other_ranks_is_searched_for_as_well() -> None:
+    kinds = [kinds_of_pins(random.Random(seed)) for seed in range(400, 440)]
+    fitting = [
+        check(seed, names, 4, 8, seed % 3 == 0, seed % 4 == 0, sends=True) for seed, names in enumerate(kinds, 400)
+    ]
     assert 20 <= sum(fitting) < 40
 
 

@@ -13,7 +13,7 @@ from tests.planner.test_clock import columns
 
 NOTHING: dict[str, Any] = {
     "lead": 0, "sends": True, "early": 0, "late": 0, "down_early": 0, "down_late": 0, "worked": 0, "resident": 0,
-    "older": 0, "held": 99,
+    "older": 0, "held": 99, "least": 0, "waits": True,
 }  # fmt: skip
 # Two positions that compute backward for 2 each; the later one is the first in backward.
 TWO = {"compute_backward": 2}
@@ -21,7 +21,7 @@ TWO = {"compute_backward": 2}
 
 def averages(**given: Any) -> Averages:
     """One plan at two positions; a number counts for both."""
-    kinds = {"sends": np.bool_}
+    kinds = {"sends": np.bool_, "waits": np.bool_}
     each = {
         name: np.array(np.broadcast_to(value, 2), dtype=kinds.get(name, np.float64))[:, None]
         for name, value in (NOTHING | given).items()
@@ -53,6 +53,10 @@ def averages(**given: Any) -> Averages:
         (TWO, {"early": (0, 1e-9), "down_early": (0, 4), "held": 1}, Training(), 7),
         # 11. Sent at the end only: computed at 4, both sums till 10.
         (TWO, {"late": (0, 6), "sends": False}, Training(), 10),
+        # 12. In a set the device does not wait as in 4: it computes till 4, sums go from 2 till 5 and till 8.
+        (TWO, {"early": 3, "waits": False}, Training(), 8),
+        # 13. At least 7 is sent from 2 on.
+        (TWO, {"late": 1, "least": (0, 7), "waits": False}, Training(), 9),
     ],
 )
 def test_cases_by_hand(given: dict[str, Any], sent: dict[str, Any], training: Training, seconds: float) -> None:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_protrain.planner import space
+from lightning_protrain.planner.averages import Averages
 from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
+from lightning_protrain.planner.sums import Sums
 from tests.planner.brute import all_candidates
-from tests.planner.problems import random_problem, with_budgets, with_repeats
+from tests.planner.problems import random_network, random_problem, with_budgets, with_repeats
 from tests.planner.test_search import budgets
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_bounds_are_below_all_their_plans(seed: int) -> None:
+def check_bounds(seed: int, sends: bool = False) -> None:
+    """Bounds of boxes for one number of swapped blocks are below all their plans."""
     source = random.Random(seed)
     problem = random_problem(seed, 4, 8)
     if seed % 2:
         problem = with_repeats(source, problem)
+    if sends:
+        problem = replace(problem, network=random_network(seed, problem))
     found = list(all_candidates(problem, Knobs()))
     problem = with_budgets(problem, *budgets(source, found))
     packing = Packing(problem, problem.chunk_bytes[0], None)
@@ -40,6 +45,40 @@ def test_bounds_are_below_all_their_plans(seed: int) -> None:
             inside = ((points >= first[:, None]) & (points <= last[:, None])).all(axis=0)
             if (first < last).any():
                 assert over.seconds(first[:, None], last[:, None])[0] <= values[inside].min()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_are_below_all_their_plans(seed: int, sends: bool) -> None:
+    check_bounds(seed, sends)
+
+
+def sends_less_often(sums: Sums, persistent: Any, fewest: Any, loose: Any) -> Averages:
+    return replace(of(sums, persistent, fewest, loose), sends=sums._latest >= persistent)
+
+
+def lands_late(sums: Sums, persistent: Any, fewest: Any, loose: Any) -> Averages:
+    exact = of(sums, persistent, fewest, np.zeros_like(loose))
+    return replace(exact, least=of(sums, persistent, fewest, loose).least)
+
+
+def sends_what_is_resident_twice(sums: Sums, persistent: Any, fewest: Any, loose: Any) -> Averages:
+    return replace(of(sums, persistent, fewest, loose), resident=of(sums, persistent, persistent, loose).resident)
+
+
+of = Sums.of
+
+
+@pytest.mark.parametrize("planted", [sends_less_often, lands_late, sends_what_is_resident_twice])
+def test_what_plans_send_is_no_bound_of_a_set(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "of", planted)
+    failed = 0
+    for seed in range(40, 160):
+        try:
+            check_bounds(seed, sends=True)
+        except AssertionError:
+            failed += 1
+    assert failed
 
 
 def check_boxes(seed: int) -> None:
