@@ -8,9 +8,11 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.serialization import config as load_settings
 
 from lightning_protrain import exporting
 
@@ -99,7 +101,11 @@ class ProTrainCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Names the arguments of the model that those in a stock checkpoint take the place of."""
         given = self._model_arguments()
-        super()._parse_ckpt_path()
+        path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
+        # Mapped: of weights and states, none of which is needed here, nothing is read. What is no archive cannot be.
+        mapped = path is not None and is_zipfile(path)
+        with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
+            super()._parse_ckpt_path()
         replaced = {
             name: f"model.{name}={value!r} instead of {given[name]!r}"
             for name, value in self._model_arguments().items()
