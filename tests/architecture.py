@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "quantization": (),
     "schedule": (),
     "exporting": ("adapters", "architectures", "checkpoint", "data", "loading"),
+    "mistakes": (),
     "module": (
         *("adapters", "architectures", "callbacks.failures", "data", "loading", "loss"),
         *("metrics", "quantization", "schedule", "scoring"),
@@ -124,6 +125,7 @@ MAY_IMPORT_LIGHTNING = (
     "profiling",
     "planning",
     "joint_planning",
+    "mistakes",
     "searching",
     "sigterm",
     "precision",
