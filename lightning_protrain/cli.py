@@ -8,9 +8,11 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.serialization import config as load_settings
 
 from lightning_protrain import exporting
 
@@ -26,8 +28,8 @@ from lightning_protrain.callbacks import (  # noqa: F401
 )
 from lightning_protrain.checkpoint import consolidation, inspection, ranks
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.mistakes import REFUSALS, is_refusal, key_in, refusal_in
 from lightning_protrain.module import CausalLMModule
-from lightning_protrain.planner.shortage import NoFeasiblePlan
 from lightning_protrain.trainer import PlanningTrainer
 
 FILE_COMMANDS = {
@@ -51,19 +53,27 @@ class ProTrainCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
-        super().__init__(
-            trainer_class=PlanningTrainer,
-            trainer_defaults={"strategy": "protrain"},
-            parser_kwargs={
-                "description": "Train, plan or preview what a config describes.",
-                "epilog": f"More commands, on checkpoints. {_ON_FILES}",
-            },
-            seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
-            auto_configure_optimizers=False,
-            args=args,
-            run=run,
-        )
+        # What classes have refused: of a union of types, jsonargparse keeps no more than the text.
+        self._refused: list[BaseException] = []
+        try:
+            super().__init__(
+                trainer_class=PlanningTrainer,
+                trainer_defaults={"strategy": "protrain"},
+                parser_kwargs={
+                    "description": "Train, plan or preview what a config describes.",
+                    "epilog": f"More commands, on checkpoints. {_ON_FILES}",
+                },
+                seed_everything_default=0,
+                save_config_kwargs={"overwrite": True},
+                auto_configure_optimizers=False,
+                args=args,
+                run=run,
+            )
+        except REFUSALS as error:
+            key = self._key_in(error) if is_refusal(error) else None
+            if key is not None:
+                error.add_note(f"In the config: {key}")
+            raise
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -73,6 +83,38 @@ class ProTrainCLI(LightningCLI):
             "plan": {"model", "datamodule", "gpu"},
             "preview": {"model", "datamodule"},
         }
+
+    def instantiate_classes(self) -> None:
+        """Makes model, data and trainer.
+
+        Raises:
+            ValueError: What one of them refuses, as it has said it.
+        """
+        try:
+            super().instantiate_classes()
+            return
+        except REFUSALS as error:
+            said = [each for each in self._refused if is_refusal(each) and str(each).partition("\n")[0] in str(error)]
+            refusal = refusal_in(error) or next(reversed(said), None)
+            if refusal is None:
+                raise
+        raise refusal
+
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        self.parser.add_instantiator(self._make, object)  # what model and data, which come first, are not
+
+    def _make(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except REFUSALS as error:
+            self._refused.append(error)
+            raise
+
+    def _key_in(self, refusal: BaseException) -> str | None:
+        config = self.config.as_dict()
+        subcommand = config.get("subcommand")
+        return key_in(config[subcommand] if subcommand else config, refusal)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Sets the classes that a config need not name."""
@@ -99,7 +141,11 @@ class ProTrainCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Names the arguments of the model that those in a stock checkpoint take the place of."""
         given = self._model_arguments()
-        super()._parse_ckpt_path()
+        path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
+        # Mapped: of weights and states, none of which is needed here, nothing is read. What is no archive cannot be.
+        mapped = path is not None and is_zipfile(path)
+        with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
+            super()._parse_ckpt_path()
         replaced = {
             name: f"model.{name}={value!r} instead of {given[name]!r}"
             for name, value in self._model_arguments().items()
@@ -191,8 +237,11 @@ def main() -> None:
     gc.freeze()
     try:
         ProTrainCLI()
-    except NoFeasiblePlan as refusal:  # An answer, and no failure of the program: where it came from says nothing.
-        sys.exit(f"lightning-protrain: {refusal}")
+    except REFUSALS as error:
+        if not is_refusal(error):
+            raise
+        # An answer, and no failure of the program: where it came from says nothing.
+        sys.exit("\n".join([f"lightning-protrain: {error}", *getattr(error, "__notes__", ())]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lightning_protrain.loading import load_model, load_once, outline_model
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
 from lightning_protrain.quantization import check_quantization, quantize_without_memory
+from lightning_protrain.restoring import RestorableModule
 from lightning_protrain.schedule import learning_rate_factor
 from lightning_protrain.scoring import token_scores
 
@@ -36,7 +37,7 @@ VOCAB_MULTIPLE = 64
 NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
 
-class CausalLMModule(LightningModule):
+class CausalLMModule(RestorableModule):
     """Next-token training of a causal language model, loaded from a folder or built from a config.
 
     The model is built in `configure_model`, where the strategy says on which device and in which dtype. Its parameters
@@ -68,8 +69,7 @@ class CausalLMModule(LightningModule):
             below adapters; needs `model` and `lora`.
 
     Raises:
-        ValueError: If not exactly one of `model` and `config` is given, if a number is out of its range, or if the
-            config has an unknown `model_type` or key.
+        ValueError: Not exactly one of `model` and `config`, a number out of its range, an unknown `model_type` or key.
     """
 
     model: PreTrainedModel | PeftModel | None

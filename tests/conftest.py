@@ -35,6 +35,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As under torchrun; what a test lends a step has to be given back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _police(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test for what it leaves behind, and puts it back for the next one."""

@@ -301,6 +301,38 @@ def test_arguments_that_a_checkpoint_replaces_are_named(run_options: list[str], 
     assert said.endswith("say: model.learning_rate=0.0003 instead of 0.5.")
 
 
+def _bytes_read() -> int:
+    """By this process, with calls that read; what is mapped is not among them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts what a process reads")
+@pytest.mark.parametrize("archive", [True, False])
+def test_no_weights_are_read_for_the_arguments_in_a_checkpoint(
+    archive: bool, run_options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"{index}": torch.zeros(1 << 22) for index in range(4)}
+    content = {"state_dict": weights, "hyper_parameters": {"learning_rate": 0.5, "config": yaml.safe_load(SMALL)}}
+    torch.save(content, "large.ckpt", _use_new_zipfile_serialization=archive)
+    monkeypatch.setattr(ProTrainCLI, "_run_subcommand", lambda *_: None)
+    read: list[int] = []
+    load = torch.load
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = _bytes_read()
+        content = load(*args, **kwargs)
+        read.append(_bytes_read() - before)
+        return content
+
+    monkeypatch.setattr(torch, "load", counted)
+    with pytest.warns(UserWarning, match=r"model\.learning_rate=0\.5 instead of"):
+        cli = ProTrainCLI(["validate", *run_options, "--ckpt_path=large.ckpt"])
+    assert cli.model.hparams["learning_rate"] == 0.5
+    (nbytes,) = read
+    assert (nbytes < 1 << 20) is archive
+
+
 # --- commands on files
 
 

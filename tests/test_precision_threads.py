@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,7 @@ from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import ParityModule, fit, zoo
 
 MANY = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As under torchrun."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lightning_protrain.profiler.records import OperationCost, Pass
 
 
 class Attention(nn.Module):
-    """Attention by hand, which ends with a product."""
+    """Attention that is written out: its scores are no product, and it ends with one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from tests.models import variants, zoo
 from tests.profiler.real_levels import RealLevels, Window, checkpointed, selected, swapped
 from tests.profiler.real_run import Context
 from tests.profiler.test_model import BATCHED, MODELS, PRECISIONS, loss_of
+from tests.profiler.test_recomputed import Attention
 
 Step = Callable[[], Tensor]
 SIMPLE = sorted({**zoo(), **variants()}.keys() - {"moe", "multi-optimizer"})
@@ -293,21 +294,9 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert found
 
 
-class Written(nn.Module):
-    """Attention that is written out: its scores are no product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
-        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
-
-
 @pytest.mark.parametrize(("rows", "products"), [(64, 2), (128, 2)])
 def test_what_makes_no_product_runs_again_whatever_it_costs(rows: int, products: int) -> None:
-    model = nn.Sequential(nn.Sequential(Written()), nn.Sequential(Written()))
+    model = nn.Sequential(nn.Sequential(Attention()), nn.Sequential(Attention()))
     profile = profile_model(model, describe_model(model), lambda: model(torch.ones(1, rows, 8)).sum())
     for segment in profile.segments:
         if segment.between:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from lightning_protrain.runtime.optimizer import fused_host_step
 
 MANY = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As under torchrun."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(torch.optim.Optimizer):
