@@ -117,11 +117,12 @@ def decide(make: Callable[[], Plan]) -> Plan:
     return Plan.from_json(answer)
 
 
-def refuse_uneven(num_batches: float) -> None:
+def refuse_uneven(num_batches: float, kind: str = "training") -> None:
     """Ranks with different numbers of batches would wait for each other at the end of an epoch.
 
     Args:
-        num_batches: Of one epoch of training on this rank; every rank calls it.
+        num_batches: Of one epoch on this rank; every rank calls it.
+        kind: Of what: `"training"`.
 
     Raises:
         ValueError: Another rank has more or fewer; raised on all.
@@ -130,7 +131,7 @@ def refuse_uneven(num_batches: float) -> None:
     if len(set(counts)) > 1:
         each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ValueError(
-            f"The ranks have different numbers of training batches ({each}), and the step after the shortest epoch "
+            f"The ranks have different numbers of {kind} batches ({each}), and the step after the shortest epoch "
             "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
             "or set Trainer(limit_train_batches=...)."
         )

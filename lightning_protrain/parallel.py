@@ -18,12 +18,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
-from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.parallelism import Parallelism, gathers_parts, may_gather
 from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
@@ -71,7 +69,9 @@ class DataParallelStrategy(ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
-            if self._parallelism.shard_optimizer == "world":
+            if self._parallelism.shard_weights == "world":
+                self._ranks = self._ranks.dividing_weights(self._timeout)
+            elif self._parallelism.shard_optimizer == "world":
                 self._ranks = self._ranks.dividing_steps(self._timeout)
             if (module := self.lightning_module) is not None:
                 self._sigterm.listen(module.trainer)
@@ -143,8 +143,14 @@ class DataParallelStrategy(ProcessStrategy):
 
     @property
     def divides_steps(self) -> bool:
-        """Whether one machine steps for all of them, see [Note: Machines]."""
-        return self._parallelism.shard_optimizer == "world" and self.num_nodes > 1
+        """Whether one machine steps for all of them, see [Note: Machines], or each of them its rows."""
+        chosen = self._parallelism
+        return "world" in (chosen.shard_optimizer, chosen.shard_weights) and self.num_nodes > 1
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each machine holds some rows of what is offloaded, see [Note: Rows]."""
+        return self._parallelism.shard_weights == "world" and self.num_nodes > 1
 
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
@@ -300,23 +306,11 @@ class DataParallelStrategy(ProcessStrategy):
 
         return step
 
-    def gathered_state(self, optimizer: Optimizer, runtime: Runtime | None) -> dict[str, Any]:
-        """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
-        owners = runtime.owners if runtime is not None else self._owners
-        if self._ranks is None or not owners:
-            return super().optimizer_state(optimizer)
-        return gather_states(optimizer, owners, self._ranks)
-
-    def drop_states_of_others(self, optimizer: Optimizer, runtime: Runtime | None) -> None:
-        """After the state of an optimizer has been loaded, whole: what another rank owns is forgotten here."""
-        if self._ranks is not None and runtime is not None:
-            drop_states(optimizer, runtime.owners, self._ranks)
-
     def on_train_start(self) -> None:
         """Refuses epochs of different lengths before the first batch."""
         module = self.lightning_module
         if self._ranks is not None and module is not None:
-            refuse_uneven(module.trainer.num_training_batches)
+            refuse_uneven(module.trainer.num_training_batches, "training")
             # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
             module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._meet_before_batch  # type: ignore[method-assign]
             self._sigterm.wait_for_others()

@@ -15,6 +15,7 @@ from lightning_protrain.replicas import DDPOptions, GradSync
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 GatherChoice = Literal["auto", "host", "device"]
 ShardOptimizer = Literal["machine", "world"]
+ShardWeights = Literal["machine", "world"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Parallelism:
         shard_optimizer: Among whom the optimizer's states and steps of offloaded chunks are divided that ranks share:
             the ranks of each machine, or all of them.
         ddp: For DistributedDataParallel.
+        shard_weights: Among whom offloaded chunks themselves are divided, with their gradients, states and steps.
     """
 
     sharding: ShardingChoice = "auto"
@@ -37,6 +39,7 @@ class Parallelism:
     gather: GatherChoice = "host"
     shard_optimizer: ShardOptimizer = "machine"
     ddp: DDPOptions = field(default_factory=DDPOptions)
+    shard_weights: ShardWeights = "machine"
 
     def __post_init__(self) -> None:
         """Refuses what is no choice."""
@@ -46,6 +49,7 @@ class Parallelism:
             "adapter_grad_sync": get_args(GradSync),
             "gather": get_args(GatherChoice),
             "shard_optimizer": get_args(ShardOptimizer),
+            "shard_weights": get_args(ShardWeights),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -54,6 +58,17 @@ class Parallelism:
             raise ValueError(
                 f'shard_optimizer="world" divides the steps of what ranks share, and under sharding="{self.sharding}" '
                 'they may share nothing. Set sharding="shard", or leave `shard_optimizer` out.'
+            )
+        if self.shard_weights == "world" and self.sharding != "shard":
+            raise ValueError(
+                f'shard_weights="world" divides what the ranks of each machine share, and under sharding='
+                f'"{self.sharding}" they may share nothing. Set sharding="shard", or leave `shard_weights` out.'
+            )
+        if self.shard_weights == "world" and self.gather != "host":
+            raise ValueError(
+                'shard_weights="world" brings chunks from the machines that have their rows, and '
+                f'gather="{self.gather}" from the ranks of one machine that has all of them: both are not built '
+                "together. Leave one of them out."
             )
         if self.gather == "device" and self.sharding in ("resident", "replicate"):
             raise ValueError(
@@ -74,7 +89,7 @@ class Parallelism:
 
     def machines_on_paper(self, ranks: int, here: int) -> int:
         """Among how many machines steps are divided, where `here` of `ranks` are on each, see [Note: Machines]."""
-        return ranks // here if self.shard_optimizer == "world" else 1
+        return ranks // here if "world" in (self.shard_optimizer, self.shard_weights) else 1
 
 
 def gathers_parts(choice: GatherChoice, plan: Plan, manual: bool, peers: PeerAccess | None, sends: str | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -36,8 +36,7 @@ from lightning_protrain.overlap import (
     plan_overlap,
     step_is_followed_by_forward,
 )
-from lightning_protrain.parallel import DataParallelStrategy
-from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer
+from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer, ShardWeights
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import describe_case
@@ -46,16 +45,16 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.refusals import explain_missing_weight
 from lightning_protrain.replicas import DDPOptions, GradSync
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
+from lightning_protrain.states import StatesStrategy
 from lightning_protrain.torn import mark_torn, refuse_torn
 from lightning_protrain.wishes import make_wishes, read_choice
 
 
-class ProTrainStrategy(DataParallelStrategy):
+class ProTrainStrategy(StatesStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -87,6 +86,8 @@ class ProTrainStrategy(DataParallelStrategy):
             `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
         shard_optimizer: Under `"shard"`, who steps a weight and has its optimizer state: a rank of each `"machine"`, or
             one of the `"world"`, which sends the new weight to the other machines.
+        shard_weights: The same for the weights themselves: each `"machine"` has all of them, or some rows of each, and
+            gets the others from all of the `"world"` whenever it computes. Weights are DTensors from set-up on.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
@@ -124,6 +125,7 @@ class ProTrainStrategy(DataParallelStrategy):
         adapter_grad_sync: GradSync = "auto",
         gather: GatherChoice = "host",
         shard_optimizer: ShardOptimizer = "machine",
+        shard_weights: ShardWeights = "machine",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -136,7 +138,8 @@ class ProTrainStrategy(DataParallelStrategy):
     ) -> None:
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
-        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, gather, shard_optimizer, ddp)
+        divided = gather, shard_optimizer, ddp, shard_weights
+        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, *divided)
         super().__init__(parallelism, accelerator, *processes, timeout, start_method)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
@@ -151,7 +154,6 @@ class ProTrainStrategy(DataParallelStrategy):
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
         self._handles: list[RemovableHandle] = []
-        self._runtime: Runtime | None = None
         self._plan: Plan | None = None
         self._device: Device | None = None
         self._budget: int | None = None
@@ -244,7 +246,8 @@ class ProTrainStrategy(DataParallelStrategy):
             self.setup_optimizers(trainer)
             on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
             kind = "cuda" if on_gpus else self.root_device.type
-            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+            choice = self.allowed_overlap(self._overlap_choice)
+            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
@@ -298,6 +301,7 @@ class ProTrainStrategy(DataParallelStrategy):
         self._plan = plan
         how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
+        self.replace_divided(model, self._runtime)
         self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
         self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
@@ -363,28 +367,6 @@ class ProTrainStrategy(DataParallelStrategy):
         if overlap.ends_before or not step_is_followed_by_forward(self.lightning_module.trainer):
             runtime.updates.finish_all()
         return result
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._finish_updates()
-        return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._finish_updates()
-        return self.gathered_state(optimizer, self._runtime)
-
-    def _finish_updates(self) -> None:
-        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
-        refuse_torn(self.lightning_module)
-        if self._runtime is not None:
-            self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
-            self._runtime.updates.finish_all()
-            self._runtime.updates.refuse_torn()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_by_reference(optimizer, state)
-            self.drop_states_of_others(optimizer, self._runtime)
-        move_state_beside_parameters(self.optimizers)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

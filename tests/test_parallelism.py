@@ -103,3 +103,18 @@ def test_what_shares_nothing_is_refused_at_once(sharding: Any) -> None:
     with pytest.raises(ValueError, match=rf'under sharding="{sharding}" they share none'):
         ProTrainStrategy(sharding=sharding, gather="device", plan="auto")
     ProTrainStrategy(sharding=sharding, gather="auto")
+
+
+@pytest.mark.parametrize("sharding", ["auto", "resident", "replicate"])
+def test_weights_are_divided_of_what_ranks_share_only(sharding: Any) -> None:
+    with pytest.raises(ValueError, match=f'shard_weights="world" .* sharding="{sharding}"'):
+        Parallelism(sharding=sharding, shard_weights="world")
+    with pytest.raises(ValueError, match="shard_weights='node': give one of 'machine', 'world'"):
+        Parallelism(sharding="shard", shard_weights="node")  # type: ignore[arg-type]
+    assert Parallelism(sharding="shard", shard_weights="world").machines_on_paper(16, 8) == 2
+
+
+@pytest.mark.parametrize("gather", ["auto", "device"])
+def test_rows_of_machines_and_parts_of_ranks_do_not_go_together(gather: Any) -> None:
+    with pytest.raises(ValueError, match=f'shard_weights="world" .* gather="{gather}"'):
+        Parallelism(sharding="shard", shard_weights="world", gather=gather)

@@ -19,7 +19,7 @@ from lightning_protrain.companions import move_companions
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding
-from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.additions import refuse_additions
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
@@ -27,10 +27,12 @@ from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
+from lightning_protrain.runtime.local_rows import register_divided
 from lightning_protrain.runtime.owners import Share, share_chunks
 from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
+from lightning_protrain.runtime.row_gathers import RowGathers
 from lightning_protrain.runtime.schedule import Capacity
-from lightning_protrain.runtime.sites import make_site
+from lightning_protrain.runtime.sites import sites_of
 from lightning_protrain.runtime.slot import Site, Slot
 from lightning_protrain.runtime.swap import ActivationSwap
 from lightning_protrain.runtime.unit import Unit
@@ -50,7 +52,9 @@ def apply_plan(
     ranks: Ranks | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Runtime:
-    """Places the model as the plan says; no name, module or parameter object changes.
+    """Places the model as the plan says; no name and no module changes.
+
+    Nor does a parameter object, unless machines divide it, see [Note: Rows].
 
     Args:
         model: The model that `layout` describes; parameters in host memory.
@@ -77,7 +81,12 @@ def apply_plan(
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
     communicator = Communicator(ranks, device, reduce_dtype) if ranks is not None else None
-    chunks = _make_chunks(offloaded, parameters, device, ranks if plan.sharding is Sharding.SHARD else None)
+    sharing = ranks if plan.sharding is Sharding.SHARD else None
+    divides = communicator is not None and sharing is not None and sharing.divides_weights
+    together = RowGathers(communicator, device) if communicator is not None and divides else None
+    chunks = _make_chunks(offloaded, parameters, device, sharing, together)
+    slots = [slot for chunk in chunks for slot in chunk.slots]
+    replaced = register_divided(model, slots, parameters)
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     updates = Updates(chunks, device, communicator)
@@ -87,7 +96,7 @@ def apply_plan(
         gathers = Gathers(chunks, communicator, device, updates)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers, together)
     watch = ViewWatch()
     interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
@@ -97,12 +106,12 @@ def apply_plan(
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one,
         updates.publish()  # and so may what is streamed in place of them.
-        shares = (chunk.share for chunk in chunks if chunk.share is not None)
-        if (share := next(shares, None)) is not None:
+        shared = (chunk.share for chunk in chunks if chunk.share is not None)
+        if (share := next(shared, None)) is not None:
             share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].slots[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap)
+    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap, replaced)
 
 
 class Runtime:
@@ -111,6 +120,7 @@ class Runtime:
     Attributes:
         plan: What was applied.
         updates: Optimizer steps that run beside the device.
+        replaced: Parameters that are no longer there, and the DTensors that are, see [Note: Rows].
     """
 
     def __init__(
@@ -125,9 +135,11 @@ class Runtime:
         manual: bool,
         caching: list[Any],
         swap: ActivationSwap | None,
+        replaced: Sequence[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> None:
         self.plan = plan
         self.updates = updates
+        self.replaced = replaced
         self._manual = manual
         self._device = device
         self._chunks = chunks
@@ -189,7 +201,7 @@ class Runtime:
     @property
     def owners(self) -> dict[int, int]:
         """Who steps a weight that ranks share, as in `Chunk.stepped_by`, by the identity of its parameter."""
-        owners = {id(slot.host): chunk.stepped_by(slot) for chunk in self._chunks for slot in chunk.slots}
+        owners = {id(slot.registered): chunk.stepped_by(slot) for chunk in self._chunks for slot in chunk.slots}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
     def begin_averages(self) -> None:
@@ -280,14 +292,18 @@ def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
 
 
 def _make_chunks(
-    plans: tuple[ChunkPlan, ...], parameters: dict[str, nn.Parameter], device: Device, sharing: Ranks | None
+    plans: tuple[ChunkPlan, ...],
+    parameters: dict[str, nn.Parameter],
+    device: Device,
+    sharing: Ranks | None,
+    together: RowGathers | None,
 ) -> list[Chunk]:
     """The offloaded chunks, whole in memory of this rank, or shared with others."""
     shares: Sequence[Share | None] = [None] * len(plans)
     if sharing is not None and plans:
         shares = share_chunks(plans, parameters, sharing, device.host)
     return [
-        Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share)
+        Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share, together)
         for plan, share in zip(plans, shares, strict=True)
     ]
 
@@ -321,8 +337,8 @@ def _make_units(
     If one block swaps, then all blocks: its copies take the time of its neighbours.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
-    slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
-    sites = _sites_of(model, layout, slots)
+    slots = {id(slot.registered): slot for chunk in chunks for slot in chunk.slots}
+    sites = sites_of(model, layout, slots)
     units = []
     for info in layout.units:
         needed = tuple(
@@ -363,30 +379,6 @@ def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:
         reads = type(module).forward is not nn.Embedding.forward
         units.append(Unit(path, module, needed, tuple(sites), root.policy, reads))
     return units
-
-
-def _sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> dict[str, list[tuple[Site, Slot]]]:
-    """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
-    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
-    found: dict[str, list[tuple[Site, Slot]]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            slot = slots.get(id(parameter))
-            if slot is None:
-                continue
-            owner = _innermost(path, slot.fqn, by_name)
-            assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
-            found.setdefault(owner, []).append((make_site(module, name, slot), slot))
-    return found
-
-
-def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
-    while True:
-        if path in units and fqn in units[path].parameters:
-            return path
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
 
 
 def _has_forward(module: nn.Module) -> bool:

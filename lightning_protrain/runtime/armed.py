@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_protrain.host import Job
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hoststep import Steps, Update
 from lightning_protrain.runtime.low_gradients import stored
 from lightning_protrain.runtime.optimizer import PartGroups
@@ -83,3 +85,9 @@ def updates_of(
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
         yield group, [Update(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
+
+
+def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
+    """Whether the user has hooks on the gradient of some parameter."""
+    with below_guard():  # or to ask would wait for every pending step
+        return any(slot.has_user_hooks for chunk in chunks for slot in chunk.slots)

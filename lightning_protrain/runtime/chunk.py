@@ -25,7 +25,7 @@ offloading. A fetch in backward must give the values of the forward: anything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
@@ -37,9 +37,12 @@ from lightning_protrain.companions import attach_companions, packed_nbytes, plac
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.runtime.arriving import Arriving
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.owners import Share
 from lightning_protrain.runtime.parts import Arrival
+from lightning_protrain.runtime.row_gathers import Piece, RowArrival, RowGathers
+from lightning_protrain.runtime.rows import Rows, held_bytes, rows_of
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.twin import Twin, Uses, low_class
 from lightning_protrain.runtime.views import dense_like, in_block, in_storage
@@ -61,13 +64,20 @@ class Chunk:
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Where it is fetched to.
         share: What this rank holds of it; None: all.
+        together: Fetches it with the ranks of other machines, if these divide weights.
     """
 
     def __init__(
-        self, plan: ChunkPlan, parameters: Sequence[nn.Parameter], device: Device, share: Share | None = None
+        self,
+        plan: ChunkPlan,
+        parameters: Sequence[nn.Parameter],
+        device: Device,
+        share: Share | None = None,
+        together: RowGathers | None = None,
     ) -> None:
         self.plan = plan
         self._share = share
+        self._together, self._pieces = together, list[Piece]()
         self.state = ChunkState.HOST
         self.prefetched = False
         self._reads_stepped = False
@@ -79,14 +89,18 @@ class Chunk:
         sizes = [low_size * parameter.numel() or packed_nbytes(parameter) for parameter in parameters]
         offsets, self.nbytes = chunk_offsets(sizes)
         assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
-        self._buffer = (device.host if share is None else share.memory).empty(self.nbytes)
-        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
+        rows = rows_of(parameters, share.mesh if share is not None else None)
+        begins, held = chunk_offsets(held_bytes(sizes, rows))
+        self._buffer = (device.host if share is None else share.memory).empty(held)
+        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[:held]
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self.slots = [
-            self._make_slot(fqn, parameter, offset)
-            for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
+            self._make_slot(fqn, parameter, offset, begin, cut)
+            for fqn, parameter, offset, begin, cut in zip(
+                plan.parameters, parameters, offsets, begins, rows, strict=True
+            )
         ]
         self._device.resize(self._storage, 0)
 
@@ -109,11 +123,11 @@ class Chunk:
                     host = slot.host
                     if host.data_ptr() != slot.pointer:
                         self._rebind(slot)
-                    slot.read_version = host._version
+                    slot.read_version = slot.version
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._latest = (upload or self._device.upload)(self._source, self._target, after)
+        self._fence = self._latest = self._upload(after, upload)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -130,7 +144,7 @@ class Chunk:
         with self._looking():
             for slot in self.slots:
                 host = slot.host
-                version = host._version
+                version = slot.version
                 repointed = host.data_ptr() != slot.pointer
                 if repointed or version != slot.seen_version:
                     changed.append(slot)
@@ -145,7 +159,7 @@ class Chunk:
             self.fetch()
         for slot in changed:
             torch.autograd.graph.increment_version(slot.twin)
-            slot.seen_version, slot.steps_elsewhere = slot.host._version, 0
+            slot.seen_version, slot.steps_elsewhere = slot.version, 0
             with below_guard():
                 slot.twin_version = slot.twin._version
         if self.state is ChunkState.IN_FLIGHT:
@@ -158,7 +172,7 @@ class Chunk:
             with self._looking():
                 for slot in self.slots:
                     # A copy that the step has not made is an old one, if somebody has touched the weight.
-                    slot.read_version = -1 if slot.is_stale else slot.host._version
+                    slot.read_version = -1 if slot.is_stale else slot.version
             self._reads_stepped = False
 
     def release(self) -> None:
@@ -169,7 +183,7 @@ class Chunk:
         if fence is not None:
             # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
             self._arrive()
-        if not (isinstance(fence, Arrival) and fence.abandoned):  # Then others may still write there.
+        if not (isinstance(fence, Arriving) and fence.abandoned):  # Then others may still write there.
             self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
@@ -209,7 +223,7 @@ class Chunk:
 
     def _arrive(self) -> None:
         """Makes the compute stream wait for what has been fetched."""
-        if isinstance(self._fence, Arrival):
+        if isinstance(self._fence, Arriving):
             self._fence.wait()
         else:
             self._device.wait(self._fence)
@@ -217,7 +231,7 @@ class Chunk:
 
     def _land_latest(self) -> None:
         """Waits for the upload before: it may still read what is written over now."""
-        if isinstance(self._latest, Arrival):
+        if isinstance(self._latest, Arriving):
             self._latest.land()
         else:
             self._device.land(self._latest)
@@ -274,13 +288,41 @@ class Chunk:
             slot.drop_gradient()
             slot.forget_gradient()
 
-    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
-        data = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
+    def abandon(self) -> None:
+        """After an exception: waits for no other rank to send its rows."""
+        if isinstance(self._fence, RowArrival):
+            self._fence.abandoned = True
+
+    def _upload(self, after: Job | None, upload: Callable[..., Arrival] | None) -> Any:
+        if self._together is None:
+            return (upload or self._device.upload)(self._source, self._target, after)
+        assert after is None, "steps of divided weights are not overlapped"
+        if not self._pieces:
+            with below_guard():
+                self._pieces = [piece for slot in self.slots for piece in self._pieces_of(slot)]
+        return self._together.upload(self.plan.unit, self._pieces)
+
+    def _pieces_of(self, slot: Slot) -> Iterator[Piece]:
+        """What comes of a parameter from each machine."""
+        end = slot.offset + packed_nbytes(slot.twin)
+        if slot.rows is None:
+            yield Piece(None, self._source[slot.begin :][: end - slot.offset], self._target[slot.offset : end])
+            return
+        for machine, (first, last) in enumerate(slot.rows.ranges):
+            begin, nbytes = (slot.rows.elements(*rows) * slot.twin.itemsize for rows in ((0, first), (first, last)))
+            source = self._source[slot.begin :][:nbytes] if machine == slot.rows.machine else None
+            if nbytes:
+                yield Piece(machine, source, self._target[slot.offset + begin :][:nbytes])
+
+    def _make_slot(self, fqn: str, user: nn.Parameter, offset: int, begin: int, rows: Rows | None) -> Slot:
+        whole = in_storage(self._storage, offset, dense_like(user), self._low_dtype or user.dtype)
+        host = user if rows is None else nn.Parameter(rows.cut(user.detach()), requires_grad=user.requires_grad)
+        data = whole if rows is None else rows.cut(whole)
         kind = Twin if type(host) is nn.Parameter else type(host)
         kind = kind if self._low_dtype is None else low_class(type(host))
-        twin: Any = torch.Tensor._make_subclass(kind, data, host.requires_grad)
-        twin.__dict__.update(host.__dict__)
-        slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
+        twin: Any = torch.Tensor._make_subclass(kind, whole, host.requires_grad)
+        twin.__dict__.update(user.__dict__)
+        slot = Slot(fqn, host, twin, offset, begin, seen_version=host._version, twin_version=twin._version, rows=rows)
         if self._share is not None:
             at = self.plan.parameters.index(fqn)
             slot.owned, slot.writes = self._share.owns(at), self._share.owners[at] == self._share.local_rank
@@ -288,11 +330,17 @@ class Chunk:
             self._adopt(slot, self._share is None or self._share.memory.fills)
             attach_companions(host, twin, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
-            twin.uses = slot.uses = Uses(fqn, host, data.device, data.dtype)
-            slot.copy = in_block(self._buffer, offset, data, self._low_dtype)
+            slot.copy = in_block(self._buffer, begin, data, self._low_dtype)
             if self._share is not None:
                 self._share.memory.adopt(host)
             slot.pointer = host.data_ptr()
+        if rows is not None:
+            slot.divide()
+            vars(slot.registered).update(vars(user))
+            slot.seen_version = slot.version
+            user.data = torch.empty(0, dtype=user.dtype)  # Nobody has all of it any more.
+        if self._low_dtype is not None:
+            twin.uses = slot.uses = Uses(fqn, slot.registered, whole.device, whole.dtype)
             self._device.note_host(host)
         return slot
 
@@ -305,11 +353,11 @@ class Chunk:
         """
         host = slot.host
         if host.numel():
-            data = in_block(self._buffer, slot.offset, slot.twin, host.dtype)
+            data = in_block(self._buffer, slot.begin, slot.twin if slot.rows is None else host, host.dtype)
             if fills:
                 data.copy_(host.detach())
             host.data = data
-        place_companions(host, lambda begin, like: in_block(self._buffer, slot.offset + begin, like))
+        place_companions(host, lambda begin, like: in_block(self._buffer, slot.begin + begin, like))
         slot.pointer = host.data_ptr()
 
     def _rebind(self, slot: Slot) -> None:

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.runtime.attendance import Attendance
 
+_SUMS, _SUMS_AND_WEIGHTS = "averages of gradients", "gradients and weights of other ranks"
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -58,6 +60,9 @@ class Ranks:
             divide steps, see [Note: Machines]; None: each node steps everything.
         gathering: The group of the ranks of this node for parts of chunks, see [Note: Gathers], which come in an order
             of their own, too; None: every rank uploads chunks whole.
+        fetching: The group of `peers` for rows of weights on devices, where nodes divide weights, see [Note: Rows];
+            None: each node holds all of them.
+        mesh: The same ranks as a device mesh, for DTensors in host memory.
         attendance: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
             something else would read what is not meant for it.
@@ -74,6 +79,8 @@ class Ranks:
     peers: Any = None
     gathering: Any = None
     sending: Any = None
+    fetching: Any = None
+    mesh: Any = None
 
     @property
     def first_of_node(self) -> int:
@@ -100,12 +107,18 @@ class Ranks:
         """Whether one node steps a parameter for all of them, see [Note: Machines]."""
         return self.sending is not None
 
-    def meet(self, what: str, flag: bool = False) -> bool:
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each node holds some rows of offloaded weights, see [Note: Rows]."""
+        return self.fetching is not None
+
+    def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
         """Waits until all ranks are at the same point of a run.
 
         Args:
             what: Where this one is: `"batch 3 of epoch 0"`.
             flag: Something to tell.
+            waits_for: One name of all that ranks may wait for at the same time as for this; empty: `what`.
 
         Returns:
             Whether some rank has its flag set.
@@ -115,7 +128,8 @@ class Ranks:
         """
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
-        self.attendance.wait(dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True), what)
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True)
+        self.attendance.wait(work, waits_for or what)
         if told[1] != -told[2]:
             places = [what] * self.world_size
             dist.all_gather_object(places, what, group=self.meeting)
@@ -136,6 +150,20 @@ class Ranks:
             for place in range(self.local_size)
         ]
         return replace(self, sending=groups[self.local_rank])
+
+    def dividing_weights(self, timeout: timedelta | None = None) -> Ranks:
+        """The same, who divide weights among their nodes, see [Note: Rows]; every rank calls it.
+
+        Args:
+            timeout: As in `find_ranks`.
+        """
+        if self.peers is None:
+            return self
+        places = [list(range(place, self.world_size, self.local_size)) for place in range(self.local_size)]
+        fetching = [dist.new_group(each, timeout) for each in places]
+        hosts = [dist.new_group(each, timeout, backend="gloo") for each in places]
+        mesh = DeviceMesh.from_group(hosts[self.local_rank], "cpu", mesh_dim_names=("machine",))
+        return replace(self, fetching=fetching[self.local_rank], mesh=mesh)
 
     def with_gathering(self, device: torch.device, timeout: timedelta | None = None) -> Ranks:
         """The same, who gather parts of chunks; every rank calls it.
@@ -194,7 +222,7 @@ class Communicator:
         self._device = device
         self._host_waits = not isinstance(device, StreamDevice)
         # One name for all of them: a rank may wait for one kind and another rank for the other, both for a third rank.
-        self._what = "averages of gradients" if ranks.gathering is None else "gradients and weights of other ranks"
+        self._what = _SUMS if ranks.gathering is ranks.fetching is None else _SUMS_AND_WEIGHTS
 
     def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
@@ -246,6 +274,32 @@ class Communicator:
         """
         return dist.broadcast(flat, group=self.ranks.sending, group_src=machine, async_op=True)
 
+    def send_rows(self, flat: Tensor, machine: int) -> Any:
+        """Begins to give this rank's peers what the peer on one node has; `end_rows` must be called before it is read.
+
+        Args:
+            flat: Bytes on the device, one-dimensional.
+            machine: That node.
+        """
+        self._count(flat)
+        return dist.broadcast(flat, group=self.ranks.fetching, group_src=machine, async_op=True)
+
+    def end_rows(self, work: Any) -> None:
+        """Makes the compute stream wait until rows are there."""
+        if self._host_waits:
+            self.ranks.attendance.wait(work, self._what)
+        else:
+            work.wait()
+
+    def meet_everywhere(self, what: str) -> None:
+        """Waits until all ranks are about to do the same in a step.
+
+        Raises:
+            RuntimeError: As of `Ranks.meet`.
+        """
+        self._device.counters.collectives += 1
+        self.ranks.meet(what, waits_for=self._what)
+
     def begin_gather(self, whole: Tensor, part: Tensor) -> Any:
         """Begins to gather the parts of the ranks of this node; `end_gather` must be called before they are read.
 
@@ -277,12 +331,17 @@ class Communicator:
 
     def sum_of_owners(self, values: Tensor) -> Tensor:
         """The sum of small host tensors over the ranks that own parameters: each is owned by one of them; in place."""
-        if not self.ranks.divides_steps:
+        if not (self.ranks.divides_steps or self.ranks.divides_weights):
             return self.sum_of_node(values)
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.meeting, async_op=True)
         self.ranks.attendance.wait(work, "the other ranks")
         return values
+
+    @property
+    def counts_whole(self) -> bool:
+        """Whether this node counts what each of several nodes has all of, in `sum_of_owners`."""
+        return not self.ranks.divides_weights or self.ranks.machine == 0
 
     def meet(self) -> None:
         """Waits for the ranks of this node: what they have written to memory that they share is there."""

@@ -29,6 +29,7 @@ from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.row_gathers import RowGathers
 from lightning_protrain.runtime.schedule import Capacity, Timeline
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.swap import ActivationSwap
@@ -66,6 +67,7 @@ class Executor:
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
         gathers: Says which chunks ranks bring to their devices together; None: none.
+        together: Brings all of them together with the ranks of other machines; None: it does not.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Executor:
         swap: ActivationSwap | None = None,
         communicator: Communicator | None = None,
         gathers: Gathers | None = None,
+        together: RowGathers | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
@@ -101,8 +104,9 @@ class Executor:
             is_behind=self._is_behind,
             leave=self._leave,
         )
-        if gathers is not None and self._landing.reduction is not None:
-            self._landing.reduction.around_sums = gathers.around_sums
+        around = gathers or together
+        if around is not None and self._landing.reduction is not None:
+            self._landing.reduction.around_sums = around.around_sums
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
@@ -211,6 +215,7 @@ class Executor:
         if self._backward_runs:
             return
         self._early.end()
+        self._updates.rows.take()
         self._updates.begin_backward()
         if self._gathers is not None:
             self._gathers.begin_backward()
@@ -232,6 +237,7 @@ class Executor:
 
     def begin_averages(self) -> None:
         """The backward that follows ends with gradients averaged over the ranks, see [Note: Reduction]."""
+        self._updates.rows.take()
         if self._landing.reduction is not None:
             self._landing.reduction.begin()
 
@@ -306,6 +312,7 @@ class Executor:
         if self._gathers is not None:
             self._gathers.abandon()
         for chunk in self._chunks:
+            chunk.abandon()
             for slot in chunk.slots:
                 slot.drop_gradient()
                 if slot.uses is not None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
@@ -43,8 +43,8 @@ class _Sum:
 
     fence: object
     index: int
-    slot: Slot
     part: Tensor
+    host: nn.Parameter
     cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
 
 
@@ -94,13 +94,14 @@ class Landing:
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
-        self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._stays = [GradientMemory(device.host, [slot.collects.nbytes for slot in chunk.slots]) for chunk in chunks]
         self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
         # Where averages stay that come to their owners only; without owners it is the same place.
         owned = [[slot.host.nbytes if slot.owned else 0 for slot in chunk.slots] for chunk in chunks]
+        whole = [all(slot.owned and slot.rows is None for slot in chunk.slots) for chunk in chunks]
         self._averages = [
-            stays if all(slot.owned for slot in chunk.slots) else GradientMemory(device.host, sizes)
-            for stays, chunk, sizes in zip(self._stays, chunks, owned, strict=True)
+            stays if all_here else GradientMemory(device.host, sizes)
+            for stays, all_here, sizes in zip(self._stays, whole, owned, strict=True)
         ]
         self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
         self._missing: dict[int, set[Slot]] = {}
@@ -131,6 +132,7 @@ class Landing:
                 slot.host.grad = older
         self._aside.clear()
         self.forget()
+        self._updates.rows.show()
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
@@ -164,14 +166,14 @@ class Landing:
 
     def _attach(self, slot: Slot) -> None:
         if slot.twin.is_floating_point() or slot.twin.is_complex():
-            trained = slot.host.requires_grad
-            slot.host.requires_grad_(True)
+            trained = slot.registered.requires_grad
+            slot.registered.requires_grad_(True)
             slot.twin.requires_grad_(True)
             slot.hooks.append(slot.twin.register_post_accumulate_grad_hook(lambda _: self._land(slot)))
-            direct = slot.host.register_hook(lambda _: self._use_directly(slot))
+            direct = slot.registered.register_hook(lambda _: self._use_directly(slot))
             slot.own_hook = direct.id
             slot.hooks.append(direct)
-            slot.host.requires_grad_(trained)
+            slot.registered.requires_grad_(trained)
             slot.twin.requires_grad_(trained)
 
     def _land(self, slot: Slot) -> None:
@@ -195,11 +197,11 @@ class Landing:
         else:
             if reduction is not None:
                 reduction.refuse_mixing(slot)
-            self._receive(slot, grad)
+            self._receive(slot, grad, slot.collects)
 
-    def _receive(self, slot: Slot, grad: Tensor) -> None:
-        """Sends a gradient to the host, that of this rank or that of all."""
-        host, (index, place) = slot.host, self._places[slot]
+    def _receive(self, slot: Slot, grad: Tensor, host: nn.Parameter | None = None) -> None:
+        """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
+        host, (index, place) = slot.host if host is None else host, self._places[slot]
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
         with below_guard():
             older = host.grad
@@ -224,7 +226,7 @@ class Landing:
                 if older is None:
                     # Here and not where it is cast, which may be on the worker: memory is given by one thread.
                     cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
-                self._sums.append(_Sum(fence, index, slot, part, cast))
+                self._sums.append(_Sum(fence, index, part, host, cast))
                 self._sum_bytes += part.nbytes
                 self._latest[index] = fence
                 if fence is None:
@@ -244,7 +246,8 @@ class Landing:
         have left a block for all of the chunk when averages land.
         """
         stays = self._stays[index]
-        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
+        shares = any(slot.rows is not None for slot in self._chunks[index].slots)
+        averages = self.reduction is not None and self.reduction.runs and (shares or not stays.has_been_used)
         return self._averages[index] if averages else stays
 
     def _stay(self, index: int, fence: object) -> None:
@@ -311,7 +314,7 @@ class Landing:
     def _add_up(self, item: _Sum) -> None:
         self._device.land(item.fence)
         self._land_latest(item.index)
-        host = item.slot.host
+        host = item.host
         if host.grad is None:
             # As autograd does behind a cast.
             host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
@@ -323,6 +326,8 @@ class Landing:
     def _use_directly(self, slot: Slot) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
         self._begin()
+        if slot.divided is not None:
+            raise _refusal(slot, "machines divide it, so that none has all of that gradient")
         if slot in self._landed:
             raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
         if slot.mirrored or slot.host._post_accumulate_grad_hooks:

@@ -18,7 +18,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ def fused_host_step(
     device_type: str,
     stepped: Callable[[], Set[int]] = frozenset,
     threads: int | None = None,
+    rows: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Callable[[], Any]]:
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
@@ -97,6 +98,7 @@ def fused_host_step(
         device_type: Of the accelerator.
         stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
         threads: See `on_host_threads`; the closure itself runs on as many as before.
+        rows: Within it the optimizer has rows in place of weights that machines divide, see [Note: Local rows].
     """
     groups, stepping = optimizer.param_groups, ExitStack()
 
@@ -108,6 +110,7 @@ def fused_host_step(
         stepping.close()  # LBFGS calls the closure again in the middle of its step.
         result = closure()
         elsewhere = stepped()
+        stepping.enter_context(rows(optimizer))
         if elsewhere:
             rest = ({**group, "params": [p for p in group["params"] if id(p) not in elsewhere]} for group in groups)
             optimizer.param_groups = [group for group in rest if group["params"]]

@@ -18,13 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
+from lightning_protrain.companions import packed_nbytes
 from lightning_protrain.host import HostMemory
-from lightning_protrain.planner.plan import ChunkPlan
+from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages, with_counters
+from lightning_protrain.runtime.rows import held_bytes, rows_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Share:
         machines: The node that steps each parameter; None: all of them do, see [Note: Machines].
         machine: That of this rank.
         num_places: Ranks of a node.
+        mesh: Of nodes that hold rows of each parameter, see [Note: Rows]; None: each holds all of it.
     """
 
     memory: NodeMemory
@@ -46,6 +51,7 @@ class Share:
     machines: tuple[int, ...] | None = None
     machine: int = 0
     num_places: int = 1
+    mesh: Any = None
 
     def owns(self, at: int) -> bool:
         """Whether this rank steps a parameter.
@@ -157,10 +163,12 @@ def share_chunks(
         ValueError: There is too little memory that ranks can share.
     """
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
+    if ranks.mesh is not None:
+        nbytes = sum(_held_bytes(chunk, [parameters[fqn] for fqn in chunk.parameters], ranks.mesh) for chunk in chunks)
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))
     owners = owners_in_chunks(chunks, parameters, ranks.local_size)
     if not ranks.divides_steps:
-        return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
+        return [Share(memory, tuple(mine), ranks.local_rank, mesh=ranks.mesh) for mine in owners]
     sizes = [[_trained_and_all(parameters[fqn]) for fqn in chunk.parameters] for chunk in chunks]
     machines = assign_machines(sizes, owners, ranks.num_machines)
     return [
@@ -171,6 +179,17 @@ def share_chunks(
 
 def _trained_and_all(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter.nbytes if parameter.requires_grad else 0, parameter.nbytes
+
+
+def _held_bytes(chunk: ChunkPlan, parameters: Sequence[nn.Parameter], mesh: Any) -> int:
+    """What each node takes for a chunk of which it holds rows."""
+    rows = rows_of(parameters, mesh)
+    if chunk.streamed_dtype is None:
+        return pages(chunk_offsets(held_bytes([packed_nbytes(each) for each in parameters], rows))[1])
+    low: torch.dtype = getattr(torch, chunk.streamed_dtype)
+    copies = held_bytes([each.numel() * low.itemsize for each in parameters], rows)
+    masters = held_bytes([each.nbytes for each in parameters], rows)
+    return pages(chunk_offsets(copies)[1]) + sum(map(pages, masters))
 
 
 def _block_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int]) -> int:

@@ -38,6 +38,7 @@ from torch import Tensor
 from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.host import Job
 from lightning_protrain.planner.network import WINDOW
+from lightning_protrain.runtime.arriving import Arriving
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.uploads import PendingUpload
 
@@ -104,7 +105,7 @@ class _Gather:
 
 
 @dataclass(eq=False)
-class Arrival:
+class Arrival(Arriving):
     """A chunk that comes in parts: what stands for the fence of its upload.
 
     Args:

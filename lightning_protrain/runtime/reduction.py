@@ -51,8 +51,10 @@ class _Region:
         self.owner = owner
         self.machine = machine
         self.slots = tuple(slots)
-        ends = list(accumulate(slot.twin.numel() for slot in slots))
+        self._shapes = [slot.twin.shape if slot.rows is None else slot.rows.shape_of(machine) for slot in slots]
+        ends = list(accumulate(shape.numel() for shape in self._shapes))
         self._begins = dict(zip(slots, [0, *ends], strict=False))
+        self._places = {slot: at for at, slot in enumerate(slots)}
         self._num_elements = ends[-1]
         size, dtype = ends[-1] + len(slots), slots[0].host.dtype
         flat = torch.empty(0, dtype=dtype, device=device.torch_device)
@@ -61,10 +63,15 @@ class _Region:
         self.work: Any = None
 
     def view(self, slot: Slot) -> Tensor:
-        """The gradient of a parameter."""
-        if not slot.host.numel():
-            return self.flat.new_empty(slot.host.shape)
-        return self.flat.as_strided(slot.host.shape, slot.host.stride(), self._begins[slot])
+        """The gradient of a parameter, or of the rows that its node has of it."""
+        shape = self._shapes[self._places[slot]]
+        if not shape.numel():
+            return self.flat.new_empty(shape)
+        return self.flat.as_strided(shape, slot.host.stride(), self._begins[slot])
+
+    def takes(self, slot: Slot, whole: Tensor) -> Tensor:
+        """The part of a gradient that belongs here; a view."""
+        return whole if slot.rows is None else slot.rows.cut(whole, self.machine)
 
     def end_filling(self, filled: Container[Slot]) -> None:
         """What has no gradient on this rank counts as zero."""
@@ -74,6 +81,12 @@ class _Region:
             if slot not in filled:
                 self.view(slot).zero_()
                 self.flat[at : at + 1].zero_()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this node, where nodes have rows of their own."""
+        rows = self.slots[0].rows
+        return rows is None or rows.machine == self.machine
 
     def flags(self) -> list[float]:
         """For each gradient, more than 0 if any rank has one; the host waits for them."""
@@ -92,29 +105,34 @@ class _Bucket:
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
         self.filled: set[Slot] = set()
-        self._places = {slot: region for region in regions for slot in region.slots}
+        self._places: dict[Slot, list[_Region]] = {}
+        for region in regions:
+            for slot in region.slots:
+                self._places.setdefault(slot, []).append(region)
         self._device = device
-        self._arriving: dict[Slot, Any] = {}  # Fences that the compute stream has not waited for.
+        self._arriving: dict[Slot, list[Any]] = {}  # Fences that the compute stream has not waited for.
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, slot: Slot, older: Tensor) -> None:
         """Adds a gradient in host memory, which nobody writes to before `let_go`."""
-        view = self._places[slot].view(slot)
-        if slot in self.filled:
-            self._wait_for(slot)
-            part = torch.empty_like(view)
-            fence = self._device.upload(older, part)
-            self._device.wait(fence)
-            view.add_(part)
-        else:
-            fence = self._arriving[slot] = self._device.upload(older, view)
-            self.filled.add(slot)
-        self._uploaded.append((older, fence))
+        self._wait_for(slot)
+        for region in self._places[slot]:
+            view, part = region.view(slot), region.takes(slot, older)
+            if slot in self.filled:
+                there = torch.empty_like(view)
+                fence = self._device.upload(part, there)
+                self._device.wait(fence)
+                view.add_(there)
+            else:
+                fence = self._device.upload(part, view)
+                self._arriving.setdefault(slot, []).append(fence)
+            self._uploaded.append((older, fence))
+        self.filled.add(slot)
 
     def wait(self) -> None:
         """What has been uploaded is there for the compute stream."""
         while self._arriving:
-            self._device.wait(self._arriving.popitem()[1])
+            self._wait_for(next(reversed(self._arriving)))
 
     def let_go(self) -> None:
         """The host may write to what has been uploaded."""
@@ -124,17 +142,18 @@ class _Bucket:
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
-        view = self._places[slot].view(slot)
         self._wait_for(slot)
-        if slot in self.filled:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self.filled.add(slot)
+        for region in self._places[slot]:
+            view, part = region.view(slot), region.takes(slot, gradient)
+            if slot in self.filled:
+                view.add_(part)
+            else:
+                view.copy_(part)
+        self.filled.add(slot)
 
     def _wait_for(self, slot: Slot) -> None:
-        if slot in self._arriving:
-            self._device.wait(self._arriving.pop(slot))
+        for fence in self._arriving.pop(slot, ()):
+            self._device.wait(fence)
 
 
 class Reduction:
@@ -256,11 +275,12 @@ class Reduction:
         return bucket
 
     def _new_bucket(self, chunk: Chunk) -> _Bucket:
-        owners: dict[int | None, list[Slot]] = {}
+        owners: dict[tuple[int | None, int | None], list[Slot]] = {}
         for slot in chunk.slots:
-            if _takes_gradient(slot):
-                owners.setdefault(chunk.owner(slot), []).append(slot)
-        regions = [_Region(owner, slots, self._device, chunk.machine(slots[0])) for owner, slots in owners.items()]
+            machines = range(len(slot.rows.ranges)) if slot.rows is not None else [chunk.machine(slot)]
+            for machine in machines if _takes_gradient(slot) else ():
+                owners.setdefault((chunk.owner(slot), machine), []).append(slot)
+        regions = [_Region(owner, slots, self._device, machine) for (owner, machine), slots in owners.items()]
         bucket = _Bucket(regions, self._device)
         for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
             if _takes_gradient(slot):
@@ -269,16 +289,16 @@ class Reduction:
 
     def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
         """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
-        older = slot.host.grad
+        older = slot.collects.grad
         if older is None or (slot in self._averages and self._averages[slot]() is older):
             return
         bucket.upload(slot, older)
-        slot.host.grad = None
+        slot.collects.grad = None
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
         del self._filling[index]
-        for slot in chain.from_iterable(region.slots for region in bucket.regions):
+        for slot in dict.fromkeys(chain.from_iterable(region.slots for region in bucket.regions)):
             self._take_older(bucket, slot)
         bucket.wait()
         with self.around_sums():
@@ -295,7 +315,7 @@ class Reduction:
         for region in bucket.regions:
             self._communicator.end(region.work, region.sent, region.owner, region.machine)
             # Those of a region have one owner: whether this rank is it says any of them.
-            if region.owner is None or region.slots[0].owned:
+            if region.owner is None or (region.slots[0].owned and region.is_here):
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)
                 self._land_region(bucket, region)

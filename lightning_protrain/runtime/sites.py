@@ -1,4 +1,4 @@
-"""Places of quantised weights: layers that keep things beside the weight which belong to one memory or the other.
+"""Places of weights, and layers that keep things beside the weight which belong to one memory or the other.
 
 [Note: Two states]
 The 8-bit layer of bitsandbytes keeps codes and scales in an object, `layer.state`, that its autograd function holds for
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_protrain.companions import accept_companions, has_companions, prepare_weights
+from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.slot import Site, Slot
 
 # Repacks the weight for a kernel of the CPU that evaluates only: in memory of its own.
@@ -58,3 +59,27 @@ def make_site(module: nn.Module, name: str, slot: Slot) -> Site:
         slot.hooks.append(accept_companions(module))
         return QuantisedSite(module, name, host=slot.host)
     return Site(module, name)
+
+
+def sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> dict[str, list[tuple[Site, Slot]]]:
+    """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
+    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
+    found: dict[str, list[tuple[Site, Slot]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            slot = slots.get(id(parameter))
+            if slot is None:
+                continue
+            owner = _innermost(path, slot.fqn, by_name)
+            assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
+            found.setdefault(owner, []).append((make_site(module, name, slot), slot))
+    return found
+
+
+def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
+    while True:
+        if path in units and fqn in units[path].parameters:
+            return path
+        if not path:
+            return None
+        path = path.rpartition(".")[0]

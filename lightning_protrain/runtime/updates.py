@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import HostWorker, Job
-from lightning_protrain.runtime.armed import Armed, Pending, updates_of
+from lightning_protrain.runtime.armed import Armed, Pending, have_user_hooks, updates_of
 from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
@@ -33,6 +33,7 @@ from lightning_protrain.runtime.copies import Copies
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
 from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
+from lightning_protrain.runtime.local_rows import LocalRows
 from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms, tell_overflow
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.slot import Slot
@@ -51,6 +52,7 @@ class Updates:
         torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
         when_touched: Called when somebody has looked at a weight whose step was pending.
         copies: Trusts copies that steps have made.
+        rows: Gives steps the rows of weights that machines divide.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
@@ -60,6 +62,7 @@ class Updates:
         self._device = device
         self._guard = Guard(lambda _: self._touched())
         self.copies = Copies(chunks, self._guard)
+        self.rows = LocalRows(slot for chunk in chunks for slot in chunk.slots)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
         self._armed: Armed | None = None
@@ -105,7 +108,7 @@ class Updates:
         self._num_steps += 1
         first, lends = self._num_steps == 1, lends and self._has_copies
         if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
-            if overlap is Overlap.BACKWARD and (first or self._several_backwards or self._has_user_hooks()):
+            if overlap is Overlap.BACKWARD and (first or self._several_backwards or have_user_hooks(self._chunks)):
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
             take_norms = take_norms and not self._several_backwards
@@ -191,7 +194,8 @@ class Updates:
         known = armed.norms if armed is not None and armed.take_norms else None
         later = {id(slot.host) for index in self._steppable for slot in self._chunks[index].slots}
         shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots} if self._sharing else frozenset()
-        coefficient = bound_norm(list(parameters), max_norm, known, later, shared, self._sharing)
+        given, rows = self.rows.of(parameters), self.rows.identities
+        coefficient = bound_norm(given, max_norm, known, later, shared, self._sharing, rows)
         if armed is not None:
             armed.coefficient = coefficient
 
@@ -203,7 +207,7 @@ class Updates:
             armed.late_bound = clip_value
         # Weights that this rank has left are watched, stepped here or not.
         with below_guard() if self._turns is not None else nullcontext():
-            clip_values([parameter for parameter in parameters if id(parameter) not in stepped], clip_value)
+            clip_values([each for each in self.rows.of(parameters) if id(each) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
         """After backward and clipping: submits the steps of all chunks that are left, the first-needed first.
@@ -390,10 +394,6 @@ class Updates:
         submit = partial(self._device.worker.submit, work)
         job = submit() if turns is None else turns.follow(index, submit)
         self._pending[index] = Pending(job if turns is None else self._waiter.submit(wait), slots)
-
-    def _has_user_hooks(self) -> bool:
-        with below_guard():  # or to ask would wait for every pending step
-            return any(slot.has_user_hooks for chunk in self._chunks for slot in chunk.slots)
 
 
 _MISSING = "another rank has not made its part of a step"

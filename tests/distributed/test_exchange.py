@@ -52,6 +52,8 @@ class Case(NamedTuple):
         overlap: As of the strategy.
         part: Whether half of the weights are resident.
         trainer: What the Trainer is told.
+        num_machines: How many there are.
+        divides: What the strategy is told of divided steps.
     """
 
     divided: bool
@@ -60,6 +62,7 @@ class Case(NamedTuple):
     part: bool = False
     trainer: dict[str, Any] = {}
     num_machines: int = 2
+    divides: dict[str, Any] = {"shard_optimizer": "world"}
 
 
 def fit(
@@ -67,7 +70,7 @@ def fit(
 ) -> tuple[dict[str, Tensor], L.Trainer]:
     """Trains, from a checkpoint if one is given, and gives the weights of this rank."""
     torch.set_num_threads(1)
-    how: dict[str, Any] = {"shard_optimizer": "world", "sharding": "shard"} if case.divided else {}
+    how: dict[str, Any] = {**case.divides, "sharding": "shard"} if case.divided else {}
     strategy = ProTrainStrategy(
         plan=half(module) if case.part else "offload",
         monitor=False,

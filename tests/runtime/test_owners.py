@@ -88,7 +88,7 @@ def test_where_machines_divide_steps_one_rank_steps_each_weight(rank: int, monke
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 30, "b": 20, "c": 40}.items()}
     chunks = (_chunk(256, "a", "b"), _chunk(256, "c"))
     ranks: Any = SimpleNamespace(
-        local_rank=rank % 2, local_size=2, machine=rank // 2, num_machines=2, divides_steps=True
+        local_rank=rank % 2, local_size=2, machine=rank // 2, num_machines=2, divides_steps=True, mesh=None
     )
     first, second = share_chunks(chunks, parameters, ranks, HostMemory())
     # Of 30, 20 and 40 the first machine gets the first, the second one what comes then, and that is less.
@@ -113,7 +113,7 @@ def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: p
     monkeypatch.setattr(owners, "open_node_memory", _Room)
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 300, "b": 200, "c": 2000}.items()}
     chunks = (_chunk(2560, "a", "b"), _chunk(4096, "c", streamed="bfloat16"))
-    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2, divides_steps=False)
+    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2, divides_steps=False, mesh=None)
     shares = share_chunks(chunks, parameters, ranks, HostMemory())
     sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
     assert [share.stepped_by(0) for share in shares] == [0, 1]

@@ -1,0 +1,130 @@
+"""The part of a strategy that saves and loads weights and optimizer states, whoever of the ranks holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_protrain.consensus import refuse_uneven
+from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, refuse_plan, whole_on_first
+from lightning_protrain.overlap import OverlapChoice
+from lightning_protrain.owned_states import drop_states, gather_states
+from lightning_protrain.parallel import DataParallelStrategy
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.runtime.apply import Runtime
+from lightning_protrain.runtime.eightbit import load_by_reference
+from lightning_protrain.runtime.local_rows import replace_parameters
+from lightning_protrain.runtime.optimizer import move_state_beside_parameters
+from lightning_protrain.torn import refuse_torn
+
+
+class StatesStrategy(DataParallelStrategy):
+    """Checkpoints are the same whoever steps which weights, and has which rows of them.
+
+    Args:
+        arguments: As of `DataParallelStrategy`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._runtime: Runtime | None = None
+        # What makes the model save and load whole weights; it stays after the run, as its DTensors do.
+        self._whole: list[Any] = []
+
+    def own_shardings(self) -> tuple[Sharding, ...]:
+        """As before; refuses a model that an earlier run has divided among machines."""
+        if self.lightning_module is not None:
+            refuse_divided(self.lightning_module)
+        return super().own_shardings()
+
+    def allowed_overlap(self, choice: OverlapChoice) -> OverlapChoice:
+        """What dividing weights leaves of a choice of overlap.
+
+        Raises:
+            ValueError: Weights shall be divided, and something else is given that is not built for that.
+        """
+        module = self.lightning_module
+        if not self.divides_weights or module is None:
+            return choice
+        refuse_combinations(module, module.trainer, self.optimizers, choice)
+        return "off"
+
+    def equalise(self, model: LightningModule, plan: Plan) -> None:  # type: ignore[override]
+        """As before; refuses what of a plan is not built where machines divide weights."""
+        if self.divides_weights:
+            refuse_plan(plan)
+        super().equalise(model, plan)
+
+    def replace_divided(self, model: LightningModule, runtime: Runtime) -> None:
+        """After the plan has been applied: optimizers have the DTensors, and the model saves whole weights."""
+        if runtime.replaced:
+            replace_parameters(self.optimizers if model.trainer.state.fn == TrainerFn.FITTING else (), runtime.replaced)
+            self._whole = attach(model)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None:
+            counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            self._refuse_uneven(counts, "validation")
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        if self.lightning_module is not None:
+            self._refuse_uneven(self.lightning_module.trainer.num_test_batches, "test")
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        if self.lightning_module is not None:
+            self._refuse_uneven(self.lightning_module.trainer.num_predict_batches, "prediction")
+
+    def _refuse_uneven(self, counts: Any, kind: str) -> None:
+        """Ranks that fetch together need as many batches each."""
+        if self._runtime is not None and self._runtime.replaced:
+            for count in counts:
+                refuse_uneven(count, kind)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._finish_updates()
+        if not self._whole:
+            return super().lightning_module_state_dict()
+        module, ranks = self.lightning_module, self.ranks
+        assert module is not None
+        assert ranks is not None
+        while self._whole:
+            self._whole.pop().remove()
+        try:
+            state = super().lightning_module_state_dict()
+        finally:
+            self._whole = attach(module)
+        return whole_on_first(module, state, ranks)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
+        self._finish_updates()
+        owners = self._runtime.owners if self._runtime is not None else self._owners
+        if self._ranks is None or not owners:
+            return Strategy.optimizer_state(self, optimizer)
+        return gather_states(optimizer, owners, self._ranks)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole states; what another rank owns is forgotten here."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_by_reference(optimizer, state)
+            if self._ranks is not None and self._runtime is not None:
+                drop_states(optimizer, self._runtime.owners, self._ranks)
+                self._runtime.updates.rows.divide_states(optimizer)
+        move_state_beside_parameters(self.optimizers)
+
+    def _finish_updates(self) -> None:
+        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
+        refuse_torn(self.lightning_module)
+        if self._runtime is not None:
+            self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
+            self._runtime.updates.finish_all()
+            self._runtime.updates.refuse_torn()

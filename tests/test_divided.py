@@ -1,0 +1,57 @@
+"""What a model whose weights machines divide refuses, and how it says so; what it saves is tested with ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, refuse_plan
+
+
+def _refuse(automatic: bool = True, scaler: object = None, overlap: Any = "auto", hook: bool = False) -> None:
+    module: Any = nn.Linear(2, 2)
+    module.automatic_optimization = automatic
+    if hook:
+        module.weight.register_hook(lambda gradient: gradient)
+    trainer: Any = SimpleNamespace(precision="16-mixed", precision_plugin=SimpleNamespace(scaler=scaler))
+    refuse_combinations(module, trainer, [torch.optim.SGD(module.parameters(), lr=0.1)], overlap)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"automatic": False}, "under manual optimization"),
+        ({"scaler": object()}, "precision='16-mixed' scales gradients"),
+        ({"overlap": "backward"}, "overlap_optimizer='backward' is not built"),
+        ({"hook": True}, "'weight' has a hook on its gradient"),
+    ],
+)
+def test_what_is_not_built_is_named(given: dict[str, Any], match: str) -> None:
+    _refuse()
+    with pytest.raises(ValueError, match=match):
+        _refuse(**given)
+
+
+def test_plans_that_swap_are_refused() -> None:
+    plan: Any = SimpleNamespace(blocks=[SimpleNamespace(swap_bytes=0)])
+    refuse_plan(plan)
+    plan.blocks[0].swap_bytes = 1
+    with pytest.raises(ValueError, match="swapped activations have not been tried"):
+        refuse_plan(plan)
+
+
+def test_a_model_without_divided_weights_saves_and_loads_as_ever() -> None:
+    module = nn.Linear(2, 2)
+    refuse_divided(module)
+    before = module.state_dict()
+    handles = attach(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.load_state_dict({name: value + 1 for name, value in before.items()})
+    for handle in handles:
+        handle.remove()
+    assert not module._state_dict_hooks
+    assert not module._load_state_dict_pre_hooks
