@@ -124,7 +124,9 @@ class ProTrainPrecision(Precision):
         Raises:
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
         """
-        how = self._device_type, self._updates.launch if self._updates is not None else frozenset, self._threads
+        how: tuple[Any, ...] = (self._device_type,)
+        if self._updates is not None:
+            how = self._device_type, self._updates.launch, self._threads, self._updates.publishing.end_step
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
             with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:

@@ -140,6 +140,7 @@ class Chunk:
             _refuse_changed_by_others(changed)
         if changed and in_backward:
             raise _changed_before_backward(changed[0])
+        _refuse_changed_after_sending(changed)
         if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
@@ -349,4 +350,14 @@ def _refuse_changed_by_others(changed: Sequence[Slot]) -> None:
                 f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
                 "it, so each of them would change it once more, and while others read it. Set "
                 'sharding="replicate" where callbacks or hooks write to weights.'
+            )
+
+
+def _refuse_changed_after_sending(changed: Sequence[Slot]) -> None:
+    """What other nodes have got from this rank, they do not get again before the next step of their optimizer."""
+    for slot in changed:
+        if slot.changed_after_sending:
+            raise RuntimeError(
+                f"{slot.fqn!r} was changed between steps on the rank that steps it for all machines: the others have "
+                'it as it was. Step it with an optimizer that Lightning knows, or set shard_optimizer="machine".'
             )

@@ -59,6 +59,7 @@ class Slot:
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
         owned: Whether this rank steps it, see [Note: Owners].
         writes: Whether it writes what its node has of it: what it steps, or gets from who does, see [Note: Exchange].
+        sent_version: Version of `host` when this rank has last sent it to other nodes, see [Note: Exchange]; -1: never.
         steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
     """
 
@@ -79,6 +80,7 @@ class Slot:
     mirrored: dict[int, Any] = field(default_factory=dict)
     owned: bool = True
     writes: bool = True
+    sent_version: int = -1
     steps_elsewhere: int = 0
 
     def show(self, whole: bool = False) -> nn.Parameter:
@@ -168,6 +170,11 @@ class Slot:
         """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
         known = self.seen_version + self.steps_elsewhere
         return self.host._version != known or self.host.data_ptr() != self.pointer
+
+    @property
+    def changed_after_sending(self) -> bool:
+        """Whether this rank has changed it since other nodes got it, which have the old one."""
+        return self.owned and self.sent_version >= 0 and self.host._version != self.sent_version
 
     def drop_gradient(self) -> None:
         """Forgets a gradient of the twin that has not landed."""
