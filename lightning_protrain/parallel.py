@@ -141,11 +141,15 @@ class DataParallelStrategy(ProcessStrategy):
         """Whether the ranks of a machine would share what is offloaded."""
         return self._parallelism.sharding in ("auto", "shard")
 
+    def would_divide_steps(self, num_nodes: int) -> bool:
+        """Whether one of so many machines steps for all of them, see [Note: Machines], or each of them its rows."""
+        chosen = self._parallelism
+        return "world" in (chosen.shard_optimizer, chosen.shard_weights) and num_nodes > 1
+
     @property
     def divides_steps(self) -> bool:
-        """Whether one machine steps for all of them, see [Note: Machines], or each of them its rows."""
-        chosen = self._parallelism
-        return "world" in (chosen.shard_optimizer, chosen.shard_weights) and self.num_nodes > 1
+        """Whether one machine steps for all of them in this run, or each of them its rows."""
+        return self.would_divide_steps(self.num_nodes)
 
     @property
     def divides_weights(self) -> bool:
@@ -155,9 +159,14 @@ class DataParallelStrategy(ProcessStrategy):
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
-    def shardings(self, local_size: int) -> tuple[Sharding, ...]:
-        """Who may hold offloaded chunks where a machine has so many ranks: the first, if nothing is searched for."""
-        if not self.may_shard or (local_size == 1 and not self.divides_steps):
+    def shardings(self, local_size: int, num_nodes: int | None = None) -> tuple[Sharding, ...]:
+        """Who may hold offloaded chunks: the first, if nothing is searched for.
+
+        Args:
+            local_size: Ranks of each machine.
+            num_nodes: Machines; None: those of this run.
+        """
+        if not self.may_shard or (local_size == 1 and not self.would_divide_steps(num_nodes or self.num_nodes)):
             return (Sharding.REPLICATE,)
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 

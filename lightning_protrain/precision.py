@@ -124,9 +124,9 @@ class ProTrainPrecision(Precision):
         Raises:
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
         """
-        updates = self._updates
-        rows = (updates.rows.stepping,) if updates is not None else ()
-        how = self._device_type, updates.launch if updates is not None else frozenset, self._threads, *rows
+        how: tuple[Any, ...] = (self._device_type,)
+        if (updates := self._updates) is not None:
+            how = *how, updates.launch, self._threads, updates.rows.stepping, updates.publishing.end_step
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
             with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:

@@ -84,7 +84,8 @@ class PlanningTrainer(Trainer):
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
         here = num_gpus // num_nodes
-        shardings = self.strategy.shardings(here)
+        shardings = self.strategy.shardings(here, num_nodes)
+        divides = self.strategy.would_divide_steps(num_nodes)
         wholes: dict[str, HardwareProfile] = {}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
@@ -92,7 +93,10 @@ class PlanningTrainer(Trainer):
             wholes = {profile.name: profile for profile in profiles}
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
-        machines = {name: {each: _for_rank(whole, each, here) for each in shardings} for name, whole in wholes.items()}
+        steppers = num_nodes if divides else 1
+        machines = {
+            name: {each: _for_rank(whole, each, here, steppers) for each in shardings} for name, whole in wholes.items()
+        }
         link = parse_bytes(gpu_link) if gpu_link is not None else None
         with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here, link) as found:
             has_data = datamodule is not None or is_overridden("train_dataloader", model)
@@ -100,8 +104,9 @@ class PlanningTrainer(Trainer):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
             made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
             self.fit(model, None if has_data else made, datamodule=datamodule)
+        wire, overlaps = parse_bytes(network), self.strategy.overlap.overlap != "off"
         clusters = {
-            name: Cluster(here, num_nodes, link or whole.download, parse_bytes(network), whole.host_memory)
+            name: Cluster(here, num_nodes, link or whole.download, wire, whole.host_memory, divides, overlaps)
             for name, whole in wholes.items()
             if num_gpus > 1
         }
@@ -143,10 +148,17 @@ class PlanningTrainer(Trainer):
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
 
 
-def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
-    """A machine as one of its ranks has it: ranks that share one copy step it together, others each their own."""
+def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int, steppers: int) -> HardwareProfile:
+    """A machine as one of its ranks has it: ranks that share one copy step it together, others each their own.
+
+    Args:
+        whole: The machine.
+        sharding: Who holds offloaded chunks.
+        here: Ranks of each machine.
+        steppers: Among how many machines the steps of that copy are divided.
+    """
     if sharding is Sharding.SHARD:
-        return whole
+        return replace(whole, host_step=whole.host_step * steppers)
     return replace(whole, host_step=whole.host_step / here, host_memory=whole.host_memory / here)
 
 
@@ -216,16 +228,22 @@ def comparison(answers: Answers) -> Table:
 
 
 def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
-    """One row for each cluster: who holds what is offloaded and how it comes, host of a machine, seconds of sums."""
+    """One row for each cluster: who holds what is offloaded and how it comes, host of a machine, seconds of sums.
+
+    Where some machines divide steps, so are seconds in which they send each other new weights.
+    """
     table = _table("On all GPUs (estimate)")
-    for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
+    exchanges = ["weights"] if any(one.exchange_seconds for _, one in scaled.values()) else []
+    for column in ("hardware", "GPUs", "host", "sums", *exchanges, "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
     for name, (way, one) in scaled.items():
+        divided = ", steps divided" if one.exchange_seconds else ""
         table.add_row(
             name,
-            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}",
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}{divided}",
             short_bytes(one.node_bytes),
             short_seconds(one.sent_seconds),
+            *(short_seconds(one.exchange_seconds) for _ in exchanges),
             short_seconds(one.step_seconds),
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             f"{100 * one.efficiency:.0f} %",

@@ -114,33 +114,10 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
 }
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
-    "strategy",
-    "checkpoint_io",
-    "fsdp2",
-    "fsdp_refusals",
-    "divided",
-    "states",
-    "overlap",
-    "consensus",
-    "parallel",
-    "parallelism",
-    "processes",
-    "batches",
-    "profiling",
-    "planning",
-    "joint_planning",
-    "mistakes",
-    "searching",
-    "sigterm",
-    "precision",
-    "trainer",
-    "cli",
-    "module",
-    "restoring",
-    "data",
-    "callbacks",
-    "",
-)
+    "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
+    "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
+    "sigterm", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
+)  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
 # The only imports inside functions: dependencies that may be absent, with the reason.
 OPTIONAL_IMPORTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -166,6 +167,39 @@ def test_parts_of_chunks_are_planned_for(
     assert ("gathered between the 4 ranks of a machine" in shown) is gathers
     assert ("uploaded whole by each rank" in shown) is not gathers
     assert ("in parts" in shown) is gathers
+
+
+@pytest.mark.parametrize(("here", "nodes"), [(8, 2), (1, 2), (4, 8)])
+def test_machines_that_divide_steps_are_planned_for(
+    here: int, nodes: int, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    Path("cluster.yaml").write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_protrain.ProTrainStrategy\n    init_args:\n"
+        "      sharding: shard\n      shard_optimizer: world\n      device_memory: 3MiB\n"
+    )
+    config = [f"--config={Path('cluster.yaml').absolute()}"]
+    many = [f"--num_gpus={here * nodes}", f"--num_nodes={nodes}", "--host_memory=64GiB", "--json=plans.json"]
+    found, shown = [], []
+    for optimizer in ("machine", "world"):
+        given = [f"--trainer.strategy.shard_optimizer={optimizer}"]
+        ProTrainCLI(["plan", "--gpu", "RTX 3090", *options, *config, *given, *many])
+        shown.append(" ".join(capsys.readouterr().out.split()))
+        plan = _written(Path("plans.json"))["RTX 3090"]
+        assert plan is not None
+        assert plan.prediction is not None
+        found.append((plan, plan.prediction))
+    (before, alone), (plan, divided) = found
+    assert ["steps divided" in each for each in shown] == [False, True]
+    assert f"{nodes} x {here}, shard" in shown[1]  # With one rank on each machine, too.
+    assert [chunk.resident for chunk in plan.chunks] == [chunk.resident for chunk in before.chunks]
+    step, whole = ({phase.name: phase for phase in each.phases}["step"].host for each in (divided, alone))
+    largest = max(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
+    for term, per_byte in (("optimizer_states", 2), ("gradients", 1)):
+        assert step[term] >= whole[term] / nodes
+        assert step[term] <= whole[term] / nodes + per_byte * largest + mmap.PAGESIZE
+    assert step["parameters"] == whole["parameters"]
+    assert divided.busy["host"] < alone.busy["host"]
 
 
 def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(

@@ -237,13 +237,15 @@ def time_sentence(prediction: Prediction) -> str:
         "compute": "the device computes all the time",
         "link": "it waits for weights and gradients on their way between host and device",
         "host": "it waits for the optimizer on the host",
-        "network": "it waits for gradients that are summed over ranks",
+        "network": "it waits for what ranks send each other",
     }
     rate = prediction.tokens_per_second
     tokens = f", {rate:,.0f} tokens per second" if rate is not None else ""
     batches = f" of {prediction.accumulate} micro-batches" if prediction.accumulate > 1 else ""
     sums = prediction.busy.get("network", 0.0)
     sent = f" Ranks sum gradients for {short_seconds(sums)} of it." if sums > 0 else ""
+    weights = prediction.busy.get("exchange", 0.0)
+    sent += f" Machines send each other new weights for {short_seconds(weights)}." if weights > 0 else ""
     return (
         f"A step{batches} is expected to take {short_seconds(prediction.step_seconds)}{tokens}; "
         f"what bounds it: {prediction.bound} ({reasons[prediction.bound]}).{sent}"

@@ -64,9 +64,11 @@ class Network:
         everyone: A sum over all ranks, to all of them: gradients of resident chunks, and without owners those of
             offloaded ones.
         owner: A sum over the ranks of a node, to one of them; None: chunks have no owners.
-        peers: A sum over the owners of a parameter on all nodes; None: there is one node, or there are no owners.
+        peers: A sum over the owners of a parameter on all nodes, to all of them, or where nodes divide steps to one;
+            None: there is one node, or there are no owners.
         owners: Ranks of a node among which parameters are dealt out; 1: none are.
         element: Bytes in which an element is sent; None: as many as its parameter has.
+        exchange: New weights of one node to the peers of a rank, from host memory; None: each node steps all of them.
     """
 
     everyone: Route
@@ -74,6 +76,7 @@ class Network:
     peers: Route | None = None
     owners: int = 1
     element: int | None = None
+    exchange: Route | None = None
 
     def without_owners(self) -> Network:
         """The same where every rank needs all sums."""
@@ -82,6 +85,7 @@ class Network:
     def describe(self) -> str:
         """The rates in words."""
         routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}
+        routes["new weights to other machines"] = self.exchange
         each = [(name, route) for name, route in routes.items() if route is not None]
         return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
 
@@ -104,6 +108,19 @@ class Network:
         seconds = self.owner.seconds(calls, sent)
         # Nodes sum what each rank owns at the same time.
         return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
+
+    def exchange_of(self, num_parameters: int, nbytes: int) -> float:
+        """Seconds in which new weights go from the nodes that have stepped them to the others; 0 where each steps all.
+
+        A rank sends and receives one after the other what it owns, and ranks of a node do so at the same time.
+
+        Args:
+            num_parameters: Trained ones of offloaded chunks.
+            nbytes: Of all of them.
+        """
+        if self.exchange is None:
+            return 0.0
+        return self.exchange.seconds(num_parameters / self.owners, nbytes / self.owners)
 
     def sum_of_resident(self, nbytes: Number) -> Number:
         """Seconds of the sums of so many bytes, in buckets as DDP makes them."""

@@ -98,6 +98,8 @@ def _prediction(problem: Problem, timeline: MemoryTimeline, time: StepTime) -> P
     busy = {"compute": time.compute, "upload": time.upload, "download": time.download, "host": time.host}
     if problem.network is not None:
         busy["network"] = time.network
+        if problem.network.exchange is not None:
+            busy["exchange"] = time.exchange
     return Prediction(
         hardware=problem.hardware.name,
         budget=problem.device_bytes or problem.hardware.device_bytes,
@@ -159,7 +161,7 @@ def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
 
 def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
     """The smallest batch that hides what the step waits for, or the largest that fits; else how many micro-batches."""
-    waits = {"link": "the copies", "network": "the sums over ranks"}
+    waits = {"link": "the copies", "network": "what ranks send"}
     what = waits.get(prediction.bound, "the host's optimizer step")
     larger = ((factor, replace(problem, profile=scaled(problem.profile, factor))) for factor in LARGER_BATCHES)
     found = _fastest(larger, knobs, prediction.step_seconds)

@@ -56,7 +56,8 @@ class Prediction:
         phases: Memory, phase by phase.
         step_seconds: Of one optimizer step, with all its micro-batches.
         busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
-            where there are several ranks `"network"`.
+            where there are several ranks `"network"`, which sums gradients, and `"exchange"` where machines send each
+            other new weights.
         bound: What the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
         samples: Of one micro-batch; 0: not known.
         tokens: Of one micro-batch; 0: not known.

@@ -7,10 +7,17 @@ what crosses machines every node sends one copy. Sending overlaps with backward,
 the micro-batch that ends the step; what is longer shows. Devices of a node share the memory of one host, and its rate.
 Where they gather chunks from parts (see [Note: In parts] in network.py), weights are read there once for all of them,
 and cross the link between them beside the sums.
+
+Where M machines divide steps, of B bytes of gradients and of new weights each machine sends and receives (M - 1) / M B:
+a sum to one owner is half of one to all. New weights go behind the step, each part of a chunk from one machine to the
+others along a binomial tree, one part after the other by each of the L ranks of a machine: no faster than its network,
+nor than ceil(log2 M) B / L one after the other. The forward that follows runs beside them, if steps are overlapped at
+all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +36,8 @@ class Cluster:
         link: Bytes per second that a device sends to another one of its machine.
         network: Bytes per second that a machine sends to another one.
         host_memory: Bytes per second that the memory of a machine moves.
+        divides_steps: Whether machines divide the optimizer's steps of offloaded chunks.
+        overlaps: Whether these steps run beside what the devices compute.
     """
 
     gpus_per_node: int
@@ -36,6 +45,8 @@ class Cluster:
     link: float
     network: float
     host_memory: float
+    divides_steps: bool = False
+    overlaps: bool = True
 
     @property
     def num_gpus(self) -> int:
@@ -52,6 +63,8 @@ class Scaled:
         step_seconds: Of one optimizer step.
         sent_seconds: In which gradients are sent, most of it behind backward.
         host_seconds: In which the memory of a host is busy with what its devices stream.
+        exchange_seconds: In which machines send each other new weights, some of it behind forward; 0 where each steps
+            all of them.
         link_seconds: In which the link between its devices is busy with chunks that they gather, and with sums; 0 where
             they gather none.
         tokens_per_second: Of all devices; None where the tokens of a batch are not known.
@@ -62,6 +75,7 @@ class Scaled:
     cluster: Cluster
     step_seconds: float
     sent_seconds: float
+    exchange_seconds: float
     host_seconds: float
     link_seconds: float
     tokens_per_second: float | None
@@ -83,16 +97,20 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
         raise ValueError("The plan has no prediction to scale: make it for a `gpu`, with a batch.")
     prediction = plan.prediction
     sent = _sent_seconds(plan, cluster)
-    backward = _SHARE_OF_BACKWARD * prediction.busy.get("compute", 0.0) / prediction.accumulate
+    compute = prediction.busy.get("compute", 0.0) / prediction.accumulate
+    backward, forward = _SHARE_OF_BACKWARD * compute, (1 - _SHARE_OF_BACKWARD) * compute
+    exchange = _exchange_seconds(plan, cluster)
+    shown = max(sent - backward, 0.0) + max(exchange - (forward if cluster.overlaps else 0.0), 0.0)
     moved = _streamed_bytes(plan, prediction.accumulate) * cluster.gpus_per_node / cluster.host_memory
     linked = _linked_seconds(plan, cluster, prediction.accumulate)
-    seconds = max(prediction.step_seconds + max(sent - backward, 0.0), moved, linked)
+    seconds = max(prediction.step_seconds + shown, moved, linked)
     tokens = prediction.tokens * prediction.accumulate * cluster.num_gpus
     copies = 1 if plan.sharding is Sharding.SHARD else cluster.gpus_per_node
     return Scaled(
         cluster=cluster,
         step_seconds=seconds,
         sent_seconds=sent,
+        exchange_seconds=exchange,
         host_seconds=moved,
         link_seconds=linked,
         tokens_per_second=tokens / seconds if tokens else None,
@@ -106,8 +124,29 @@ def _sent_seconds(plan: Plan, cluster: Cluster) -> float:
     if plan.sharding is Sharding.SHARD:
         here, nodes = cluster.gpus_per_node, cluster.num_nodes
         within = (here - 1) / here * offloaded / cluster.link
-        return _all_reduce(resident, cluster) + within + 2 * (nodes - 1) / nodes * offloaded / cluster.network
+        sums = 1 if cluster.divides_steps else 2
+        return _all_reduce(resident, cluster) + within + sums * (nodes - 1) / nodes * offloaded / cluster.network
     return _all_reduce(resident + offloaded, cluster)
+
+
+def exchanged_bytes(plan: Plan, num_nodes: int) -> float:
+    """New weights that each machine gets from the others in a step, and as many that it sends, where they divide steps.
+
+    Args:
+        plan: Of each machine.
+        num_nodes: Machines.
+    """
+    # Weights have the bytes of their gradients: what is streamed in two bytes is stepped, and sent, in four.
+    _, offloaded = _summed_bytes(plan)
+    return (num_nodes - 1) / num_nodes * offloaded
+
+
+def _exchange_seconds(plan: Plan, cluster: Cluster) -> float:
+    if not cluster.divides_steps or plan.sharding is not Sharding.SHARD:
+        return 0.0
+    _, offloaded = _summed_bytes(plan)
+    one_by_one = math.ceil(math.log2(cluster.num_nodes)) * offloaded / cluster.gpus_per_node
+    return max(exchanged_bytes(plan, cluster.num_nodes), one_by_one) / cluster.network
 
 
 def _linked_seconds(plan: Plan, cluster: Cluster, accumulate: int) -> float:

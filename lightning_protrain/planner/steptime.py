@@ -1,4 +1,11 @@
-"""How long a step of a plan takes, and why (paper, equations 2 to 7)."""
+"""How long a step of a plan takes, and why (paper, equations 2 to 7).
+
+[Note: Exchanged]
+Where machines divide steps, new weights are exchanged in the order of the plan. The first chunk is the last whose
+gradient is known, so wherever steps run this begins behind backward. Where they are overlapped it runs beside the
+forward that comes next, which needs chunks in that order; only what is longer than that forward shows. It is left out
+that chunks are stepped at the same time.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +61,7 @@ class StepTime:
         host: How long the host computes, hidden or not.
         network_exposed: What training on one rank would save; negative where averages spare the host more.
         network: How long gradients are summed over ranks, hidden or not.
+        exchange: How long new weights go from machine to machine, hidden or not, see [Note: Exchanged].
     """
 
     seconds: float
@@ -67,6 +75,7 @@ class StepTime:
     host: float
     network_exposed: float = 0.0
     network: float = 0.0
+    exchange: float = 0.0
 
     @property
     def bound(self) -> Literal["compute", "link", "host", "network"]:
@@ -75,7 +84,8 @@ class StepTime:
         link = max(self.upload, self.download)
         if max(link, self.host) > self.compute:
             longest = "link" if link >= self.host else "host"
-        return longest if self.network <= max(self.compute, link, self.host) else "network"
+        sent = max(self.network, self.exchange)
+        return longest if sent <= max(self.compute, link, self.host) else "network"
 
 
 def step_time(
@@ -110,12 +120,15 @@ def step_time(
     alone = float(passes(columns, training, hardware.asynchronous)[0][0]) if averages is not None else float(seconds)
     unhindered, compute = (simulate(part, training, hardware.asynchronous)[0] for part in (without_host, without_links))
     again = training.accumulate
+    exchange = _exchange(layout, plan, network) if network is not None else 0.0
+    # Behind the optimizer's step, and beside the first forward of the next one, if anything is.
+    shown = exchange if training.overlap == "off" else max(exchange - float(forward) / again, 0.0)
     landed = columns.land + (again - 1) * columns.add if again > 1 else columns.land
     return StepTime(
-        seconds=float(seconds),
+        seconds=float(seconds) + shown,
         forward=float(forward),
-        backward=float(seconds - forward),
-        network_exposed=float(seconds) - alone,
+        backward=float(seconds - forward) + shown,
+        network_exposed=float(seconds) + shown - alone,
         host_exposed=alone - float(unhindered),
         link_exposed=float(unhindered - compute),
         compute=float(compute),
@@ -123,7 +136,14 @@ def step_time(
         download=again * _total(columns.download, columns.swap_out),
         host=_total(landed, columns.host_step) + training.clips * _total(columns.norm, columns.scale),
         network=0.0 if averages is None else float(averages.sent[0]),
+        exchange=exchange,
     )
+
+
+def _exchange(layout: ModelLayout, plan: Plan, network: Network) -> float:
+    names = (fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters)
+    trained = [info.nbytes for info in map(layout.parameter, names) if info.trainable]
+    return network.exchange_of(len(trained), sum(trained))
 
 
 def _without(columns: Columns, names: tuple[str, ...]) -> Columns:

@@ -105,7 +105,7 @@ def apply_plan(
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one,
-        updates.publish()  # and so may what is streamed in place of them.
+        updates.publishing.publish()  # and so may what is streamed in place of them.
         shared = (chunk.share for chunk in chunks if chunk.share is not None)
         if (share := next(shared, None)) is not None:
             share.memory.lock()  # It is one for all.
@@ -219,7 +219,7 @@ class Runtime:
     def refresh(self) -> None:
         """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""
         self.updates.copies.distrust_stepped()
-        self.updates.publish()
+        self.updates.publishing.publish()
         self._executor.refresh()
 
     def reset(self) -> None:

@@ -38,6 +38,11 @@ from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.arriving import Arriving
+from lightning_protrain.runtime.changes import (
+    changed_before_backward,
+    refuse_changed_after_sending,
+    refuse_changed_by_others,
+)
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.owners import Share
 from lightning_protrain.runtime.parts import Arrival
@@ -151,9 +156,10 @@ class Chunk:
                 if repointed or version != slot.read_version:
                     outdated = True
         if self._share is not None and changed:
-            _refuse_changed_by_others(changed)
+            refuse_changed_by_others(changed)
         if changed and in_backward:
-            raise _changed_before_backward(changed[0])
+            raise changed_before_backward(changed[0])
+        refuse_changed_after_sending(changed)
         if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
@@ -377,24 +383,3 @@ class Chunk:
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(slot)
         slot.seen_version = -1  # Other values, although the version says nothing of it.
-
-
-def _changed_before_backward(slot: Slot) -> RuntimeError:
-    now, before = slot.host._version, slot.seen_version
-    # No version tells of other memory; where it has been followed already, none is known.
-    how = f"version {now}, the forward used {before}" if now > before >= 0 else "`data` is other memory now"
-    return RuntimeError(
-        f"{slot.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
-        "optimizers and change weights after backward."
-    )
-
-
-def _refuse_changed_by_others(changed: Sequence[Slot]) -> None:
-    """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
-    for slot in changed:
-        if not slot.owned and slot.changed_here:
-            raise RuntimeError(
-                f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
-                "it, so each of them would change it once more, and while others read it. Set "
-                'sharding="replicate" where callbacks or hooks write to weights.'
-            )

@@ -126,7 +126,9 @@ class Exchange:
                 what = f"a part of the step of {self._units[index]!r}"
                 communicator.ranks.attendance.wait_for_peers(work, self._peers, what)
             for slot, _ in chosen:
-                if slot.copy is not None and not slot.owned:
+                if slot.owned:
+                    slot.sent_version = slot.host._version
+                elif slot.copy is not None:
                     slot.renew_copy()
         then()
 

@@ -83,6 +83,7 @@ def fused_host_step(
     stepped: Callable[[], Set[int]] = frozenset,
     threads: int | None = None,
     rows: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
+    then: Callable[[], object] = lambda: None,
 ) -> Iterator[Callable[[], Any]]:
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
@@ -99,12 +100,17 @@ def fused_host_step(
         stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
         threads: See `on_host_threads`; the closure itself runs on as many as before.
         rows: Within it the optimizer has rows in place of weights that machines divide, see [Note: Local rows].
+        then: Called when it has stepped, before any hook on it.
     """
     groups, stepping = optimizer.param_groups, ExitStack()
 
-    def put_back(*_: Any) -> None:
+    def put_back() -> None:
         optimizer.param_groups = groups
         stepping.close()
+
+    def end(*_: Any) -> None:
+        put_back()
+        then()
 
     def then_split() -> Any:
         stepping.close()  # LBFGS calls the closure again in the middle of its step.
@@ -119,7 +125,7 @@ def fused_host_step(
         stepping.enter_context(on_host_threads(optimizer, threads))
         return result
 
-    handle = optimizer.register_step_post_hook(put_back)
+    handle = optimizer.register_step_post_hook(end)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     try:
         yield then_split

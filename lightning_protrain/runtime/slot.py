@@ -62,6 +62,7 @@ class Slot:
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
         owned: Whether this rank steps it, see [Note: Owners].
         writes: Whether it writes what its node has of it: what it steps, or gets from who does, see [Note: Exchange].
+        sent_version: Version of `host` when this rank has last sent it to other nodes, see [Note: Exchange]; -1: never.
         steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
         rows: How nodes divide it; None: each has all of it.
         divided: The DTensor that the user has then.
@@ -87,6 +88,7 @@ class Slot:
     mirrored: dict[int, Any] = field(default_factory=dict)
     owned: bool = True
     writes: bool = True
+    sent_version: int = -1
     steps_elsewhere: int = 0
     rows: Rows | None = None
     divided: nn.Parameter | None = None
@@ -239,6 +241,11 @@ class Slot:
         """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
         known = self.seen_version + self.steps_elsewhere
         return self.version != known or self.host.data_ptr() != self.pointer
+
+    @property
+    def changed_after_sending(self) -> bool:
+        """Whether this rank has changed it since other nodes got it, which have the old one."""
+        return self.owned and self.sent_version >= 0 and self.host._version != self.sent_version
 
     def drop_gradient(self) -> None:
         """Forgets a gradient of the twin that has not landed."""

@@ -30,11 +30,12 @@ who has seen one passes through there before it goes on. The worker's own thread
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from torch.optim import Optimizer
 
-from lightning_protrain.host import Job
+from lightning_protrain.host import HostWorker, Job
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.exchange import Exchange
@@ -86,6 +87,7 @@ class Turns:
         self._owners = [sorted(set(places) - {ranks.local_rank}) for places in owners]
         self._units = tuple(units)
         self._exchange = exchange
+        self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
         # Of each chunk, the latest step that this rank has begun to make; and what ends when all of it is there.
         self._known = [1] * len(units)
         self._arrivals: dict[int, Job] = {}
@@ -154,6 +156,31 @@ class Turns:
         job.add_done_callback(self._end)
         return job
 
+    def behind(self, job: Job, index: int, number: int) -> Job:
+        """What ends when a chunk has been stepped by all who own some of it; others do not wait for it meanwhile.
+
+        Args:
+            job: Makes and announces the part of this rank.
+            index: Of the chunk.
+            number: Of the step.
+        """
+
+        def wait() -> None:
+            job.result()
+            self.wait_until_stepped(index, number)
+
+        if self._exchange is None:
+            return self._waiter.submit(wait)
+        self._waiter.submit(int)  # It starts here: two threads may come to it later.
+        ended: Future[None] = Future()
+
+        def submit(_: object) -> None:
+            self._waiter.submit(wait).add_done_callback(partial(_pass_on, ended))
+
+        # Chunks come in another order than that in which they are stepped: nothing is waited for before it has come.
+        job.add_done_callback(lambda _: self._arrivals.get(index, job).add_done_callback(submit))
+        return ended
+
     def _end(self, job: Job) -> None:
         error = job.exception()
         if error is not None:
@@ -203,6 +230,11 @@ class Turns:
         self._pass()
 
     @property
+    def awaits_rest(self) -> bool:
+        """Whether other nodes wait for chunks of the present step that nobody has followed or announced."""
+        return self._exchange is not None and min(self._known, default=self.number) < self.number
+
+    @property
     def partial(self) -> str:
         """Why some weights may be from another step than others, as other machines step them; empty: they are not."""
         if self._exchange is None:
@@ -210,8 +242,7 @@ class Turns:
         failure = self._exchange.failure or self.failure  # Who is missing here has sent nothing elsewhere, either.
         if failure is not None:
             return str(failure).rstrip(".")
-        before_end = self._is_left and min(self._known, default=0) < self.number
-        return "a step has not been announced to other machines" if before_end else ""
+        return "a step has not been announced to other machines" if self._is_left and self.awaits_rest else ""
 
     def give_up(self, why: str = ".") -> None:
         """After an exception in the middle of a step, which other ranks will never make."""
@@ -226,6 +257,7 @@ class Turns:
 
     def close(self) -> None:
         """Nothing is under way any more."""
+        self._waiter.close()
         if self._exchange is not None:
             self._exchange.close()
 
@@ -254,3 +286,11 @@ class Turns:
                 self.failure = failure
         if self.failure is not None and numbers[place] < value:
             raise self.failure
+
+
+def _pass_on(ended: Future[None], done: Job) -> None:
+    error = done.exception()
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_protrain.device import Device
-from lightning_protrain.host import HostWorker, Job
+from lightning_protrain.host import Job
 from lightning_protrain.runtime.armed import Armed, Pending, have_user_hooks, updates_of
 from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
@@ -36,6 +36,7 @@ from lightning_protrain.runtime.kernels import Clip
 from lightning_protrain.runtime.local_rows import LocalRows
 from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms, tell_overflow
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
+from lightning_protrain.runtime.publishing import Publishing
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.turns import turns_of
 
@@ -53,6 +54,7 @@ class Updates:
         when_touched: Called when somebody has looked at a weight whose step was pending.
         copies: Trusts copies that steps have made.
         rows: Gives steps the rows of weights that machines divide.
+        publishing: Tells other ranks of steps, see [Note: Publishing].
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
@@ -72,11 +74,11 @@ class Updates:
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
         self._turns = turns_of(chunks, self._sharing) if self._sharing is not None else None
+        self.publishing = Publishing(chunks, self._turns, self.copies, self._guard, self._pending)
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
         self._steps_rest = len(self._steppable) < len(trained)
         self._has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
-        self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +231,7 @@ class Updates:
             self._armed = None
         if turns is not None and (armed is None or self._steps_rest):
             turns.wait_until_left(turns.number)  # The caller steps the rest at once.
+        self.publishing.begin()
         self.copies.distrust_stepped()
         return armed.parameters if armed is not None else set()
 
@@ -276,6 +279,7 @@ class Updates:
                     self._turns.give_up()
             for index in armed.left:
                 self._guard.leave(slot.host for slot in self._chunks[index].slots)
+        self.publishing.end()
         if self._turns is not None:
             self._turns.abandon()
         while self._pending:
@@ -286,17 +290,6 @@ class Updates:
                 self._note_failure(error, update)
         if self._turns is not None and self._turns.failure is not None:
             self.torn = self.torn or _MISSING
-
-    def publish(self) -> None:
-        """After a step of weights that are shared: what has been stepped at once is there, of every rank."""
-        turns = self._turns
-        if turns is not None:
-            rest = [index for index in range(len(self._chunks)) if index not in self._pending]
-            for index in rest:
-                self.copies.publish(self._chunks[index])
-            turns.announce_rest(rest)
-            for index in rest:
-                turns.wait_until_stepped(index, turns.number)
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """A gradient that is not finite on the rank that owns it is one on every rank.
@@ -311,7 +304,6 @@ class Updates:
         """Waits for what runs and ends the threads."""
         self.abandon()
         self._host_step.close()
-        self._waiter.close()
         if self._turns is not None:
             self._turns.close()
 
@@ -332,6 +324,7 @@ class Updates:
     def _touched(self) -> None:
         if self._armed is not None and self._armed.has_begun:
             raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
+        self.publishing.before_wait()
         touched = [slot for index in self._pending for slot in self._chunks[index].slots]
         self.finish_all()
         self.copies.distrust(touched)
@@ -382,18 +375,13 @@ class Updates:
             if turns is not None:
                 turns.announce([index], number)
 
-        def wait() -> None:
-            assert turns is not None
-            job.result()
-            turns.wait_until_stepped(index, number)
-
         if index not in armed.left:
             self._hand_on(slots)
         armed.stepped.add(index)
         armed.parameters.update(id(slot.host) for slot in slots)
         submit = partial(self._device.worker.submit, work)
         job = submit() if turns is None else turns.follow(index, submit)
-        self._pending[index] = Pending(job if turns is None else self._waiter.submit(wait), slots)
+        self._pending[index] = Pending(job if turns is None else turns.behind(job, index, number), slots)
 
 
 _MISSING = "another rank has not made its part of a step"

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.host import host_terms
+from lightning_protrain.planner.scaling import exchanged_bytes
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime.comm import Communicator
 from tests.distributed import test_parity
 from tests.distributed.test_checkpoints import Same
 from tests.distributed.test_overlap import differing, slow_steps
@@ -54,6 +56,7 @@ class Case(NamedTuple):
         trainer: What the Trainer is told.
         num_machines: How many there are.
         divides: What the strategy is told of divided steps.
+        gather: As of the strategy.
     """
 
     divided: bool
@@ -63,6 +66,7 @@ class Case(NamedTuple):
     trainer: dict[str, Any] = {}
     num_machines: int = 2
     divides: dict[str, Any] = {"shard_optimizer": "world"}
+    gather: str = "host"
 
 
 def fit(
@@ -74,6 +78,7 @@ def fit(
     strategy = ProTrainStrategy(
         plan=half(module) if case.part else "offload",
         monitor=False,
+        gather=case.gather,
         overlap_optimizer=case.overlap,
         adapter_grad_sync="ddp",
         process_group_backend="gloo",
@@ -282,6 +287,42 @@ def test_what_is_sent_is_what_is_said(tmp_path: Path) -> None:
     for before, after in zip(once, twice, strict=True):
         assert after.collectives - before.collectives == 5 + len(weights)
         assert after.sent - before.sent == 2 * sum(weights) + 4 * len(weights)
+
+
+def _send(rank: int, num_machines: int, local_size: int, part: bool, precision: str) -> tuple[int, int, int, float]:
+    """Bytes of weights that this rank gets and sends in a step, those of all offloaded ones, and what is predicted."""
+    patch, plain, got, given = pytest.MonkeyPatch(), Communicator.send_weights, [0], [0]
+
+    def noting(communicator: Communicator, flat: Tensor, machine: int) -> Any:
+        if machine == communicator.ranks.machine:
+            given[0] += (num_machines - 1) * flat.nbytes
+        else:
+            got[0] += flat.nbytes
+        return plain(communicator, flat, machine)
+
+    patch.setattr(Communicator, "send_weights", noting)
+    how = {"max_steps": 3, "precision": precision}
+    module = module_of()
+    _, trainer = fit(rank, module, Case(True, local_size, "off", part, how, num_machines))
+    patch.undo()
+    plan, weights = trainer.strategy.plan, dict(module.named_parameters())
+    offloaded = sum(weights[fqn].nbytes for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters)
+    return got[0] // 3, given[0] // 3, offloaded, exchanged_bytes(plan, num_machines)
+
+
+@pytest.mark.parametrize(
+    ("num_machines", "local_size", "part", "precision"),
+    [(2, 1, False, "32-true"), (2, 2, True, "32-true"), (3, 1, False, "bf16-mixed")],
+)
+def test_machines_send_each_other_what_is_predicted(
+    num_machines: int, local_size: int, part: bool, precision: str, tmp_path: Path
+) -> None:
+    ranks = num_machines * local_size
+    found = values(run_ranks(_send, ranks, tmp_path, num_machines, local_size, part, precision))
+    got, given = sum(each[0] for each in found), sum(each[1] for each in found)
+    _, _, offloaded, said = found[0]
+    assert got == given == (num_machines - 1) * offloaded
+    assert 1 <= num_machines * said / got < 1.12  # In a plan weights are aligned; these are very small.
 
 
 def _empty(folder: Path) -> Path:

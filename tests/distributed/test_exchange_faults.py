@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.test_exchange import Case, fit, module_of
 from tests.distributed.test_overlap import differing, slow_steps
 from tests.distributed.test_overlap_faults import AT, FAILED, Faulty, Saving, _fail_in_step
+from tests.distributed.test_parity import Module
 from tests.ranks import BOUND, run_ranks, values
 
 REFUSED = "refused"
@@ -95,3 +97,26 @@ def test_a_machine_that_is_gone_is_named(overlap: str, tmp_path: Path) -> None:
     error, saved, _ = alone.value
     assert "ends on rank 0: rank 1 is gone without a word" in error
     assert saved == REFUSED
+
+
+class Writing(Module):
+    """Writes to weights behind a step, each rank to those that it steps."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.trainer.optimizers[0].state:
+                parameter.mul_(0.5)
+
+
+def _write(rank: int, overlap: str) -> str:
+    try:
+        fit(rank, module_of(cls=Writing), Case(True, overlap=overlap))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_other_machines_would_not_get_is_refused(overlap: str, tmp_path: Path) -> None:
+    for error in values(run_ranks(_write, 2, tmp_path, overlap)):
+        assert "was changed between steps on the rank that steps it for all machines" in error

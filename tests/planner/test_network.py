@@ -33,6 +33,13 @@ def test_sums_of_a_chunk_by_hand(network: Network, seconds: float) -> None:
     assert network.sum_of_chunks(1, network.calls(3), 100, 400) == pytest.approx(seconds)
 
 
+def test_new_weights_go_one_after_the_other_from_each_rank() -> None:
+    network = Network(ALL, OWNER, PEERS, owners=2, element=2, exchange=Route(0.25, 40.0))
+    assert network.exchange_of(4, 400) == pytest.approx(2 * 0.25 + 200 / 40)
+    assert network.without_owners().exchange_of(4, 400) == 0.0
+    assert "new weights to other machines" in network.describe()
+
+
 def test_resident_gradients_go_to_all_in_buckets() -> None:
     fast = Network(Route(1.0, DDP_BUCKET), OWNER, owners=2)
     assert fast.sum_of_resident(2 * DDP_BUCKET) == pytest.approx(2 + 2)

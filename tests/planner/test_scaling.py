@@ -58,6 +58,36 @@ def test_traffic_by_hand(plan: Plan, where: Cluster, seconds: float) -> None:
     assert scale(plan, where).sent_seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("plan", "where", "sums", "exchange"),
+    [
+        # One machine sends all of its part, and the other waits; then the other way round.
+        (plan_of(0, 400), cluster(1, 2), 1 / 2 * 400 / 10, 400 / 10),
+        # Two ranks of a machine do so at the same time, and fill the network.
+        (plan_of(0, 400), cluster(2, 2), 1 / 2 * 400 / 100 + 1 / 2 * 400 / 10, 1 / 2 * 400 / 10),
+        (plan_of(0, 400), cluster(8, 8), 7 / 8 * 400 / 100 + 7 / 8 * 400 / 10, 7 / 8 * 400 / 10),
+        # Along a tree, four machines are reached in two turns.
+        (plan_of(0, 400), cluster(1, 4), 3 / 4 * 400 / 10, 2 * 400 / 10),
+        (plan_of(0, 400, low=True), cluster(2, 2), 1 / 2 * 800 / 100 + 1 / 2 * 800 / 10, 1 / 2 * 800 / 10),
+        (plan_of(200, 0), cluster(2, 2), 2 * 3 / 4 * 200 / 10, 0.0),
+        (plan_of(0, 400, Sharding.REPLICATE), cluster(1, 2), 2 * 1 / 2 * 400 / 10, 0.0),
+        (plan_of(0, 400), cluster(2, 1), 1 / 2 * 400 / 100, 0.0),
+    ],
+)
+def test_machines_that_divide_steps_send_weights(plan: Plan, where: Cluster, sums: float, exchange: float) -> None:
+    found = scale(plan, replace(where, divides_steps=True))
+    assert found.sent_seconds == pytest.approx(sums)
+    assert found.exchange_seconds == pytest.approx(exchange)
+    assert scale(plan, where).exchange_seconds == 0
+
+
+@pytest.mark.parametrize(("overlaps", "shown"), [(True, 20.0 - 0.5), (False, 20.0)])
+def test_what_forward_hides_of_new_weights_costs_nothing(overlaps: bool, shown: float) -> None:
+    where = replace(cluster(2, 2, link=1e9), divides_steps=True, overlaps=overlaps)
+    found = scale(plan_of(0, 400), where)
+    assert found.step_seconds == pytest.approx(2.0 + found.sent_seconds - 1.0 + shown)
+
+
 def test_what_backward_hides_costs_nothing() -> None:
     hidden, shown = scale(plan_of(0, 400), cluster(4, link=400.0)), scale(plan_of(0, 400), cluster(4, link=100.0))
     assert (hidden.sent_seconds, hidden.step_seconds, hidden.efficiency) == (0.75, 2.0, 1.0)

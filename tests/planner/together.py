@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_protrain.planner.network import WINDOW
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime import parts, updates
+from lightning_protrain.runtime import parts, turns
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Overlap
@@ -52,7 +52,7 @@ def measure(
     with pytest.MonkeyPatch.context() as patch:
         own = ranked._OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
-        patch.setattr(updates, "HostWorker", own.new_worker, raising=False)
+        patch.setattr(turns, "HostWorker", own.new_worker)
         patch.setattr(parts, "WINDOW", window)
 
         def run(rank: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,27 @@ def test_all_ranks_have_the_same_rates(
     assert first.element is None
     assert 1e6 < first.everyone.rate < 1e12
     assert 0 <= first.everyone.latency < 1
+
+
+def _gauge_divided(rank: int, local_size: int) -> tuple[Network, set[tuple[str, int]]]:
+    """With the sums and messages to one that are made, and among how many ranks."""
+    ranks, made = find_ranks(rank % local_size, local_size).dividing_steps(), set()
+
+    def noting(plain: Any, name: str, flat: Any, *, group: Any, **how: Any) -> Any:
+        made.add((name, dist.get_world_size(group)))
+        return plain(flat, group=group, **how)
+
+    for name in ("reduce", "broadcast"):
+        setattr(dist, name, partial(noting, getattr(dist, name), name))  # Of this process.
+    return gauge(ranks, CPU, Sharding.SHARD, LAYOUT), made
+
+
+def test_machines_that_divide_steps_measure_what_they_will_send(tmp_path: Path) -> None:
+    (first, made), *others = values(run_ranks(_gauge_divided, 3, tmp_path, 1))
+    assert [network for network, _ in others] == [first] * 2
+    assert made == {("reduce", 1), ("reduce", 3), ("broadcast", 3)}
+    assert first.exchange is not None
+    assert 1e6 < first.exchange.rate < 1e12
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:

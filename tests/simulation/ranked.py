@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime import updates
+from lightning_protrain.runtime import turns
 from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.attendance import Attendance
 from lightning_protrain.runtime.comm import Ranks
@@ -234,7 +234,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         own = _OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
-        patch.setattr(updates, "HostWorker", own.new_worker, raising=False)
+        patch.setattr(turns, "HostWorker", own.new_worker)
 
         def run(rank: int) -> Trained:
             own.rank = rank
