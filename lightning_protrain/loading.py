@@ -191,6 +191,33 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
+def stored_rows(folder: str, prefix: str = "") -> Callable[[str, int, int], Tensor]:
+    """What reads rows of the weights in a folder: a `load_rows` for a module, see `ProTrainStrategy(shard_weights)`.
+
+    Args:
+        folder: Folder or Hugging Face id, with safetensors.
+        prefix: What names of parameters begin with, and names in the folder do not: `"model."`.
+
+    Returns:
+        A function of a parameter's name, the first row and the end; it raises a `ValueError` where there is none.
+
+    Raises:
+        ValueError: There are no safetensors.
+    """
+    stored = stored_tensors(weight_files(folder))
+    if not stored:
+        raise ValueError(f"There are no safetensors in {folder!r}.")
+
+    def read(name: str, begin: int, end: int) -> Tensor:
+        found = stored.get(name.removeprefix(prefix))
+        if found is None:
+            raise ValueError(f"{folder!r} has no {name.removeprefix(prefix)!r}, which is wanted for {name!r}.")
+        rows: Tensor = found.file.get_slice(found.name)[begin:end] if found.shape else found[()]
+        return rows
+
+    return read
+
+
 def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The dtype that a name stands for; `auto` is that of the config, else of the first weight in floating point."""
     if dtype != "auto":

@@ -19,7 +19,7 @@ loaded the threshold is held low, so each larger tensor is mapped by itself, and
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -159,6 +159,43 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
     return made
 
 
+def read_rows(
+    model: nn.Module, read: Callable[[str, int, int], Tensor], rows: Mapping[str, tuple[int, int]], is_first: bool
+) -> frozenset[str]:
+    """Gives every parameter without values memory, and those of this rank their values.
+
+    Memory that nobody writes to takes no room: of a weight that machines divide a rank has what it reads.
+
+    Args:
+        model: The same on all ranks.
+        read: Gives rows of a parameter: of which name, the first row and the end. Of a scalar from 0 to 1: all of it.
+        rows: First row and end of what this machine holds of each parameter that machines divide, by name.
+        is_first: Whether this rank reads these; the others of its machine get them from it.
+
+    Returns:
+        Names of those that had no values.
+
+    Raises:
+        ValueError: Rows of another shape are given.
+    """
+    with returning_memory(), failing_together("Reading rows of weights"):
+        found = [(fqn, parameter) for fqn, parameter in model.named_parameters() if parameter.is_meta]
+        for fqn, parameter in found:
+            _give_memory(fqn, parameter, _form_of(parameter))
+            begin, end = rows.get(fqn, (0, parameter.shape[0] if parameter.dim() else 1))
+            if begin == end or (fqn in rows and not is_first):
+                continue
+            part = parameter.detach()[begin:end] if parameter.dim() else parameter.detach()
+            given = read(fqn, begin, end)
+            if given.shape != part.shape:
+                raise ValueError(
+                    f"Of {fqn!r} the rows from {begin} to {end} are wanted, {list(part.shape)}, and what was read is "
+                    f"{list(given.shape)}."
+                )
+            part.copy_(given)
+    return frozenset(fqn for fqn, _ in found)
+
+
 def send_values(
     model: nn.Module,
     ranks: Ranks,
@@ -166,6 +203,7 @@ def send_values(
     device: torch.device,
     shared: Collection[str] = (),
     resident: Collection[str] = (),
+    own: Collection[str] = (),
 ) -> None:
     """All ranks get the weights and buffers that rank 0 has; every rank calls it.
 
@@ -176,10 +214,11 @@ def send_values(
         device: Of this rank.
         shared: Names of parameters that the ranks of a machine will have from its first, so only this one needs them.
         resident: Names of parameters that are needed on the device only.
+        own: Names of parameters of which each machine has read what it holds.
     """
     made = make_room(model, waiting) if waiting else set()
     for fqn, parameter in model.named_parameters():
-        if fqn in waiting or not has_companions(parameter):
+        if fqn not in own and (fqn in waiting or not has_companions(parameter)):
             if fqn not in shared:
                 broadcast_weights([parameter])
             elif ranks.peers is not None and ranks.local_rank == 0:

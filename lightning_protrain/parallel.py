@@ -64,6 +64,8 @@ class DataParallelStrategy(ProcessStrategy):
         # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
+        # What each machine has read of what it holds.
+        self._own: frozenset[str] = frozenset()
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -241,9 +243,13 @@ class DataParallelStrategy(ProcessStrategy):
         if self._ranks is None:
             return
         refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
-        self._waiting, self._has_outlines = find_waiting(model, self._ranks), False
+        self._waiting, self._has_outlines = self.find_waiting(model, self._ranks), False
         if not self._waiting:
             say_if_weights_differ(model)
+
+    def find_waiting(self, model: nn.Module, ranks: Ranks) -> frozenset[str]:
+        """Names of tensors that some rank gets from another one, as it has no values of them; every rank calls it."""
+        return find_waiting(model, ranks)
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
         """Before the plan is applied: all ranks have the weights and buffers of rank 0.
@@ -258,7 +264,7 @@ class DataParallelStrategy(ProcessStrategy):
             shares = plan.sharding is Sharding.SHARD
             shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
             waiting, self._waiting = self._waiting, frozenset()
-            send_values(model, self._ranks, waiting, self.root_device, shared, resident)
+            send_values(model, self._ranks, waiting, self.root_device, shared, resident, self._own)
         refuse_meta(model)
 
     def equalise_buffers(self) -> None:

@@ -1,4 +1,11 @@
-"""The part of a strategy that saves and loads weights and optimizer states, whoever of the ranks holds them."""
+"""The part of a strategy that saves and loads weights and optimizer states, whoever of the ranks holds them.
+
+[Note: Reading rows]
+Where machines divide weights, a module may leave its parameters on the meta device, on all ranks, and say how they are
+read: `load_rows(name, begin, end)` gives rows of one. When the plan is known, the first rank of each machine reads the
+rows that its machine holds, one weight after the other, and every rank what is whole on every machine. So no rank ever
+has the whole model. `loading.stored_rows` reads so from safetensors.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,22 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_protrain.consensus import refuse_uneven
 from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, refuse_plan, whole_on_first
+from lightning_protrain.outline import read_rows
 from lightning_protrain.overlap import OverlapChoice
 from lightning_protrain.owned_states import drop_states, gather_states
 from lightning_protrain.parallel import DataParallelStrategy
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.apply import Runtime
+from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.eightbit import load_by_reference
 from lightning_protrain.runtime.local_rows import replace_parameters
 from lightning_protrain.runtime.optimizer import move_state_beside_parameters
+from lightning_protrain.runtime.rows import can_be_divided, row_ranges
 from lightning_protrain.torn import refuse_torn
 
 
@@ -54,11 +65,38 @@ class StatesStrategy(DataParallelStrategy):
         refuse_combinations(module, module.trainer, self.optimizers, choice)
         return "off"
 
-    def equalise(self, model: LightningModule, plan: Plan) -> None:  # type: ignore[override]
-        """As before; refuses what of a plan is not built where machines divide weights."""
+    def find_waiting(self, model: nn.Module, ranks: Ranks) -> frozenset[str]:
+        """As before; nobody waits for what each machine reads for itself, see [Note: Reading rows]."""
+        return frozenset() if self._reads_rows(model) else super().find_waiting(model, ranks)
+
+    def equalise(self, model: nn.Module, plan: Plan) -> None:
+        """As before; refuses what of a plan is not built where machines divide weights, and reads what they hold."""
         if self.divides_weights:
             refuse_plan(plan)
+        if self.ranks is not None and self._reads_rows(model):
+            offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
+            divided = {fqn: one for fqn, one in model.named_parameters() if fqn in offloaded and can_be_divided(one)}
+            number, machine = self.ranks.num_machines, self.ranks.machine
+            rows = {fqn: row_ranges(one.shape[0], number)[machine] for fqn, one in divided.items()}
+            read: Any = model.load_rows
+            found = read_rows(model, read, rows, self.ranks.local_rank == 0)
+            self._own = frozenset(rows) & found
         super().equalise(model, plan)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights that have no values yet cannot take those of a checkpoint."""
+        return self.lightning_module is not None and self._reads_rows(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._runtime is not None and self._runtime.replaced and self.ranks is not None:
+            self._runtime.note_loaded()
+            self.ranks.meet("the weights of a checkpoint")
+
+    def _reads_rows(self, model: nn.Module) -> bool:
+        waits = any(parameter.is_meta for parameter in model.parameters())
+        return self.divides_weights and waits and callable(getattr(model, "load_rows", None))
 
     def replace_divided(self, model: LightningModule, runtime: Runtime) -> None:
         """After the plan has been applied: optimizers have the DTensors, and the model saves whole weights."""

@@ -204,6 +204,13 @@ class Runtime:
         owners = {id(slot.registered): chunk.stepped_by(slot) for chunk in self._chunks for slot in chunk.slots}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
+    def note_loaded(self) -> None:
+        """Each rank has loaded the same weights: that is no write of its own."""
+        for chunk in self._chunks:
+            for slot in chunk.slots:
+                slot.seen_version, slot.steps_elsewhere = slot.version, 0
+            chunk.publish()
+
     def begin_averages(self) -> None:
         """Before a backward on every rank: it ends with gradients averaged over them, see [Note: Reduction]."""
         self._executor.begin_averages()

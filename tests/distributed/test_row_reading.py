@@ -1,0 +1,112 @@
+"""Weights that stay on the meta device until set-up: each machine reads the rows that it holds, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_protrain.loading import stored_rows
+from lightning_protrain.runtime.rows import row_ranges
+from tests.distributed.test_checkpoints import Same
+from tests.distributed.test_exchange import Case, fit, module_of
+from tests.distributed.test_overlap import differing
+from tests.distributed.test_rows import ROWS
+from tests.ranks import run_ranks, values
+
+CASE = Case(True, divides=ROWS)
+
+
+class Read(Same):
+    """Reads its weights from a folder of safetensors, and notes which."""
+
+    folder = ""
+
+    def __init__(self, kind: str) -> None:
+        with torch.device("meta"):
+            super().__init__(kind)
+        self.asked: dict[str, tuple[int, int]] = {}
+
+    def load_rows(self, name: str, begin: int, end: int) -> Tensor:
+        self.asked[name] = (begin, end)
+        return stored_rows(self.folder, "model.")(name, begin, end)
+
+
+class Wrong(Read):
+    def load_rows(self, name: str, begin: int, end: int) -> Tensor:
+        return super().load_rows(name, begin, end)[..., :1]
+
+
+def _stored(folder: Path) -> str:
+    folder.mkdir()
+    weights = {name: value.clone() for name, value in module_of(cls=Same).model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def _read(rank: int, folder: str, case: Case) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    expected, _ = fit(rank, module_of(cls=Same), case)
+    module: Any = module_of(cls=Read)
+    module.folder = folder
+    found, _ = fit(rank, module, case)
+    return differing(expected, found), module.asked
+
+
+@pytest.mark.parametrize("case", [CASE, CASE._replace(local_size=2, part=True)])
+def test_each_machine_reads_its_rows(case: Case, tmp_path: Path) -> None:
+    folder = _stored(tmp_path / "stored")
+    found = values(run_ranks(_read, 2 * case.local_size, tmp_path, folder, case))
+    shapes = {name: value.shape for name, value in module_of(cls=Same).named_parameters()}
+    for rank, (wrong, asked) in enumerate(found):
+        assert wrong == []
+        machine, place = divmod(rank, case.local_size)
+        halves = {name: row_ranges(shape[0], 2)[machine] for name, shape in shapes.items()}
+        whole = {name: (0, shape[0]) for name, shape in shapes.items()}
+        offloaded = [name for name, rows in asked.items() if rows == halves[name] != whole[name]]
+        assert all(rows in (halves[name], whole[name]) for name, rows in asked.items())
+        assert bool(offloaded) is (place == 0)
+        assert case.part or len(asked) > 0.7 * len(shapes)  # Of some weights the second machine has no rows.
+
+
+def _resume(rank: int, folder: Path, stored: str, case: Case) -> list[str]:
+    again: dict[str, Any] = {"max_epochs": -1, "use_distributed_sampler": False}
+    whole, _ = fit(rank, module_of(cls=Same), case, **again)
+    saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="at", every_n_train_steps=2)
+    options = {**again, "max_steps": 2, "callbacks": [saving], "enable_checkpointing": True}
+    fit(rank, module_of(cls=Same), case, **options)
+    module: Any = module_of(cls=Read)
+    module.folder = stored
+    found, _ = fit(rank, module, case, folder / "at.ckpt", **again)
+    return differing(whole, found)
+
+
+@pytest.mark.parametrize("local_size", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+def test_a_checkpoint_counts_and_not_what_was_read(local_size: int, precision: str, tmp_path: Path) -> None:
+    stored, number = _stored(tmp_path / "stored"), 2 * local_size
+    case = CASE._replace(local_size=local_size, trainer={"precision": precision})
+    assert values(run_ranks(_resume, number, tmp_path, tmp_path / "saved", stored, case)) == [[]] * number
+
+
+def _refused(rank: int, folder: str, cls: type[Read]) -> None:
+    module = module_of(cls=cls)
+    module.folder = folder  # type: ignore[attr-defined]
+    fit(rank, module, CASE)
+
+
+def test_rows_of_another_shape_are_refused_on_all(tmp_path: Path) -> None:
+    for each in run_ranks(_refused, 2, tmp_path, _stored(tmp_path / "stored"), Wrong):
+        assert "Of 'model.embedding.weight' the rows from" in str(each.error)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="There are no safetensors"):
+        stored_rows(str(tmp_path))
+    read = stored_rows(_stored(tmp_path / "stored"))
+    with pytest.raises(ValueError, match="has no 'other'"):
+        read("other", 0, 1)
