@@ -91,7 +91,8 @@ def _keep_freed_memory() -> None:
     """Has the C library use memory again that it would give back to the system after each round.
 
     A block of its own that is freed raises the thresholds of glibc to its size and twice that (mallopt(3)); whoever has
-    loaded a model has freed such blocks before. Nothing is written to this one. Else half of a search are page faults.
+    loaded a model has freed such blocks before. Nothing is written to this one. Else a fifth of a search are page
+    faults.
     """
     np.empty(KEPT_BYTES, dtype=np.uint8)
 
