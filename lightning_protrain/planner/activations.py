@@ -31,18 +31,20 @@ class Levels:
     A row of each layout, as candidates take whole rows.
 
     Attributes:
-        forward: Levels in forward.
-        forward_credit: What is not there if all weights are streamed: casts of the segments before.
-        forward_own: The same, of the segment itself.
+        forward: The highest level in forward, of the segments before each and of all, (U, S + 1).
+        forward_streamed: The highest of each segment and those after it if all weights are streamed.
+        forward_credit: What is not there for that: casts of the segments before.
         backward: Levels in backward.
+        backward_streamed: The same if all weights are streamed.
         backward_credit: As `forward_credit`.
         reserve: For blocks that have not run, (U,).
     """
 
     forward: Integers
+    forward_streamed: Integers
     forward_credit: Integers
-    forward_own: Integers
     backward: Integers
+    backward_streamed: Integers
     backward_credit: Integers
     reserve: Integers
 
@@ -122,16 +124,19 @@ class Activations:
             persistent: How many of the first chunks are resident, (K,).
         """
         all_gradients = self._gradients.total[persistent]
-        forward, backward = levels.forward.take(pair, axis=0), levels.backward.take(pair, axis=0)
+        backward = levels.backward.take(pair, axis=0)
         if self._casts.any():
-            streamed_from = self._first_streamed[persistent]
-            own = np.arange(forward.shape[1]) >= streamed_from[:, None]
-            forward -= _credit(levels.forward_credit.take(pair, axis=0), streamed_from)
-            forward -= levels.forward_own.take(pair, axis=0) * own
-            backward -= _credit(levels.backward_credit.take(pair, axis=0), streamed_from)
-            backward -= self._without_casts * own
+            # From there on no casts are made, and those before are still there.
+            since = self._first_streamed[persistent]
+            streamed = levels.forward_streamed[pair, since] + levels.forward_credit[pair, since]
+            forward = np.maximum(levels.forward[pair, since], streamed)
+            streamed = levels.backward_streamed.take(pair, axis=0)
+            streamed += levels.backward_credit[pair, since][:, None]
+            np.copyto(backward, streamed, where=np.arange(backward.shape[1]) >= since[:, None])
+        else:
+            forward = levels.forward[pair, -1]
         reserved = levels.reserve[pair] + LOSS_COPIES
-        highest = self._fragmented(forward.max(axis=1) + reserved) + all_gradients
+        highest = self._fragmented(forward + reserved) + all_gradients
         if self._accumulates:
             highest = np.maximum(highest, self._fragmented(backward.max(axis=1) + reserved) + all_gradients)
         else:
@@ -161,8 +166,19 @@ class Activations:
         if selects is not None:
             freed -= np.where(selects, at.products[:, None], 0)
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
-        forward = self._forward(checkpoints, swaps, selects, there + at.window(freed, swaps))
-        found = *forward, *self._backward(checkpoints, swaps, there)
+        forward, before_it, own = self._forward(checkpoints, swaps, selects, there + at.window(freed, swaps))
+        backward, before_that = self._backward(checkpoints, swaps, there)
+        highest = np.full((len(forward) + 1, forward.shape[1]), np.iinfo(np.int64).min)
+        np.maximum.accumulate(forward, axis=0, out=highest[1:])
+        streamed = np.maximum.accumulate((forward - own - before_it)[::-1], axis=0)[::-1]
+        found = (
+            highest,
+            streamed,
+            before_it,
+            backward,
+            backward - before_that - self._without_casts[:, None],
+            before_that,
+        )
         return Levels(*(np.ascontiguousarray(levels.T) for levels in (*found, reserve)))
 
     def _forward(
@@ -334,12 +350,6 @@ def _choose(checkpoints: Flags, swaps: Flags, checkpointed: Integers, swapped: I
     """For every segment and column the value of its policy, (S, U)."""
     chosen: Integers = np.where(swaps, swapped[:, None], np.where(checkpoints, checkpointed[:, None], kept[:, None]))
     return chosen
-
-
-def _credit(sums: Integers, streamed_from: Integers) -> Integers:
-    """What is not there if weights are streamed from a segment on, but for its own: sums since then, (K, S)."""
-    sums -= np.take_along_axis(sums, streamed_from[:, None], axis=1)
-    return np.maximum(sums, 0, out=sums)
 
 
 def _first_streamed(positions: Positions, sizes: Sizes, streamed: frozenset[str]) -> Integers:

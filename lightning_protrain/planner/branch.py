@@ -27,8 +27,10 @@ Probe = Callable[[Integers, Integers], Integers]
 Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # About so many boxes are evaluated at one time: enough to hide what a round costs, few enough to learn between rounds.
 # After some rounds they are too few.
-BATCH = 128
+BATCH = 144
 PIECES = 8
+# Points are tried in so many of the boxes that are divided: those with the smallest bounds.
+PROBED = 4
 PATIENCE, MOST_DOUBLINGS = 3, 2
 
 
@@ -102,8 +104,9 @@ def minimize(
         num_parents = min(order.size, max(size // PIECES, 1))
         chosen, rest = order[:num_parents], order[num_parents:]
         waiting = low[:, rest], high[:, rest], bounds[rest]
-        probed = low[:, chosen], high[:, chosen]
-        new = _nonempty(*cut(*divide(*probed, max(size // num_parents, 2), weights)))
+        divided = low[:, chosen], high[:, chosen]
+        new = _nonempty(*cut(*divide(*divided, max(size // num_parents, 2), weights)))
+        probed = divided[0][:, :PROBED], divided[1][:, :PROBED]
     return Minimum(value, point, evaluations, rounds)
 
 

@@ -98,8 +98,8 @@ class Footprint:
         begins, ends = (_first_steps(steps, kinds, num_blocks) for kinds in (_RECOMPUTES, _RECOMPUTES[:1]))
         self._begin, self._end = (_steps_before(first, steps, places) for first in (begins, ends))
         self._selects = bool((begins < ends).any())
-        taken = [sum(index == place for index, _ in steps) for place in places]
-        self.num_steps = len(steps) - before_each(np.array(taken, dtype=np.int64))
+        taken = np.bincount(np.array([index for index, _ in steps], dtype=np.int64), minlength=num_blocks)[list(places)]
+        self.num_steps = len(steps) - before_each(taken)
         how = hardware.asynchronous, accumulate, alpha, foreach, self._selects
         self._activations = Activations(profile, layout, sizes, *how)
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
@@ -174,6 +174,10 @@ class Footprint:
             np.minimum.at(since, chosen, known[new])
             found[chosen] = self._search_fewest(levels, chosen, num_swap[new], since[chosen], budget, beside)
         return np.maximum(found[columns], known)
+
+    def forget(self) -> None:
+        """Forgets the fewest offloaded chunks: what has to fit beside is another from now on."""
+        self._fewest[:] = UNKNOWN
 
     def _search_fewest(
         self, levels: Levels, columns: Integers, num_swap: Integers, known: Integers, budget: int, beside: Integers
@@ -254,9 +258,11 @@ def _first_steps(steps: Sequence[Step], policies: Sequence[BlockPolicy], num_blo
 
 def _steps_before(first: Integers, steps: Sequence[Step], places: Sequence[int]) -> Integers:
     """Steps of blocks that do not swap before each of `first`, if the first s places swap, (B + 1, S + 1)."""
-    of_place = [np.array([number for number, step in enumerate(steps) if step[0] == place]) for place in places]
-    gone = [(numbers < first[:, None]).sum(axis=1) for numbers in of_place]
-    return first[:, None] - np.cumsum(np.stack([np.zeros_like(first), *gone], axis=1), axis=1)
+    index = np.array([index for index, _ in steps], dtype=np.int64)
+    # Of the steps before each: those of the first s places, (T + 1, S + 1).
+    gone = np.zeros((len(steps) + 1, len(places) + 1), dtype=np.int64)
+    gone[1:, 1:] = np.cumsum(np.cumsum(index[:, None] == np.array(places, dtype=np.int64), axis=0), axis=1)
+    return first[:, None] - gone[np.minimum(first, len(steps))]
 
 
 def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
@@ -265,16 +271,26 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
     What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
     """
     index_of = {block.name: index for index, block in enumerate(layout.blocks)}
-    chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, -1).tolist()
-    table = np.zeros((len(index_of) + 1, len(sizes.nbytes) + 1), dtype=np.int64)
-    for call in profile.calls:
-        if call.name in index_of:
-            row = table[index_of[call.name]]
-            fewer = [(chunk_of[sizes.place[fqn]], swapped_bytes(cast)) for fqn, cast in call.saved_casts]
-            chunks, nbytes = np.array(fewer, dtype=np.int64).reshape(-1, 2).T
-            sums = np.zeros(len(row) + 1, dtype=np.int64)
-            np.add.at(sums, chunks, nbytes)  # The last one is of what is not streamed in another dtype.
-            np.maximum(row, call.swap_bytes - np.cumsum(sums[-2::-1])[::-1], out=row)
+    calls = [call for call in profile.calls if call.name in index_of]
+    count, every = len(sizes.nbytes), np.arange(len(calls))
+    chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, count)
+    call_of = np.repeat(every, [len(call.saved_casts) for call in calls])
+    chunks = chunk_of[np.array([sizes.place[fqn] for call in calls for fqn, _ in call.saved_casts], dtype=np.int64)]
+    casts = np.array([swapped_bytes(cast) for call in calls for _, cast in call.saved_casts], dtype=np.int64)
+    # What is not streamed in another dtype counts for nothing, and stands behind all chunks, as the end of a call does.
+    casts, chunks = np.append(np.where(chunks < count, casts, 0), 0 * every), np.append(chunks, 0 * every + count)
+    call_of = np.append(call_of, every)
+    order = np.lexsort((chunks, call_of))
+    casts, chunks, call_of = casts[order], chunks[order], call_of[order]
+    begin, end = (np.searchsorted(call_of, every, side=side) for side in ("left", "right"))
+    sums, previous = before_each(casts), np.append(-1, chunks)[:-1]
+    previous[begin] = -1
+    # It changes behind each of these chunks.
+    fewer = np.repeat(sums[end][call_of] - sums[:-1], chunks - previous).reshape(len(calls), count + 1)
+    table = np.zeros((len(index_of) + 1, count + 1), dtype=np.int64)
+    for call, row in zip(calls, fewer, strict=True):
+        own = table[index_of[call.name]]
+        np.maximum(own, call.swap_bytes - row, out=own)
     return table
 
 

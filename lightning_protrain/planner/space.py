@@ -1,4 +1,12 @@
-"""The candidates of a search over one packing: their bounds for the branch and bound, see [Note: Search]."""
+"""The candidates of a search over one packing: their bounds for the branch and bound, see [Note: Search].
+
+[Note: Enough buffers]
+Where the next block does not fit beside the one that is computed, steps take up to a third longer. Whether it does
+depends on all decisions, so that boxes learn it one by one. But the box of all candidates, told that it has so many
+buffers at most, is a bound of all plans with so many or fewer. If some plan is faster, none of these is of interest,
+and boxes are cut where no more than so many fit. Plans of a coarse grid, with a few more chunks offloaded than have to
+be, are fast enough for this; and the best of them is the first that is to be beaten.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,10 @@ UNLIMITED = 1 << 60
 RESOLUTION = 1e-9
 # Halvings on the way to the fewest offloaded chunks that fit.
 PROBES = 2
+# Of the grid that a search begins with: numbers of swapped blocks and of steps, offloaded chunks more than the fewest.
+GRID, MORE = 3, (0, 2, 5)
+# Up to so many times as many buffers as a unit needs it is asked whether they are enough, for so many numbers of them.
+UNITS, ASKED = 3, 24
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,10 @@ class _Boxes:
     def only(self, chosen: Flags | Integers) -> _Boxes:
         """Some of them."""
         return _Boxes(**{name: values[chosen] for name, values in vars(self).items()})
+
+    def beside(self, others: _Boxes) -> _Boxes:
+        """These and others."""
+        return _Boxes(**{name: np.concatenate((values, vars(others)[name])) for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,8 @@ class Space:
         named = all(block.name for block in problem.layout.blocks)
         # How many steps there are beside each number of swapped blocks.
         self._num_steps = packing.footprint.num_steps if named else np.zeros(1, dtype=np.int64)
+        # More buffers than these are wanted, see [Note: Enough buffers].
+        self._too_few = 0
 
     @cached_property
     def _quantum(self) -> float:
@@ -107,6 +125,15 @@ class Space:
     def _beside(self) -> Integers:
         """Bytes of the fewest chunk buffers if the first p chunks are resident, (N + 1,)."""
         return self._buffer_bytes(np.arange(self.num_chunks + 1))
+
+    @cached_property
+    def _wanted(self) -> Integers:
+        """Bytes of the fewest buffers that are of interest if the first p chunks are resident, (N + 1,)."""
+        if not self._too_few:
+            return self._beside
+        persistent = np.arange(self.num_chunks + 1)
+        wanted = np.maximum(self._fewest_buffers(persistent), self._too_few + 1)
+        return self.packing.footprint.buffers.bytes(persistent, wanted)
 
     @cached_property
     def weights(self) -> Floats:
@@ -140,21 +167,67 @@ class Space:
             return low, high
         return low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
 
+    def demand(self, below: float) -> tuple[float, int]:
+        """Leaves out what has too few buffers to be of interest, see [Note: Enough buffers]; asked for once, at first.
+
+        With steps behind backward the fewest buffers are as good as any.
+
+        Args:
+            below: Only plans that take less are of interest.
+
+        Returns:
+            The same, or a little more than what a plan takes that was found; how many plans and sets were evaluated.
+        """
+        low, high = self.roots()
+        behind = self.packing.problem.training.overlap == "backward"
+        if behind or self._device_budget == UNLIMITED or self.knobs.num_chunk_buffers is not None or not low.size:
+            return below, 0
+        low, high = self.cut(low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True))
+        if not low.size or (low > high).any():
+            return below, 0
+        points = self._grid(low, high)
+        _, some, buffers = self._fitting(points, points)
+        everything = self._boxes(low, high)
+        least = int(self._fewest_buffers(everything.persistent)[0])
+        asked = np.unique(np.linspace(least, UNITS * least, ASKED).astype(np.int64))
+        together = some.beside(everything.only(np.zeros_like(asked)))
+        seconds, bounds = np.split(self._simulate(together, np.concatenate((buffers, asked))), [buffers.size])
+        best = min(below, float(seconds.min(initial=np.inf)) + self._quantum)
+        self._too_few = int(asked[bounds >= best].max(initial=0))
+        self.__dict__.pop("_wanted", None)
+        self.packing.footprint.forget()
+        return best, seconds.size + bounds.size
+
+    def _grid(self, low: Integers, high: Integers) -> Integers:
+        """Points with few chunks more than fit all over a box, (3, K)."""
+        swap, part = np.meshgrid(np.linspace(low[0, 0], high[0, 0], GRID).astype(np.int64), np.linspace(0, 1, GRID))
+        swap = swap.reshape(-1)
+        most = np.minimum(self._num_steps[swap], high[1, 0])
+        steps = (low[1, 0] + part.reshape(-1) * np.maximum(most - low[1, 0], 0)).astype(np.int64)
+        fewest, last = self.cut(*(np.stack((swap, steps, np.full_like(swap, end[2, 0]))) for end in (low, high)))
+        fewest = fewest[:, (fewest <= last).all(axis=0)]
+        points = np.repeat(fewest, len(MORE), axis=1)
+        points[2] += np.tile(MORE, fewest.shape[1])
+        return points[:, points[2] <= high[2, 0]]
+
     def seconds(self, low: Integers, high: Integers) -> Floats:
         """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
+        seconds = np.full(low.shape[1], np.inf)
+        which, boxes, buffers = self._fitting(low, high)
+        if which.size:
+            seconds[which] = self._simulate(boxes, buffers)
+        return seconds
+
+    def _fitting(self, low: Integers, high: Integers) -> tuple[Integers, _Boxes, Integers]:
+        """Which boxes may have a candidate that fits, these boxes, and their buffers."""
         boxes = self._boxes(low, high)
-        seconds = np.full(boxes.swap.size, np.inf)
-        allowed = np.flatnonzero(self._allowed(boxes) & self.fits_host(boxes))
-        if not allowed.size:
-            return seconds
-        boxes = boxes.only(allowed)
+        which = np.flatnonzero(self._allowed(boxes) & self.fits_host(boxes))
+        boxes = boxes.only(which)
+        if not which.size:
+            return which, boxes, which
         buffers = self._buffers(boxes)
         fits = buffers >= 0
-        allowed, boxes, buffers = allowed[fits], boxes.only(fits), buffers[fits]
-        if not allowed.size:
-            return seconds
-        seconds[allowed] = self._simulate(boxes, buffers)
-        return seconds
+        return which[fits], boxes.only(fits), buffers[fits]
 
     def bytes(self, what: Callable[[_Boxes], Integers], limit: Callable[[_Boxes], Flags]) -> Bound:
         """A bound of bytes instead of seconds: of `what`, where the box is within `limit`."""
@@ -206,7 +279,7 @@ class Space:
         swap, steps = np.divmod(pairs, width)
         known = np.full_like(pairs, self.num_chunks)
         np.minimum.at(known, pair.reshape(-1), low[2, each.box])
-        fewest = self.packing.footprint.fewest_offloaded(swap, steps, known, self._device_budget, self._beside)
+        fewest = self.packing.footprint.fewest_offloaded(swap, steps, known, self._device_budget, self._wanted)
         of_each = fewest[pair.reshape(-1)]
         fits = of_each <= high[2, each.box]
         first = each.least(np.where(fits, each.swap, UNLIMITED))

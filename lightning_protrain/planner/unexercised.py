@@ -39,7 +39,8 @@ class Reserve:
         around = {unit.name for unit in layout.units if any(inner in ran for inner in unit.encloses)}
         idle = [unit for unit in layout.units if unit.parameters and unit.name not in ran | around]
         blocks = {unit.name: _weights(layout, unit) for unit in idle if unit.is_block}
-        weights = {unit.name: _weights(layout, unit) for unit in layout.blocks}
+        # Only what is estimated needs to know what others take.
+        weights = {unit.name: _weights(layout, unit) for unit in layout.blocks} if blocks else {}
         kept, given, running = 0.0, 0.0, 0.0
         for segment in profile.segments:
             if weights.get(segment.unit):

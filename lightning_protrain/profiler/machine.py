@@ -72,13 +72,17 @@ class HardwareProfile:
         """
         total, rates, memory = 0.0, self.flops, self.memory
         for cost in operations:
-            if cost.flops and cost.dtype not in rates:
-                raise ValueError(
-                    f"How fast {self.name!r} multiplies {cost.dtype} is not known, only {', '.join(self.flops)}. "
-                    "Measure the hardware again, or use another precision."
-                )
-            arithmetic = cost.flops / rates[cost.dtype] if cost.flops else 0.0
-            total += cost.count * max(arithmetic, cost.nbytes / memory)
+            seconds = cost.nbytes / memory
+            if cost.flops:
+                if cost.dtype not in rates:
+                    raise ValueError(
+                        f"How fast {self.name!r} multiplies {cost.dtype} is not known, only {', '.join(self.flops)}. "
+                        "Measure the hardware again, or use another precision."
+                    )
+                arithmetic = cost.flops / rates[cost.dtype]
+                if arithmetic > seconds:
+                    seconds = arithmetic
+            total += cost.count * seconds
         return total
 
     def to_json(self) -> str:

@@ -65,6 +65,8 @@ def _over(
         problem.alpha, problem.foreach, any(policy is BlockPolicy.SELECTIVE for _, policy in steps),
     )  # fmt: skip
     for persistent in _range(knobs.num_persistent_chunks, 0, len(streamed)):
+        if persistent > len(streamed):
+            continue  # A pin that other sizes of chunks allow.
         chunks = [with_residency(layout, chunk, place < persistent) for place, chunk in enumerate(streamed)]
         low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
         swap_bytes = problem.profile.swap_bytes(low)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -14,7 +17,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Packing, Problem
-from lightning_protrain.planner.search import NoFeasiblePlan, find, search
+from lightning_protrain.planner.search import KEPT_BYTES, NoFeasiblePlan, find, search
 from tests.planner.brute import Candidate, all_candidates, times
 from tests.planner.problems import (
     large_problem,
@@ -249,6 +252,34 @@ def test_few_candidates_are_evaluated(gibibytes: int, head_calls: int, most: int
     # Of some five million candidates.
     assert found.evaluations <= most
     assert found.rounds <= 24
+
+
+# Page faults of the second search of a process that has freed nothing large before.
+FAULTS = """
+import resource
+from dataclasses import replace
+from lightning_protrain.planner import search
+from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.knobs import Knobs
+from tests.planner.problems import large_problem, with_budgets
+
+search.KEPT_BYTES = {kept_bytes}
+problem = replace(with_budgets(large_problem(80, 25), 20 << 30, None), training=Training("forward"))
+search.find(problem, Knobs())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+search.find(problem, Knobs())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have other thresholds")
+def test_memory_is_used_again() -> None:
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for code in (FAULTS.format(kept_bytes=KEPT_BYTES), FAULTS.format(kept_bytes=1))
+    )
+    assert 4 * kept < given_back
 
 
 def test_the_plan_is_the_same_every_time() -> None:

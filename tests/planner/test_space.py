@@ -16,7 +16,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from lightning_protrain.planner.sums import Sums
 from tests.planner.brute import all_candidates
-from tests.planner.problems import random_network, random_problem, with_budgets, with_repeats
+from tests.planner.problems import large_problem, random_network, random_problem, with_budgets, with_repeats
 from tests.planner.test_search import budgets
 
 
@@ -135,3 +135,48 @@ def test_with_steps_behind_backward_each_number_of_swapped_blocks_has_a_box() ->
         assert found.tolist() == expected.tolist()
     together = replace(problem, training=Training("forward"))
     assert space.Space(Packing(together, problem.chunk_bytes[0], None), Knobs()).whole()[0].shape == (3, 1)
+
+
+def demanded(seed: int) -> tuple[int, int]:
+    """How many plans are left out for their few buffers, and how many of them are fast enough to be of interest."""
+    source = random.Random(seed)
+    problem = random_problem(seed, 5, 8)
+    if problem.training.overlap == "backward":  # There nothing is left out.
+        problem = replace(problem, training=replace(problem.training, overlap="forward"))
+    devices = sorted(candidate.device for candidate in all_candidates(problem, Knobs()))
+    problem = with_budgets(problem, source.choice(devices[: len(devices) // 3 + 1]), None)
+    over = space.Space(Packing(problem, problem.chunk_bytes[-1], None), Knobs())
+    points = np.hstack([
+        np.stack(np.meshgrid(*map(np.arange, low, high + 1), indexing="ij")).reshape(3, -1)
+        for low, high in zip(*(corners.T for corners in over.roots()), strict=True)
+    ])  # fmt: skip
+    values = over.seconds(points, points)
+    below, tried = over.demand(np.inf)
+    assert below == np.inf or (tried and values.min() < below)
+    kept = over.cut(points, points)[0]
+    left_out = np.isfinite(values) & ~(points[:, :, None] == kept[:, None]).all(axis=0).any(axis=1)
+    return int(left_out.sum()), int((left_out & (values < below)).sum())
+
+
+def test_plans_with_too_few_buffers_are_left_out() -> None:
+    left_out, fast = zip(*map(demanded, range(60)), strict=True)
+    assert sum(number > 0 for number in left_out) >= 5
+    assert not any(fast)
+
+
+def test_what_is_no_bound_leaves_out_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = space.Space._simulate
+
+    def slow(self: space.Space, found: Any, number: Any) -> Any:
+        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number)
+
+    monkeypatch.setattr(space.Space, "_simulate", slow)
+    assert sum(demanded(seed)[1] for seed in range(30))
+
+
+def test_with_steps_behind_backward_or_pinned_buffers_nothing_is_left_out() -> None:
+    problem = with_budgets(large_problem(6, 4), 8 << 30, None)
+    for training, knobs in ((Training("backward"), Knobs()), (Training("off"), Knobs(num_chunk_buffers=4))):
+        changed = replace(problem, training=training)
+        over = space.Space(Packing(changed, changed.chunk_bytes[0], None), knobs)
+        assert over.demand(3.0) == (3.0, 0)
