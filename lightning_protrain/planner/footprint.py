@@ -22,10 +22,10 @@ from lightning_protrain.planner.activations import Activations, Levels
 from lightning_protrain.planner.buffers import Buffers
 from lightning_protrain.planner.host import _pages
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, MemoryTerms
-from lightning_protrain.planner.policies import Step
-from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, totals
+from lightning_protrain.planner.policies import Step, first_steps, steps_before
+from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, swap_table, totals
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapped_bytes
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -95,8 +95,8 @@ class Footprint:
         self._column = np.full((len(places) + 1) * self._width, -1, dtype=np.int64)
         self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
         self._rank[list(places)] = np.arange(len(places))
-        begins, ends = (_first_steps(steps, kinds, num_blocks) for kinds in (_RECOMPUTES, _RECOMPUTES[:1]))
-        self._begin, self._end = (_steps_before(first, steps, places) for first in (begins, ends))
+        begins, ends = (first_steps(steps, kinds, num_blocks) for kinds in (_RECOMPUTES, _RECOMPUTES[:1]))
+        self._begin, self._end = (steps_before(first, steps, places) for first in (begins, ends))
         self._selects = bool((begins < ends).any())
         taken = np.bincount(np.array([index for index, _ in steps], dtype=np.int64), minlength=num_blocks)[list(places)]
         self.num_steps = len(steps) - before_each(taken)
@@ -244,54 +244,6 @@ class Footprint:
         swapped = self.swapped(num_swap, persistent)
         most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
         return most
-
-
-def _first_steps(steps: Sequence[Step], policies: Sequence[BlockPolicy], num_blocks: int) -> Integers:
-    """Which step is the first that gives each block one of these policies, (B + 1,)."""
-    # What is in no block is so far behind them that it is not reached.
-    first = np.full(num_blocks + 1, 2 * len(steps), dtype=np.int64)
-    for number, (index, policy) in reversed(list(enumerate(steps))):
-        if policy in policies:
-            first[index] = number
-    return first
-
-
-def _steps_before(first: Integers, steps: Sequence[Step], places: Sequence[int]) -> Integers:
-    """Steps of blocks that do not swap before each of `first`, if the first s places swap, (B + 1, S + 1)."""
-    index = np.array([index for index, _ in steps], dtype=np.int64)
-    # Of the steps before each: those of the first s places, (T + 1, S + 1).
-    gone = np.zeros((len(steps) + 1, len(places) + 1), dtype=np.int64)
-    gone[1:, 1:] = np.cumsum(np.cumsum(index[:, None] == np.array(places, dtype=np.int64), axis=0), axis=1)
-    return first[:, None] - gone[np.minimum(first, len(steps))]
-
-
-def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
-    """Host bytes that one call of each block swaps if the first p chunks are resident, (B + 1, N + 1).
-
-    What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
-    """
-    index_of = {block.name: index for index, block in enumerate(layout.blocks)}
-    calls = [call for call in profile.calls if call.name in index_of]
-    count, every = len(sizes.nbytes), np.arange(len(calls))
-    chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, count)
-    call_of = np.repeat(every, [len(call.saved_casts) for call in calls])
-    chunks = chunk_of[np.array([sizes.place[fqn] for call in calls for fqn, _ in call.saved_casts], dtype=np.int64)]
-    casts = np.array([swapped_bytes(cast) for call in calls for _, cast in call.saved_casts], dtype=np.int64)
-    # What is not streamed in another dtype counts for nothing, and stands behind all chunks, as the end of a call does.
-    casts, chunks = np.append(np.where(chunks < count, casts, 0), 0 * every), np.append(chunks, 0 * every + count)
-    call_of = np.append(call_of, every)
-    order = np.lexsort((chunks, call_of))
-    casts, chunks, call_of = casts[order], chunks[order], call_of[order]
-    begin, end = (np.searchsorted(call_of, every, side=side) for side in ("left", "right"))
-    sums, previous = before_each(casts), np.append(-1, chunks)[:-1]
-    previous[begin] = -1
-    # It changes behind each of these chunks.
-    fewer = np.repeat(sums[end][call_of] - sums[:-1], chunks - previous).reshape(len(calls), count + 1)
-    table = np.zeros((len(index_of) + 1, count + 1), dtype=np.int64)
-    for call, row in zip(calls, fewer, strict=True):
-        own = table[index_of[call.name]]
-        np.maximum(own, call.swap_bytes - row, out=own)
-    return table
 
 
 def _in_flight(sizes: Sizes) -> Integers:

@@ -17,8 +17,13 @@ from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.records import ModelLayout
+
+Integers = NDArray[np.int64]
 
 # Steps cost about the same if they differ by no more than that from the next cheaper one.
 ALIKE = 1.05
@@ -158,3 +163,22 @@ def check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> Non
         )
     if num_swap + num_checkpoint > len(layout.blocks):
         raise ValueError(f"{given}: this model has {len(layout.blocks)} blocks.")
+
+
+def first_steps(steps: Sequence[Step], policies: Sequence[BlockPolicy], num_blocks: int) -> Integers:
+    """Which step is the first that gives each block one of these policies, (B + 1,)."""
+    # What is in no block is so far behind them that it is not reached.
+    first = np.full(num_blocks + 1, 2 * len(steps), dtype=np.int64)
+    for number, (index, policy) in reversed(list(enumerate(steps))):
+        if policy in policies:
+            first[index] = number
+    return first
+
+
+def steps_before(first: Integers, steps: Sequence[Step], places: Sequence[int]) -> Integers:
+    """Steps of blocks that do not swap before each of `first`, if the first s places swap, (B + 1, S + 1)."""
+    index = np.array([index for index, _ in steps], dtype=np.int64)
+    # Of the steps before each: those of the first s places, (T + 1, S + 1).
+    gone = np.zeros((len(steps) + 1, len(places) + 1), dtype=np.int64)
+    gone[1:, 1:] = np.cumsum(np.cumsum(index[:, None] == np.array(places, dtype=np.int64), axis=0), axis=1)
+    return first[:, None] - gone[np.minimum(first, len(steps))]

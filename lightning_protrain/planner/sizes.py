@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan
-from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapped_bytes
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -111,6 +111,35 @@ def second_largest(amounts: Integers, keys: Integers, count: int) -> Integers:
     later = np.maximum.accumulate(padded[::-1])[::-1]
     second = np.maximum.accumulate(np.minimum(padded[:-1], later[1:])[::-1])[::-1]
     return second[np.searchsorted(keys, np.arange(count + 1))]
+
+
+def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
+    """Host bytes that one call of each block swaps if the first p chunks are resident, (B + 1, N + 1).
+
+    What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
+    """
+    index_of = {block.name: index for index, block in enumerate(layout.blocks)}
+    calls = [call for call in profile.calls if call.name in index_of]
+    count, every = len(sizes.nbytes), np.arange(len(calls))
+    chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, count)
+    call_of = np.repeat(every, [len(call.saved_casts) for call in calls])
+    chunks = chunk_of[np.array([sizes.place[fqn] for call in calls for fqn, _ in call.saved_casts], dtype=np.int64)]
+    casts = np.array([swapped_bytes(cast) for call in calls for _, cast in call.saved_casts], dtype=np.int64)
+    # What is not streamed in another dtype counts for nothing, and stands behind all chunks, as the end of a call does.
+    casts, chunks = np.append(np.where(chunks < count, casts, 0), 0 * every), np.append(chunks, 0 * every + count)
+    call_of = np.append(call_of, every)
+    order = np.lexsort((chunks, call_of))
+    casts, chunks, call_of = casts[order], chunks[order], call_of[order]
+    begin, end = (np.searchsorted(call_of, every, side=side) for side in ("left", "right"))
+    sums, previous = before_each(casts), np.append(-1, chunks)[:-1]
+    previous[begin] = -1
+    # It changes behind each of these chunks.
+    fewer = np.repeat(sums[end][call_of] - sums[:-1], chunks - previous).reshape(len(calls), count + 1)
+    table = np.zeros((len(index_of) + 1, count + 1), dtype=np.int64)
+    for call, row in zip(calls, fewer, strict=True):
+        own = table[index_of[call.name]]
+        np.maximum(own, call.swap_bytes - row, out=own)
+    return table
 
 
 def _integers(values: Iterable[int]) -> Integers:
