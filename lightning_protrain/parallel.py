@@ -149,11 +149,6 @@ class DataParallelStrategy(ProcessStrategy):
         return "world" in (chosen.shard_optimizer, chosen.shard_weights) and num_nodes > 1
 
     @property
-    def divides_steps(self) -> bool:
-        """Whether one machine steps for all of them in this run, or each of them its rows."""
-        return self.would_divide_steps(self.num_nodes)
-
-    @property
     def divides_weights(self) -> bool:
         """Whether each machine holds some rows of what is offloaded, see [Note: Rows]."""
         return self._parallelism.shard_weights == "world" and self.num_nodes > 1
@@ -225,7 +220,7 @@ class DataParallelStrategy(ProcessStrategy):
         gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
         window = WINDOW if self.root_device.type == "cuda" else 0
         gathering = Gathering(here, spare=window) if gathers and here > 1 else None
-        machines = self.num_nodes if self.divides_steps else 1
+        machines = self.num_nodes if self.would_divide_steps(self.num_nodes) else 1
         wishes = wishes.among(sharding, here, self.world_size)
         return replace(wishes, gathering=gathering, machines=machines)
 
