@@ -143,7 +143,7 @@ class DataParallelStrategy(ProcessStrategy):
         """Whether the ranks of a machine would share what is offloaded."""
         return self._parallelism.sharding in ("auto", "shard")
 
-    def would_divide_steps(self, num_nodes: int) -> bool:
+    def divides_steps(self, num_nodes: int) -> bool:
         """Whether one of so many machines steps for all of them, see [Note: Machines], or each of them its rows."""
         chosen = self._parallelism
         return "world" in (chosen.shard_optimizer, chosen.shard_weights) and num_nodes > 1
@@ -156,14 +156,14 @@ class DataParallelStrategy(ProcessStrategy):
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
-    def shardings(self, local_size: int, num_nodes: int | None = None) -> tuple[Sharding, ...]:
+    def shardings(self, local_size: int, num_nodes: int = 1) -> tuple[Sharding, ...]:
         """Who may hold offloaded chunks: the first, if nothing is searched for.
 
         Args:
             local_size: Ranks of each machine.
-            num_nodes: Machines; None: those of this run.
+            num_nodes: Machines.
         """
-        if not self.may_shard or (local_size == 1 and not self.would_divide_steps(num_nodes or self.num_nodes)):
+        if not self.may_shard or (local_size == 1 and not self.divides_steps(num_nodes)):
             return (Sharding.REPLICATE,)
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
@@ -175,7 +175,7 @@ class DataParallelStrategy(ProcessStrategy):
         """
         if self._parallelism.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        found = self.shardings(self.num_processes if self._ranks is not None else 1)
+        found = self.shardings(self.num_processes if self._ranks is not None else 1, self.num_nodes)
         module = self.lightning_module
         name = writes_averages(module.trainer) if module is not None else ""
         if Sharding.SHARD not in found or not self._meet("the callbacks", bool(name)):
@@ -220,7 +220,7 @@ class DataParallelStrategy(ProcessStrategy):
         gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
         window = WINDOW if self.root_device.type == "cuda" else 0
         gathering = Gathering(here, spare=window) if gathers and here > 1 else None
-        machines = self.num_nodes if self.would_divide_steps(self.num_nodes) else 1
+        machines = self.num_nodes if self.divides_steps(self.num_nodes) else 1
         wishes = wishes.among(sharding, here, self.world_size)
         return replace(wishes, gathering=gathering, machines=machines)
 

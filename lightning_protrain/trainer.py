@@ -85,7 +85,7 @@ class PlanningTrainer(Trainer):
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
         here = num_gpus // num_nodes
         shardings = self.strategy.shardings(here, num_nodes)
-        divides = self.strategy.would_divide_steps(num_nodes)
+        divides = self.strategy.divides_steps(num_nodes)
         wholes: dict[str, HardwareProfile] = {}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
@@ -237,7 +237,7 @@ def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
     for column in ("hardware", "GPUs", "host", "sums", *exchanges, "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
     for name, (way, one) in scaled.items():
-        divided = ", steps divided" if one.exchange_seconds else ""
+        divided = ", divided" if one.exchange_seconds else ""
         table.add_row(
             name,
             f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}{divided}",

@@ -129,9 +129,8 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
 @pytest.mark.parametrize(("num_nodes", "chosen"), [(1, Sharding.REPLICATE), (2, Sharding.SHARD)])
 def test_machines_of_one_rank_share_where_they_divide_steps(num_nodes: int, chosen: Sharding) -> None:
     strategy = ProTrainStrategy(sharding="shard", shard_optimizer="world", parallel_devices=[CPU])
-    strategy.num_nodes = num_nodes
-    assert strategy.shardings(1) == (chosen,)
-    assert strategy.shardings(2) == (Sharding.SHARD,)
+    assert strategy.shardings(1, num_nodes) == (chosen,)
+    assert strategy.shardings(2, num_nodes) == (Sharding.SHARD,)
 
 
 @pytest.mark.parametrize("gather", ["host", "device", "auto"])

@@ -190,7 +190,7 @@ def test_machines_that_divide_steps_are_planned_for(
         assert plan.prediction is not None
         found.append((plan, plan.prediction))
     (before, alone), (plan, divided) = found
-    assert ["steps divided" in each for each in shown] == [False, True]
+    assert [", divided" in each for each in shown] == [False, True]
     assert f"{nodes} x {here}, shard" in shown[1]  # With one rank on each machine, too.
     assert [chunk.resident for chunk in plan.chunks] == [chunk.resident for chunk in before.chunks]
     step, whole = ({phase.name: phase for phase in each.phases}["step"].host for each in (divided, alone))
