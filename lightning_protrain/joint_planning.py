@@ -23,7 +23,7 @@ from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.gauging import gauge, gauge_gathers
+from lightning_protrain.runtime.gauging import gauge, gauge_gathers, gauge_rows
 from lightning_protrain.runtime.node_memory import FOLDER
 from lightning_protrain.runtime.owners import shared_bytes
 
@@ -69,9 +69,11 @@ def plan_jointly(
         rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
         how = case.wishes.gathering
         if how is not None and Sharding.SHARD in shardings:
-            how = replace(how, link=gauge_gathers(ranks, device, case.layout))
+            how = replace(how, link=(gauge_rows if how.rows else gauge_gathers)(ranks, device, case.layout))
             case = replace(case, wishes=replace(case.wishes, gathering=how))
-            rank_zero_info(f"Parts of chunks of {how.ranks} ranks: {(how.link or 0.0) / 1e9:.3g} GB/s to each.")
+            what = "Rows of weights of" if how.rows else "Parts of chunks of"
+            where = "machines" if how.rows else "ranks"
+            rank_zero_info(f"{what} {how.ranks} {where}: {(how.link or 0.0) / 1e9:.3g} GB/s to each.")
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     return case.among(plan.sharding), plan
 

@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
-from lightning_protrain.parallelism import Parallelism, gathers_parts, may_gather
-from lightning_protrain.planner.network import WINDOW, Gathering
+from lightning_protrain.parallelism import Parallelism, gathers_parts
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -145,13 +144,16 @@ class DataParallelStrategy(ProcessStrategy):
 
     def divides_steps(self, num_nodes: int) -> bool:
         """Whether one of so many machines steps for all of them, see [Note: Machines], or each of them its rows."""
-        chosen = self._parallelism
-        return "world" in (chosen.shard_optimizer, chosen.shard_weights) and num_nodes > 1
+        return self._parallelism.machines_on_paper(num_nodes, 1) > 1
+
+    def would_divide_weights(self, num_nodes: int) -> bool:
+        """Whether each of so many machines would hold some rows of what is offloaded, see [Note: Rows]."""
+        return self._parallelism.shard_weights == "world" and num_nodes > 1
 
     @property
     def divides_weights(self) -> bool:
-        """Whether each machine holds some rows of what is offloaded, see [Note: Rows]."""
-        return self._parallelism.shard_weights == "world" and self.num_nodes > 1
+        """Whether each machine holds some rows in this run."""
+        return self.would_divide_weights(self.num_nodes)
 
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
@@ -217,9 +219,8 @@ class DataParallelStrategy(ProcessStrategy):
         here, module = max(self.num_processes, 1), self.lightning_module
         trains = module is None or module.trainer.state.fn == TrainerFn.FITTING
         manual = module is not None and not module.automatic_optimization
-        gathers = trains and may_gather(self._parallelism.gather, manual, self.peers, self._sends)
-        window = WINDOW if self.root_device.type == "cuda" else 0
-        gathering = Gathering(here, spare=window) if gathers and here > 1 else None
+        known = here, self.num_nodes, self.peers, self._sends, self.root_device.type
+        gathering = self._parallelism.gathering(*known) if trains and not manual else None
         machines = self.num_nodes if self.divides_steps(self.num_nodes) else 1
         wishes = wishes.among(sharding, here, self.world_size)
         return replace(wishes, gathering=gathering, machines=machines)

@@ -76,16 +76,39 @@ class Parallelism:
                 'share none. Set sharding="shard" or "auto", or leave `gather` out.'
             )
 
-    def gathers_on_paper(self, ranks: int, link: float | None, upload: float) -> Gathering | None:
-        """How ranks gather on machines that are not here, where nobody can look for NVLink.
+    def gathering(
+        self, here: int, machines: int, peers: PeerAccess | None, sends: str | None, kind: str
+    ) -> Gathering | None:
+        """How chunks come from other ranks in a run, but for rates; None: each rank uploads all of them.
 
         Args:
-            ranks: Of a machine.
+            here: Ranks of a machine.
+            machines: That train together.
+            peers: What joins the devices of a machine.
+            sends: What collectives of device tensors are made by; None: there is one rank.
+            kind: Of device.
+        """
+        if self.shard_weights == "world" and machines > 1:
+            return Gathering.of_rows(machines)
+        gathers = here > 1 and may_gather(self.gather, False, peers, sends)
+        return Gathering(here, spare=WINDOW if kind == "cuda" else 0) if gathers else None
+
+    def gathering_on_paper(
+        self, here: int, machines: int, link: float | None, network: float, upload: float
+    ) -> Gathering | None:
+        """The same for machines that are not here, where nobody can look for NVLink.
+
+        Args:
+            here: Ranks of a machine.
+            machines: That train together.
             link: Bytes per second that a device sends to another one; None: as many as to its host.
+            network: Bytes per second that a machine sends to another one.
             upload: Bytes per second from the host, the most that any of the devices takes.
         """
+        if self.shard_weights == "world" and machines > 1:
+            return Gathering.of_rows(machines, network / here)
         wanted = self.gather == "device" or (self.gather == "auto" and link is not None and link > upload)
-        return Gathering(ranks, link, WINDOW) if wanted and ranks > 1 else None
+        return Gathering(here, link, WINDOW) if wanted and here > 1 else None
 
     def machines_on_paper(self, ranks: int, here: int) -> int:
         """Among how many machines steps are divided, where `here` of `ranks` are on each, see [Note: Machines]."""

@@ -271,7 +271,8 @@ class Case:
     @property
     def _gathering(self) -> Gathering | None:
         """How chunks are gathered that are offloaded; ranks that hold them each for itself gather nothing."""
-        return self.wishes.gathering if self.wishes.sharers > 1 else None
+        how = self.wishes.gathering
+        return how if how is not None and (how.rows or self.wishes.sharers > 1) else None
 
     @property
     def _room_to_gather(self) -> int:
@@ -291,7 +292,7 @@ class Case:
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
         how = self._gathering if plan.num_offloaded_chunks else None
-        window, ranks = (how.spare, how.ranks) if how is not None else (0, 1)
+        window, ranks = (how.spare, 1 if how.rows else how.ranks) if how is not None else (0, 1)
         memory = replace(plan.memory, gradients_in_flight=own + nbytes, gathers_for_others=window)
         prediction = plan.prediction.among_ranks(nbytes, window) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction, gathered_by=ranks)

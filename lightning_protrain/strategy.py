@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -190,7 +191,7 @@ class ProTrainStrategy(StatesStrategy):
 
     @contextmanager
     def planning_only(
-        self, machines: Machines, ranks: int = 1, here: int = 1, link: float | None = None
+        self, machines: Machines, ranks: int = 1, here: int = 1, link: float | None = None, network: float = math.inf
     ) -> Generator[Answers]:
         """Within it, a fit ends when its plan is made, and no weights are.
 
@@ -199,12 +200,14 @@ class ProTrainStrategy(StatesStrategy):
             ranks: How many train together.
             here: How many of them are on one machine.
             link: Bytes per second that a device sends to another one of its machine; None: what it sends to its host.
+            network: Bytes per second that a machine sends to another one.
 
         Yields:
             A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
         """
         uploads = [machine.upload for under in machines.values() for machine in under.values() if machine is not None]
-        gathering = self._parallelism.gathers_on_paper(here, link, max(uploads, default=0.0))
+        known = here, ranks // here, link, network
+        gathering = self._parallelism.gathering_on_paper(*known, max(uploads, default=0.0))
         divided = self._parallelism.machines_on_paper(ranks, here)
         wishes, self._wishes = self._wishes, self._wishes.among(Sharding.REPLICATE, here, ranks)
         self._wishes = replace(self._wishes, gathering=gathering, machines=divided)

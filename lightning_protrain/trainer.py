@@ -97,16 +97,16 @@ class PlanningTrainer(Trainer):
         machines = {
             name: {each: _for_rank(whole, each, here, steppers) for each in shardings} for name, whole in wholes.items()
         }
-        link = parse_bytes(gpu_link) if gpu_link is not None else None
-        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here, link) as found:
+        link, wire = parse_bytes(gpu_link) if gpu_link is not None else None, parse_bytes(network)
+        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here, link, wire) as found:
             has_data = datamodule is not None or is_overridden("train_dataloader", model)
             if has_data and (batch_size is not None or length is not None):
                 raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
             made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
             self.fit(model, None if has_data else made, datamodule=datamodule)
-        wire, overlaps = parse_bytes(network), self.strategy.overlap.overlap != "off"
+        ways = divides, self.strategy.overlap.overlap != "off", self.strategy.would_divide_weights(num_nodes)
         clusters = {
-            name: Cluster(here, num_nodes, link or whole.download, wire, whole.host_memory, divides, overlaps)
+            name: Cluster(here, num_nodes, link or whole.download, wire, whole.host_memory, *ways)
             for name, whole in wholes.items()
             if num_gpus > 1
         }

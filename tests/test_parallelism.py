@@ -83,7 +83,7 @@ def test_under_manual_optimization_it_is_refused(sends: str | None) -> None:
 def test_on_paper_it_takes_a_link_that_is_faster_than_that_to_the_host(
     choice: Any, ranks: int, link: float | None, expected: Gathering | None
 ) -> None:
-    assert Parallelism(gather=choice).gathers_on_paper(ranks, link, 25.0) == expected
+    assert Parallelism(gather=choice).gathering_on_paper(ranks, 1, link, 1.0, 25.0) == expected
 
 
 @pytest.mark.parametrize("sharding", ["auto", "resident", "replicate"])
@@ -91,6 +91,27 @@ def test_steps_of_what_is_not_shared_are_not_divided(sharding: Any) -> None:
     with pytest.raises(ValueError, match=rf'under sharding="{sharding}" they may share nothing'):
         Parallelism(sharding=sharding, shard_optimizer="world")
     assert Parallelism(sharding="shard", shard_optimizer="world").shard_optimizer == "world"
+
+
+def test_on_paper_rows_come_over_the_network_that_ranks_of_a_machine_share() -> None:
+    chosen = Parallelism(sharding="shard", shard_weights="world")
+    assert chosen.gathering_on_paper(4, 8, None, 20.0, 25.0) == Gathering.of_rows(8, 5.0)
+    assert chosen.gathering_on_paper(4, 1, None, 20.0, 25.0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "expected"),
+    [
+        ({"shard_weights": "world"}, (1, 3, None, "gloo", "cpu"), Gathering.of_rows(3)),
+        ({"shard_weights": "world"}, (4, 1, None, "gloo", "cpu"), None),
+        ({"gather": "device"}, (4, 1, None, "gloo", "cpu"), Gathering(4)),
+        ({"gather": "device"}, (4, 1, None, "nccl", "cuda"), Gathering(4, spare=WINDOW)),
+        ({"gather": "device"}, (1, 4, None, "gloo", "cpu"), None),
+        ({}, (4, 1, None, "gloo", "cpu"), None),
+    ],
+)
+def test_how_chunks_come_from_other_ranks(given: Any, known: Any, expected: Gathering | None) -> None:
+    assert Parallelism(sharding="shard", **given).gathering(*known) == expected
 
 
 def test_on_paper_steps_are_divided_among_the_machines_that_ranks_fill() -> None:

@@ -11,6 +11,9 @@ where they wait for their buffers, it is added to what is held back. With b byte
 seconds up to a window, so these stay monotone, and more of b takes no longer than at `slowest`, see [Note: Held back].
 Left out is that sums of gradients may take the same link.
 
+Where M machines have rows of each weight, that is the same with M for L, the network for the link, and chunks that are
+not divided into windows.
+
 Imports no torch.
 """
 
@@ -28,6 +31,8 @@ Number = Any
 DDP_BUCKET = 25 << 20
 # Bytes of a chunk that are gathered at once, at most.
 WINDOW = 64 << 20
+# More than any chunk has.
+_WHOLE = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class Gathering:
         link: Bytes per second that come to a device from the others; None: not known, as many as it sends to its host.
         spare: Bytes of the device for gathers that a rank makes for the sake of others.
         window: The most bytes of a chunk that are gathered at once.
+        rows: Whether `ranks` are those of one place on each machine, which has rows of every weight.
 
     Raises:
         ValueError: There are no other ranks, or the rate is no finite number above zero.
@@ -145,6 +151,12 @@ class Gathering:
     link: float | None = None
     spare: int = 0
     window: int = WINDOW
+    rows: bool = False
+
+    @classmethod
+    def of_rows(cls, machines: int, link: float | None = None) -> Gathering:
+        """That of machines that divide weights; `link` is what comes to each device from the other machines."""
+        return cls(machines, link, window=_WHOLE, rows=True)
 
     def __post_init__(self) -> None:
         """Of a rank alone nothing would come from others."""

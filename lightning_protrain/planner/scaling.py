@@ -38,6 +38,7 @@ class Cluster:
         host_memory: Bytes per second that the memory of a machine moves.
         divides_steps: Whether machines divide the optimizer's steps of offloaded chunks.
         overlaps: Whether these steps run beside what the devices compute.
+        divides_weights: Whether machines divide the weights, too: no new ones are sent after steps.
     """
 
     gpus_per_node: int
@@ -47,6 +48,7 @@ class Cluster:
     host_memory: float
     divides_steps: bool = False
     overlaps: bool = True
+    divides_weights: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -142,7 +144,7 @@ def exchanged_bytes(plan: Plan, num_nodes: int) -> float:
 
 
 def _exchange_seconds(plan: Plan, cluster: Cluster) -> float:
-    if not cluster.divides_steps or plan.sharding is not Sharding.SHARD:
+    if not cluster.divides_steps or cluster.divides_weights or plan.sharding is not Sharding.SHARD:
         return 0.0
     _, offloaded = _summed_bytes(plan)
     one_by_one = math.ceil(math.log2(cluster.num_nodes)) * offloaded / cluster.gpus_per_node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,17 +36,18 @@ def gauge(
     """
     element = None if dtype is None else dtype.itemsize
     shards = sharding is Sharding.SHARD
-    sums: dict[str, Callable[[torch.Tensor], Any]] = {
-        "everyone": lambda flat: dist.all_reduce(flat, group=ranks.everyone, async_op=True),
+    sums: dict[str, Callable[[torch.Tensor], list[Any]]] = {
+        "everyone": lambda flat: [dist.all_reduce(flat, group=ranks.everyone, async_op=True)],
     }
     if shards:
         node = ranks.node or ranks.everyone
-        sums["owner"] = lambda flat: dist.reduce(flat, group=node, async_op=True, group_dst=0)
+        sums["owner"] = lambda flat: [dist.reduce(flat, group=node, async_op=True, group_dst=0)]
+        if ranks.divides_steps or ranks.divides_weights:
+            sums["peers"] = lambda flat: [dist.reduce(flat, group=ranks.peers, async_op=True, group_dst=0)]
         if ranks.divides_steps:
-            sums["peers"] = lambda flat: dist.reduce(flat, group=ranks.peers, async_op=True, group_dst=0)
-            sums["exchange"] = lambda flat: dist.broadcast(flat, group=ranks.sending, async_op=True, group_src=0)
-        elif ranks.peers is not None:
-            sums["peers"] = lambda flat: dist.all_reduce(flat, group=ranks.peers, async_op=True)
+            sums["exchange"] = lambda flat: [dist.broadcast(flat, group=ranks.sending, async_op=True, group_src=0)]
+        elif ranks.peers is not None and not ranks.divides_weights:
+            sums["peers"] = lambda flat: [dist.all_reduce(flat, group=ranks.peers, async_op=True)]
     large = max(min(_largest(layout), _LARGEST), 2 * _SMALL)
     host = torch.device("cpu")  # Where new weights are, see [Note: Exchange].
     seconds = [
@@ -77,15 +78,47 @@ def gauge_gathers(ranks: Ranks, device: torch.device, layout: ModelLayout) -> fl
         RuntimeError: A rank is gone, or has failed.
     """
     group, place, size = ranks.node or ranks.everyone, ranks.local_rank, ranks.local_size
+
+    def gather(flat: torch.Tensor) -> list[Any]:
+        part = flat.numel() // size
+        return [begin_all_gather(flat[: size * part], flat[place * part :][:part], group)]
+
+    return _rate_from_others(gather, size, ranks, device, layout)
+
+
+def gauge_rows(ranks: Ranks, device: torch.device, layout: ModelLayout) -> float:
+    """Measures how fast rows of chunks come from other machines, for all ranks at once; every rank calls it.
+
+    Args:
+        ranks: Who divide weights among their machines.
+        device: Where chunks come.
+        layout: As of `gauge_gathers`.
+
+    Returns:
+        Bytes per second that come to each device from other machines, those of the slowest rank.
+
+    Raises:
+        RuntimeError: A rank is gone, or has failed.
+    """
+    size = ranks.num_machines
+
+    def send(flat: torch.Tensor) -> list[Any]:
+        parts = flat[: flat.numel() // size * size].chunk(size)
+        return [
+            dist.broadcast(part, group=ranks.fetching, group_src=machine, async_op=True)
+            for machine, part in enumerate(parts)
+        ]
+
+    return _rate_from_others(send, size, ranks, device, layout)
+
+
+def _rate_from_others(
+    begin: Callable[[torch.Tensor], list[Any]], size: int, ranks: Ranks, device: torch.device, layout: ModelLayout
+) -> float:
     sizes = {info.fqn: info.nbytes for info in layout.parameters}
     largest = max((sum(sizes[fqn] for fqn in unit.parameters) for unit in layout.units), default=0)
-
-    def gather(flat: torch.Tensor) -> Any:
-        part = flat.numel() // size
-        return begin_all_gather(flat[: size * part], flat[place * part :][:part], group)
-
     nbytes = max(min(largest, _LARGEST), _SMALL * size)
-    told = torch.tensor([_seconds(gather, nbytes, device, ranks)], dtype=torch.float64)
+    told = torch.tensor([_seconds(begin, nbytes, device, ranks)], dtype=torch.float64)
     work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
     ranks.attendance.wait(work, "the rates of the network")
     return (size - 1) / size * nbytes / float(told)
@@ -104,22 +137,24 @@ def _route(small: float, large: float, nbytes: int) -> Route:
     return Route(small, (nbytes - _SMALL) / beside)
 
 
-def _seconds(begin: Callable[[torch.Tensor], Any], nbytes: int, device: torch.device, ranks: Ranks) -> float:
+def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: Ranks) -> float:
     """Of one sum, the fastest of several behind one that opens connections."""
     flat = torch.zeros(nbytes // 4, device=device)
     found = []
     for _ in range(_REPEATS + 1):
         together = torch.zeros(1)
-        _wait(ranks, dist.all_reduce(together, group=ranks.meeting, async_op=True), together)
+        _wait(ranks, [dist.all_reduce(together, group=ranks.meeting, async_op=True)], together)
         started = time.perf_counter()
         _wait(ranks, begin(flat), flat)
         found.append(time.perf_counter() - started)
     return min(found[1:])
 
 
-def _wait(ranks: Ranks, work: Any, flat: torch.Tensor) -> None:
+def _wait(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
     if flat.device.type == "cpu":
-        ranks.attendance.wait(work, "the rates of the network")
+        for work in works:
+            ranks.attendance.wait(work, "the rates of the network")
         return
-    work.wait()  # Of the compute stream; what is read of the sum comes after it.
+    for work in works:
+        work.wait()  # Of the compute stream; what is read of the sum comes after it.
     flat[:1].tolist()

@@ -16,7 +16,7 @@ from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime import gauging
 from lightning_protrain.runtime.comm import find_ranks
-from lightning_protrain.runtime.gauging import gauge, gauge_gathers
+from lightning_protrain.runtime.gauging import gauge, gauge_gathers, gauge_rows
 from tests.planner.layouts import layout_of, parameter
 from tests.ranks import run_ranks, values
 
@@ -115,3 +115,29 @@ def test_the_slowest_rank_counts_in_gathers_too(tmp_path: Path) -> None:
     (first, _), (second, _) = values(run_ranks(_gauge_gathers, 2, tmp_path, 2, 1))
     assert first == second
     assert first < LAYOUT.parameters[0].nbytes / 2 / 0.19
+
+
+def _gauge_rows(rank: int, local_size: int) -> tuple[float, set[tuple[int, int]], Network]:
+    ranks, made = find_ranks(rank % local_size, local_size).dividing_weights(), set()
+    plain = dist.broadcast
+
+    def noting(flat: Any, *, group: Any, group_src: int, **how: Any) -> Any:
+        made.add((dist.get_world_size(group), group_src))
+        return plain(flat, group=group, group_src=group_src, **how)
+
+    dist.broadcast = noting  # Of this process.
+    rate = gauge_rows(ranks, CPU, LAYOUT)
+    return rate, made, gauge(ranks, CPU, Sharding.SHARD, LAYOUT)
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (4, 2)])
+def test_machines_that_divide_weights_send_rows_at_the_same_rate(
+    world_size: int, local_size: int, tmp_path: Path
+) -> None:
+    first, *others = values(run_ranks(_gauge_rows, world_size, tmp_path, local_size))
+    assert others == [first] * (world_size - 1)
+    rate, made, network = first
+    assert made == {(2, 0), (2, 1)}
+    assert 1e6 < rate < 1e12
+    assert network.exchange is None
+    assert network.peers is not None
