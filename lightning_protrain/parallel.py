@@ -154,6 +154,11 @@ class DataParallelStrategy(ProcessStrategy):
         """Whether each machine holds some rows of what is offloaded, see [Note: Rows]."""
         return self._parallelism.shard_weights == "world" and self.num_nodes > 1
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether each machine reads the rows that it holds, and nothing else."""
+        return False
+
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
@@ -218,7 +223,7 @@ class DataParallelStrategy(ProcessStrategy):
         gathering = Gathering(here, spare=window) if gathers and here > 1 else None
         machines = self.num_nodes if self.divides_steps else 1
         wishes = wishes.among(sharding, here, self.world_size)
-        return replace(wishes, gathering=gathering, machines=machines)
+        return replace(wishes, gathering=gathering, machines=machines, rows=self.reads_rows)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.
