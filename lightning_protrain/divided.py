@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_protrain.overlap import OverlapChoice
-from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.local_rows import refuse_optimizers
 from lightning_protrain.runtime.rows import Rows
@@ -66,19 +65,6 @@ def refuse_combinations(
                 f'shard_weights="world": {name!r} has a hook on its gradient, of which no machine has all. Take it '
                 "off, or leave `shard_weights` out."
             )
-
-
-def refuse_plan(plan: Plan) -> None:
-    """Refuses plans under which weights that machines divide have not been tried.
-
-    Raises:
-        ValueError: A block swaps.
-    """
-    if any(block.swap_bytes for block in plan.blocks):
-        raise ValueError(
-            'shard_weights="world" and swapped activations have not been tried together. Set num_swap_blocks=0, or '
-            "leave `shard_weights` out."
-        )
 
 
 def attach(module: nn.Module) -> list[Any]:

@@ -193,14 +193,14 @@ class Case:
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
         use = self._host_use
-        how = use.accumulate, True, use.sharers, use.machines
+        how = use.accumulate, True, use.sharers, use.machines, use.rows
         taken = sum(host_terms(self.layout, plan, self.state_bytes, *how).values())
         return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0) // use.sharers
 
     @property
     def _host_use(self) -> HostUse:
         accumulate = self.training.accumulate if self.training is not None else 1
-        return HostUse(self.wishes.sharers, accumulate, self.wishes.machines)
+        return HostUse(self.wishes.sharers, accumulate, self.wishes.machines, self.wishes.rows)
 
     @property
     def _checkpoint_copy(self) -> int:
@@ -241,6 +241,7 @@ class Case:
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
             machines=self.wishes.machines,
+            rows=self.wishes.rows,
             network=self.network,
             gathering=self._gathering,
         )

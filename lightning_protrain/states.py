@@ -10,6 +10,7 @@ has the whole model. `loading.stored_rows` reads so from safetensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_protrain.consensus import refuse_uneven
-from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, refuse_plan, whole_on_first
+from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, whole_on_first
 from lightning_protrain.outline import read_rows
 from lightning_protrain.overlap import OverlapChoice
 from lightning_protrain.owned_states import drop_states, gather_states
@@ -32,6 +33,7 @@ from lightning_protrain.runtime.local_rows import replace_parameters
 from lightning_protrain.runtime.optimizer import move_state_beside_parameters
 from lightning_protrain.runtime.rows import can_be_divided, row_ranges
 from lightning_protrain.torn import refuse_torn
+from lightning_protrain.wishes import Wishes
 
 
 class StatesStrategy(DataParallelStrategy):
@@ -53,6 +55,10 @@ class StatesStrategy(DataParallelStrategy):
             refuse_divided(self.lightning_module)
         return super().own_shardings()
 
+    def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
+        """As before, where each machine may read its own rows alone."""
+        return replace(super().among_ranks(wishes, sharding), rows=self.reads_rows)
+
     def allowed_overlap(self, choice: OverlapChoice) -> OverlapChoice:
         """What dividing weights leaves of a choice of overlap.
 
@@ -67,13 +73,11 @@ class StatesStrategy(DataParallelStrategy):
 
     def find_waiting(self, model: nn.Module, ranks: Ranks) -> frozenset[str]:
         """As before; nobody waits for what each machine reads for itself, see [Note: Reading rows]."""
-        return frozenset() if self._reads_rows(model) else super().find_waiting(model, ranks)
+        return frozenset() if self.reads_rows else super().find_waiting(model, ranks)
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
-        """As before; refuses what of a plan is not built where machines divide weights, and reads what they hold."""
-        if self.divides_weights:
-            refuse_plan(plan)
-        if self.ranks is not None and self._reads_rows(model):
+        """As before; reads what this machine holds, where machines divide weights."""
+        if self.ranks is not None and self.reads_rows:
             offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
             divided = {fqn: one for fqn, one in model.named_parameters() if fqn in offloaded and can_be_divided(one)}
             number, machine = self.ranks.num_machines, self.ranks.machine
@@ -86,7 +90,7 @@ class StatesStrategy(DataParallelStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights that have no values yet cannot take those of a checkpoint."""
-        return self.lightning_module is not None and self._reads_rows(self.lightning_module)
+        return self.reads_rows
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -94,9 +98,13 @@ class StatesStrategy(DataParallelStrategy):
             self._runtime.note_loaded()
             self.ranks.meet("the weights of a checkpoint")
 
-    def _reads_rows(self, model: nn.Module) -> bool:
-        waits = any(parameter.is_meta for parameter in model.parameters())
-        return self.divides_weights and waits and callable(getattr(model, "load_rows", None))
+    @property
+    def reads_rows(self) -> bool:
+        """Whether each machine reads the rows that it holds, and nothing else, see [Note: Reading rows]."""
+        model = self.lightning_module
+        if not self.divides_weights or model is None or not callable(getattr(model, "load_rows", None)):
+            return False
+        return any(parameter.is_meta for parameter in model.parameters())
 
     def replace_divided(self, model: LightningModule, runtime: Runtime) -> None:
         """After the plan has been applied: optimizers have the DTensors, and the model saves whole weights."""

@@ -251,7 +251,8 @@ class ProTrainStrategy(StatesStrategy):
             kind = "cuda" if on_gpus else self.root_device.type
             choice = self.allowed_overlap(self._overlap_choice)
             self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
-        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or self.has_outline
+        waits = self.has_outline and not (self.reads_rows and self.global_rank == 0)  # Rank 0 makes the plan.
+        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or waits
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         case = describe_case(wishes, trainer, model, *how)

@@ -31,6 +31,7 @@ class Wishes:
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
         gathering: How ranks gather chunks that are offloaded, where they share them; None: each uploads all of them.
         machines: Among how many steps of that copy are divided; 1: each machine steps all of its own.
+        rows: Whether the copy is, too, and each machine reads its rows of weights.
     """
 
     choice: Plan | Preset
@@ -45,6 +46,7 @@ class Wishes:
     sharers: int = 1
     gathering: Gathering | None = None
     machines: int = 1
+    rows: bool = False
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.

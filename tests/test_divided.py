@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.divided import attach, refuse_combinations, refuse_divided, refuse_plan
+from lightning_protrain.divided import attach, refuse_combinations, refuse_divided
 
 
 def _refuse(automatic: bool = True, scaler: object = None, overlap: Any = "auto", hook: bool = False) -> None:
@@ -34,14 +34,6 @@ def test_what_is_not_built_is_named(given: dict[str, Any], match: str) -> None:
     _refuse()
     with pytest.raises(ValueError, match=match):
         _refuse(**given)
-
-
-def test_plans_that_swap_are_refused() -> None:
-    plan: Any = SimpleNamespace(blocks=[SimpleNamespace(swap_bytes=0)])
-    refuse_plan(plan)
-    plan.blocks[0].swap_bytes = 1
-    with pytest.raises(ValueError, match="swapped activations have not been tried"):
-        refuse_plan(plan)
 
 
 def test_a_model_without_divided_weights_saves_and_loads_as_ever() -> None:

@@ -80,13 +80,13 @@ class Footprint:
         checkpoint_copy: int = 0,
         sharers: int = 1,
         machines: int = 1,
+        rows: bool = False,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
-        self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
+        self._accumulates, self._asynchronous, self._divided = accumulate > 1, hardware.asynchronous, (machines, rows)
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
-        self._machines = machines
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
         # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
@@ -114,7 +114,7 @@ class Footprint:
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
         lends = self._layout.lends_copies and self._sharers == 1
-        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends, self._machines
+        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends, *self._divided
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
@@ -266,6 +266,7 @@ def _host_states(
     sharers: int,
     lends: bool,
     machines: int,
+    rows: bool,
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -274,16 +275,19 @@ def _host_states(
     count = len(sizes.nbytes)
     weights = totals(sizes.chunk, sizes.own, count)
     whole = int(weights.sum())
-    copied = np.where(sizes.low, sizes.nbytes, 0)
-    copies = _after(np.where(sizes.low, _in_pages(sizes.nbytes), 0))
+    copied, holders = np.where(sizes.low, sizes.nbytes, 0), machines if rows else 1
+    paged = np.where(sizes.low, _in_pages(sizes.nbytes), 0)
+    copies = _after(paged) - _elsewhere(paged, holders)
     own_pages = _in_pages(sizes.own_bytes)
-    placed = _after(np.where(sizes.low, weights, _in_pages(sizes.nbytes)))
+    placed = np.where(sizes.low, weights, _in_pages(sizes.nbytes))
+    placed = _after(placed) - _elsewhere(placed, holders)
     stepped = np.where(sizes.trainable, sizes.elements, 0)
     moved = _elsewhere(stepped, machines)
     optimizer = np.ceil(state_bytes * (_after(stepped) - moved)).astype(np.int64)
     lent = sizes.trainable & sizes.low & lends
     states = _after(sizes.resident_bytes(state_bytes) + np.where(lent, 0, sizes.gradient_bytes) + copied)
     states = states - np.floor(state_bytes * moved).astype(np.int64)
+    states = states - _elsewhere(weights, holders) - _elsewhere(copied, holders)
     pool = np.zeros(count + 1, dtype=np.int64)
     growing = _Pool(asynchronous)
     waits = (sizes.trainable & ~lent & (accumulates | (sizes.low & (sharers == 1)))).tolist()
@@ -296,13 +300,13 @@ def _host_states(
         gradients = gradients - _elsewhere(np.where(sizes.trainable & ~lent, own_pages, 0), machines)
     pool += np.maximum.accumulate(np.append(np.where(lent, sizes.own_bytes, 0), 0)[::-1])[::-1]
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
-    resident = 0 if asynchronous else whole - _after(weights)
+    resident = 0 if asynchronous and not rows else whole - _after(weights)
     if accumulates:
         states = states + (sharers - 1) * _after(sizes.gradient_bytes)
     others = _of_other_ranks(sizes, accumulates, gradients, pool, sharers)
     table = np.stack(
         (np.maximum(states, placed + copies + gradients + optimizer + pool + others),
-         np.maximum(whole, placed + largest + resident) + copies)
+         np.maximum(0 if rows else whole, placed + largest + resident) + copies)
     )  # fmt: skip
     table[:, -1] = 0, whole
     return table

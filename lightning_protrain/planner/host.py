@@ -10,7 +10,8 @@ once, in so many blocks of whole pages.
 [Note: Divided]
 Where machines divide steps, optimizer states and averages are on the one that makes a step. Each chunk goes to the one
 that has least, or each rank's part of it, so the one with the most has no more than the mean and one chunk. Gradients
-that are accumulated are on all.
+that are accumulated are on all. Where they divide the weights themselves, and each reads its rows of them, weights and
+their copies are divided alike; the first machine has at most a row of each more, which the largest chunk makes up for.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def host_terms(
     asynchronous: bool = True,
     sharers: int = 1,
     machines: int = 1,
+    rows: bool = False,
 ) -> dict[str, int]:
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
@@ -54,6 +56,7 @@ def host_terms(
         asynchronous: Whether copies run beside computation.
         sharers: Ranks of the machine that share one copy.
         machines: Among how many steps are divided, see [Note: Divided].
+        rows: Whether weights are divided, too, and each machine reads its own.
     """
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
@@ -66,9 +69,12 @@ def host_terms(
     waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
     gradients = [_pages(_own_bytes(layout, chunk)) for chunk in kept]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
+    weights = [_weights(layout, chunk) for chunk in offloaded]
+    copies = [_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None]
+    holders = machines if rows else 1
     terms = {
-        "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
-        "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
+        "parameters": sum(weights) - elsewhere(weights, holders),
+        "low_precision_copies": sum(copies) - elsewhere(copies, holders),
         "gradients": sum(gradients) - (elsewhere(gradients, machines) if accumulate == 1 else 0),
         "optimizer_states": ceil(state_bytes * elements),
         "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
@@ -81,17 +87,19 @@ def host_terms(
     return terms
 
 
-def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:
+def loading_terms(
+    layout: ModelLayout, plan: Plan, asynchronous: bool, machines: int = 1, rows: bool = False
+) -> dict[str, int]:
     """The same while the model is placed: all its weights come from the host, chunk by chunk into their own memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-    terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
+    terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous, machines=machines, rows=rows)
     placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
     weights = sum(info.nbytes for info in layout.parameters)
     resident = sum(info.nbytes for info in layout.parameters) - sum(
         layout.parameter(fqn).nbytes for chunk in offloaded for fqn in chunk.parameters
     )
     return {
-        "parameters": max(weights, placed if asynchronous else placed + resident),
+        "parameters": placed + resident if rows else max(weights, placed if asynchronous else placed + resident),
         "low_precision_copies": terms["low_precision_copies"],
     }
 

@@ -20,11 +20,13 @@ class HostUse:
         sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in host.py.
         accumulate: Micro-batches in a step.
         machines: Among how many steps are divided, see [Note: Divided] in host.py.
+        rows: Whether weights are, too, and each machine reads its own.
     """
 
     sharers: int = 1
     accumulate: int = 1
     machines: int = 1
+    rows: bool = False
 
     @property
     def gradients(self) -> int:
@@ -148,6 +150,10 @@ def host_bytes(
     elements = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in trainable]
     states -= floor(state_bytes * elsewhere(elements, use.machines))
     states -= elsewhere(gradients, use.machines) if use.accumulate == 1 else 0
+    if use.rows:
+        weights = [sum(layout.parameter(fqn).nbytes for fqn in chunk.parameters) for chunk in offloaded]
+        copies = [chunk.nbytes for chunk in offloaded if chunk.streamed_dtype is not None]
+        states -= elsewhere(weights, use.machines) + elsewhere(copies, use.machines)
     return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
 
 

@@ -61,6 +61,7 @@ def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
         problem.checkpoint_copy,
         problem.sharers,
         problem.machines,
+        problem.rows,
     )
 
 

@@ -47,6 +47,7 @@ class Problem:
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
         machines: Among how many steps of that are divided, see [Note: Divided].
+        rows: Whether weights are, too, and each machine reads its own.
         network: How gradients are summed over ranks; None: there is one, or it is not known.
         reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
             gathers.
@@ -69,6 +70,7 @@ class Problem:
     checkpoint_copy: int = 0
     sharers: int = 1
     machines: int = 1
+    rows: bool = False
     network: Network | None = None
     reserved: int = 0
     gathering: Gathering | None = None
@@ -202,6 +204,7 @@ class Packing:
             problem.checkpoint_copy,
             problem.sharers,
             problem.machines,
+            problem.rows,
         )
 
     def keeps(self, num_swap: Integers, num_steps: Integers, persistent: Integers) -> Integers:

@@ -76,14 +76,13 @@ def fit(
     torch.set_num_threads(1)
     how: dict[str, Any] = {**case.divides, "sharding": "shard"} if case.divided else {}
     strategy = ProTrainStrategy(
-        plan=half(module) if case.part else "offload",
         monitor=False,
         gather=case.gather,
         overlap_optimizer=case.overlap,
         adapter_grad_sync="ddp",
         process_group_backend="gloo",
         cluster_environment=Machines(rank, case.num_machines * case.local_size, case.local_size),
-        **{"sharding": "auto", **how},
+        **{"plan": half(module) if case.part else "offload", "sharding": "auto", **how},
     )
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     given: dict[str, Any] = {**quiet, "max_steps": STEPS, **case.trainer, **options}

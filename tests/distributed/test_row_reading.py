@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_protrain.loading import stored_rows
 from lightning_protrain.runtime.rows import row_ranges
+from tests.distributed import test_parity
 from tests.distributed.test_checkpoints import Same
 from tests.distributed.test_exchange import Case, fit, module_of
 from tests.distributed.test_overlap import differing
@@ -110,3 +111,26 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     read = stored_rows(_stored(tmp_path / "stored"))
     with pytest.raises(ValueError, match="has no 'other'"):
         read("other", 0, 1)
+
+
+def _plan(rank: int, folder: str, swaps: int) -> tuple[list[str], bool]:
+    test_parity.WIDTH = 128  # Of this process: there is something to swap.
+    found = []
+    for cls, how in ((Same, {"shard_optimizer": "world"}), (Read, ROWS)):
+        module: Any = module_of(cls=cls)
+        module.folder = folder
+        knobs = {"num_swap_blocks": swaps, "num_checkpoint_blocks": 1, "num_persistent_chunks": 1}
+        knobs |= {"num_chunk_buffers": 2, "num_keep_offloaded_blocks": 1}
+        case = Case(True, divides={**how, **knobs, "plan": "auto"}, trainer={"accumulate_grad_batches": 2})
+        weights, trainer = fit(rank, module, case)
+        found.append(weights)
+    return differing(*found), any(block.swap_bytes for block in trainer.strategy.plan.blocks)
+
+
+def test_knobs_are_those_of_any_plan(tmp_path: Path) -> None:
+    test_parity.WIDTH, width = 128, test_parity.WIDTH
+    try:
+        folder = _stored(tmp_path / "stored")
+    finally:
+        test_parity.WIDTH = width
+    assert values(run_ranks(_plan, 2, tmp_path, folder, 1)) == [([], True)] * 2

@@ -116,11 +116,12 @@ def _keeps(layout: ModelLayout, chunks: list[ChunkPlan], blocks: list[BlockPlan]
 
 def _host(problem: Problem, plan: Plan) -> int:
     layout, machine, again = problem.layout, problem.hardware, problem.training.accumulate
-    use, among = HostUse(problem.sharers, again, problem.machines), (problem.sharers, problem.machines)
+    divided = problem.machines, problem.rows
+    use, among = HostUse(problem.sharers, again, *divided), (problem.sharers, *divided)
     return max(
         host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, use),
         sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous, *among).values()),
-        sum(loading_terms(layout, plan, machine.asynchronous).values()),
+        sum(loading_terms(layout, plan, machine.asynchronous, *divided).values()),
     )
 
 

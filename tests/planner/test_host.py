@@ -126,6 +126,16 @@ def test_machines_that_divide_steps_have_states_and_averages_of_a_part() -> None
         assert two[name] == alone[name]
 
 
+def test_machines_that_divide_weights_have_a_part_of_them() -> None:
+    layout, plan = LAYOUT, plan_of(LAYOUT)
+    steps, rows = (host_terms(layout, plan, 8.0, sharers=2, machines=2, rows=rows) for rows in (False, True))
+    assert rows["parameters"] < steps["parameters"] <= 2 * rows["parameters"]
+    assert all(rows[name] == steps[name] for name in steps if name not in ("parameters", "low_precision_copies"))
+    assert rows["low_precision_copies"] <= steps["low_precision_copies"]
+    placed, read = (loading_terms(layout, plan, True, 2, rows) for rows in (False, True))
+    assert read["parameters"] < placed["parameters"]
+
+
 def test_nothing_is_shared_by_one_rank() -> None:
     plan = plan_of(LAYOUT, swap_bytes=4096)
     assert host_terms(LAYOUT, plan, 8.0, sharers=1) == host_terms(LAYOUT, plan, 8.0)

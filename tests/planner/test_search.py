@@ -121,7 +121,7 @@ def check(
     assert fastest <= found.seconds <= 1.01 * fastest
     assert found.plan == fitting[best].plan
     check_plan(found.plan, problem.layout, "bfloat16")
-    use = HostUse(problem.sharers, problem.training.accumulate, problem.machines)
+    use = HostUse(problem.sharers, problem.training.accumulate, problem.machines, problem.rows)
     check_fits(found.plan, problem.layout, device, host, problem.state_bytes, use)
     return True
 
