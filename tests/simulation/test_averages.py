@@ -127,7 +127,7 @@ def frees_what_is_sent(self: Reduction, index: int) -> None:
 
 
 def adds_before_it_is_there(self: reduction._Bucket, slot: Any, gradient: Tensor) -> None:
-    view = self._places[slot].view(slot)
+    view = self._places[slot][0].view(slot)
     view.copy_(view + gradient if slot in self.filled else gradient)
     self.filled.add(slot)
 
