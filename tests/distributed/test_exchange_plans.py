@@ -24,6 +24,7 @@ def _plan(rank: int, local_size: int) -> tuple[Any, Any, Any]:
     for way in ("machine", "world"):
         strategy = ProTrainStrategy(
             device_memory="48KiB",
+            chunk_bytes=4096,
             hardware=CPU,
             sharding="shard",
             shard_optimizer=way,
