@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -62,7 +63,9 @@ class StoredTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> T:
+def load_once(
+    trainer: Any, load: Callable[[], T], outline: Callable[[], T], empty: Callable[[], T | None] | None = None
+) -> T:
     """What `load` gives; on ranks that will share the weights of another one what `outline` gives, without values.
 
     For `configure_model` of any module. Every rank calls it, under any strategy, or with no trainer at all.
@@ -71,11 +74,16 @@ def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> 
         trainer: Of the module; None: there is none.
         load: Makes a model with values.
         outline: Makes the same model on the default device, which is meta while it does.
+        empty: Where machines divide weights, makes it without values of parameters on every rank, which are read by
+            rows later; or gives None, where they cannot be. None: they cannot.
 
     Raises:
         RuntimeError: It failed on another rank.
     """
-    shares = getattr(getattr(trainer, "strategy", None), "load_once", None)
+    strategy = getattr(trainer, "strategy", None)
+    if empty is not None and getattr(strategy, "divides_weights", False) and (model := empty()) is not None:
+        return model
+    shares = getattr(strategy, "load_once", None)
     return load() if shares is None else shares(load, outline)
 
 
@@ -153,6 +161,39 @@ def outline_model(
         quantize_without_memory(model, quantization)
     if vocab_size not in (None, vocab_size_of(model.config)):
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    return model
+
+
+def empty_model(
+    folder: str,
+    config: PretrainedConfig,
+    dtype: str,
+    attn_implementation: str | None = None,
+    vocab_size: int | None = None,
+) -> PreTrainedModel | None:
+    """What `load_model` gives for the same arguments, but for values of parameters, which are on the meta device.
+
+    Returns:
+        A model with values of buffers, whose parameters `stored_rows` reads by name; None: what the folder has are not
+        its parameters one by one (they are stacked, renamed, pickled, or get more rows).
+
+    Raises:
+        ValueError: As `outline_model`.
+    """
+    model = outline_model(folder, config, dtype, attn_implementation, vocab_size)
+    files = weight_files(folder)
+    stored = stored_tensors(files) if files else {}
+    for name, parameter in model.named_parameters():
+        if name not in stored or stored[name].shape != tuple(parameter.shape):
+            return None
+    with init_empty_weights(include_buffers=False):
+        made = auto_class(config).from_config(config, attn_implementation=attn_implementation)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = made.get_submodule(path)._buffers[name]
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            return None
     return model
 
 

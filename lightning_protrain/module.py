@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,12 +22,12 @@ from lightning_protrain.callbacks.failures import SharedFailure
 from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
 from lightning_protrain.data.loader import TokenWindow
 from lightning_protrain.data.packing import check_packing
-from lightning_protrain.loading import load_model, load_once, outline_model
+from lightning_protrain.loading import empty_model, load_model, load_once, outline_model, stored_rows
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
 from lightning_protrain.quantization import check_quantization, quantize_without_memory
 from lightning_protrain.restoring import RestorableModule
-from lightning_protrain.schedule import learning_rate_factor
+from lightning_protrain.schedule import check_numbers, learning_rate_factor
 from lightning_protrain.scoring import token_scores
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class CausalLMModule(RestorableModule):
         if quantization is not None:
             check_quantization(quantization, lora)
         self.save_hyperparameters()
-        _check_numbers(self.hparams)
+        check_numbers(self.hparams)
         self.model = None
         self._num_tokenizer_tokens: int | None = None
         self._window: TokenWindow | None = None
@@ -131,7 +132,19 @@ class CausalLMModule(RestorableModule):
     def configure_model(self) -> None:
         """Build the model or load its weights; does nothing where there is one already."""
         if self.model is None:
-            self.model = load_once(self._trainer, self._build, lambda: self._build(outline_model))
+            self.model = load_once(self._trainer, self._build, partial(self._build, outline_model), self._build_empty)
+
+    def _build_empty(self) -> PreTrainedModel | None:
+        """The model without values of its parameters, which `load_rows` reads then; None: they cannot be read so."""
+        given = self.hparams
+        if given["model"] is None or given["lora"] is not None:
+            return None
+        options = {name: given[name] for name in ("dtype", "attn_implementation", "vocab_size")}
+        model = empty_model(given["model"], self._resolve_config(), **options)
+        if model is None:
+            return None
+        self.load_rows = stored_rows(given["model"], "model.")
+        return self._build(lambda *_, **__: model)
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> PreTrainedModel | PeftModel:
         config, given = self._resolve_config(), self.hparams
@@ -385,16 +398,3 @@ class CausalLMModule(RestorableModule):
             rank_zero_warn("The number of steps is unknown: the learning rate stays constant after the warm-up.")
             return None, int(warmup)
         return num_steps, round(warmup * num_steps) if warmup < 1 else int(warmup)
-
-
-def _check_numbers(given: Mapping[str, Any]) -> None:
-    chunk_tokens = given["loss_chunk_tokens"]
-    for name, wrong, must in (
-        ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
-        ("weight_decay", given["weight_decay"] < 0, "not be negative"),
-        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps or a fraction of them"),
-        ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
-        ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),
-    ):
-        if wrong:
-            raise ValueError(f"{name} is {given[name]}; it must {must}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_protrain import CausalLMModule
 from lightning_protrain.loading import stored_rows
 from lightning_protrain.runtime.rows import row_ranges
 from tests.distributed import test_parity
@@ -134,3 +138,48 @@ def test_knobs_are_those_of_any_plan(tmp_path: Path) -> None:
     finally:
         test_parity.WIDTH = width
     assert values(run_ranks(_plan, 2, tmp_path, folder, 1)) == [([], True)] * 2
+
+
+# --- the module of this package ---------------------------------------------------------------------------------------
+
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+    "num_hidden_layers": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def _tokens() -> DataLoader[Any]:
+    ids = torch.arange(8 * 9).reshape(8, 9) % 64
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
+
+
+def _pretrained(rank: int, folder: str, case: Case, **options: Any) -> tuple[list[str], bool]:
+    found = []
+    for one in (case._replace(divides={"shard_optimizer": "world"}), case):
+        torch.manual_seed(0)  # Of adapters.
+        module: Any = CausalLMModule(folder, **options)
+        module.train_dataloader = _tokens
+        weights, _ = fit(rank, module, one)
+        found.append(weights)
+    return differing(*found), hasattr(module, "load_rows")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_pretrained_model_is_read_by_rows(tied: bool, local_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=tied)).save_pretrained(folder)
+    case = CASE._replace(local_size=local_size)
+    found = values(run_ranks(_pretrained, 2 * local_size, tmp_path, str(folder), case))
+    assert found == [([], True)] * (2 * local_size)
+
+
+def test_adapters_are_not_read_by_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder)
+    found = values(run_ranks(partial(_pretrained, lora={"r": 2}), 2, tmp_path, str(folder), CASE))
+    assert found == [([], False)] * 2
