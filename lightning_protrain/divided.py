@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_protrain.callbacks.export import SavePretrained
 from lightning_protrain.overlap import OverlapChoice
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.local_rows import refuse_optimizers
@@ -58,6 +59,11 @@ def refuse_combinations(
             f'shard_weights="world": each machine has some rows of each offloaded weight, {why}. Change that, or leave '
             "`shard_weights` out."
         )
+    if any(isinstance(callback, SavePretrained) for callback in getattr(trainer, "callbacks", ())):
+        raise ValueError(
+            'SavePretrained writes weights that are whole on rank 0, and shard_weights="world" leaves each machine '
+            "some rows. Remove the callback, and export a checkpoint after the run."
+        )
     refuse_optimizers(optimizers)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -67,9 +73,14 @@ def refuse_combinations(
             )
 
 
-def attach(module: nn.Module) -> list[Any]:
+def attach(module: nn.Module, ranks: Ranks) -> list[Any]:
     """Makes the model save and load whole weights, see [Note: Whole weights]; gives handles to take that off."""
-    return [module.register_state_dict_post_hook(gather_on_save), module.register_load_state_dict_pre_hook(cut_on_load)]
+
+    def gather(*given: Any) -> None:
+        ranks.meet("the state of weights that machines divide")  # Else one that calls it alone would wait for ever.
+        gather_on_save(*given)
+
+    return [module.register_state_dict_post_hook(gather), module.register_load_state_dict_pre_hook(cut_on_load)]
 
 
 def gather_on_save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

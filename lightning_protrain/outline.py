@@ -176,9 +176,12 @@ def read_rows(
         Names of those that had no values.
 
     Raises:
-        ValueError: Rows of another shape are given.
+        ValueError: Rows of another shape are given, or a buffer has no values.
     """
     with returning_memory(), failing_together("Reading rows of weights"):
+        lacks = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
+        if lacks is not None:
+            raise ValueError(f"The buffer {lacks!r} is on the meta device: `load_rows` reads weights, so make it anew.")
         found = [(fqn, parameter) for fqn, parameter in model.named_parameters() if parameter.is_meta]
         for fqn, parameter in found:
             _give_memory(fqn, parameter, _form_of(parameter))

@@ -48,6 +48,12 @@ class StatesStrategy(DataParallelStrategy):
         self._runtime: Runtime | None = None
         # What makes the model save and load whole weights; it stays after the run, as its DTensors do.
         self._whole: list[Any] = []
+        # Whether each machine has read its rows in this run: then no weight is without values any more.
+        self._has_read = False
+
+    def setup_environment(self) -> None:
+        self._has_read, self._own = False, frozenset()
+        super().setup_environment()
 
     def own_shardings(self) -> tuple[Sharding, ...]:
         """As before; refuses a model that an earlier run has divided among machines."""
@@ -84,13 +90,13 @@ class StatesStrategy(DataParallelStrategy):
             rows = {fqn: row_ranges(one.shape[0], number)[machine] for fqn, one in divided.items()}
             read: Any = model.load_rows
             found = read_rows(model, read, rows, self.ranks.local_rank == 0)
-            self._own = frozenset(rows) & found
+            self._has_read, self._own = True, frozenset(rows) & found
         super().equalise(model, plan)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights that have no values yet cannot take those of a checkpoint."""
-        return self.reads_rows
+        """Weights that have no values yet cannot take those of a checkpoint; Lightning asks before and after set-up."""
+        return self._has_read or self.reads_rows
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -110,7 +116,8 @@ class StatesStrategy(DataParallelStrategy):
         """After the plan has been applied: optimizers have the DTensors, and the model saves whole weights."""
         if runtime.replaced:
             replace_parameters(self.optimizers if model.trainer.state.fn == TrainerFn.FITTING else (), runtime.replaced)
-            self._whole = attach(model)
+            assert self.ranks is not None
+            self._whole = attach(model, self.ranks)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -147,7 +154,7 @@ class StatesStrategy(DataParallelStrategy):
         try:
             state = super().lightning_module_state_dict()
         finally:
-            self._whole = attach(module)
+            self._whole = attach(module, ranks)
         return whole_on_first(module, state, ranks)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

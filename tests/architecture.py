@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "processes": ("companions", "device", "device_peers", "peers"),
     "consensus": ("callbacks.ranks", "planner.free_memory", "planner.plan", "profiler.records", "runtime.comm"),
     "owned_states": ("runtime.comm",),
-    "divided": ("overlap", "runtime"),
+    "divided": ("callbacks.export", "overlap", "runtime"),
     "replicas": (),
     "sigterm": (),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),

@@ -9,15 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_protrain.callbacks.export import SavePretrained
 from lightning_protrain.divided import attach, refuse_combinations, refuse_divided
 
 
-def _refuse(automatic: bool = True, scaler: object = None, overlap: Any = "auto", hook: bool = False) -> None:
+def _refuse(
+    automatic: bool = True, scaler: object = None, overlap: Any = "auto", hook: bool = False, callbacks: Any = ()
+) -> None:
     module: Any = nn.Linear(2, 2)
     module.automatic_optimization = automatic
     if hook:
         module.weight.register_hook(lambda gradient: gradient)
-    trainer: Any = SimpleNamespace(precision="16-mixed", precision_plugin=SimpleNamespace(scaler=scaler))
+    plugin = SimpleNamespace(scaler=scaler)
+    trainer: Any = SimpleNamespace(precision="16-mixed", precision_plugin=plugin, callbacks=callbacks)
     refuse_combinations(module, trainer, [torch.optim.SGD(module.parameters(), lr=0.1)], overlap)
 
 
@@ -28,6 +32,7 @@ def _refuse(automatic: bool = True, scaler: object = None, overlap: Any = "auto"
         ({"scaler": object()}, "precision='16-mixed' scales gradients"),
         ({"overlap": "backward"}, "overlap_optimizer='backward' is not built"),
         ({"hook": True}, "'weight' has a hook on its gradient"),
+        ({"callbacks": [SavePretrained("somewhere")]}, "SavePretrained writes weights that are whole"),
     ],
 )
 def test_what_is_not_built_is_named(given: dict[str, Any], match: str) -> None:
@@ -40,7 +45,7 @@ def test_a_model_without_divided_weights_saves_and_loads_as_ever() -> None:
     module = nn.Linear(2, 2)
     refuse_divided(module)
     before = module.state_dict()
-    handles = attach(module)
+    handles = attach(module, SimpleNamespace(meet=lambda what: False))  # type: ignore[arg-type]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     module.load_state_dict({name: value + 1 for name, value in before.items()})
     for handle in handles:

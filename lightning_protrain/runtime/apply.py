@@ -217,6 +217,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
+        self.updates.rows.take()  # Hooks behind the backward have seen gradients already, and may have dropped some.
         self._executor.end_backward()
 
     def settle(self) -> None:

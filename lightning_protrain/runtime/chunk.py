@@ -322,7 +322,7 @@ class Chunk:
 
     def _make_slot(self, fqn: str, user: nn.Parameter, offset: int, begin: int, rows: Rows | None) -> Slot:
         whole = in_storage(self._storage, offset, dense_like(user), self._low_dtype or user.dtype)
-        host = user if rows is None else nn.Parameter(rows.cut(user.detach()), requires_grad=user.requires_grad)
+        host = user if rows is None else nn.Parameter(rows.own(user), requires_grad=user.requires_grad)
         data = whole if rows is None else rows.cut(whole)
         kind = Twin if type(host) is nn.Parameter else type(host)
         kind = kind if self._low_dtype is None else low_class(type(host))

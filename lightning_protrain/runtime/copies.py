@@ -40,7 +40,8 @@ class Copies:
         self.trusts: Mapping[bool | None, bool] = {True: False, False: False, None: False}
         self._slots = {id(slot.host): slot for slot in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
-        self._watchable = {slot for slot in low if can_be_watched(slot.host)}
+        # Of rows the user has a DTensor: nobody sees who touches that.
+        self._watchable = {slot for slot in low if can_be_watched(slot.registered)}
         self._pending = pending
         self.guard = Guard(self._touched, NO_VALUES, beside=pending)
         # The kind of the latest scope; None: something else came after it.

@@ -91,7 +91,7 @@ def norms_of_owners(
             norm = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
             if id(parameter) in rows:
                 told[0, at] = norm.double().square()
-            elif not rows or communicator.counts_whole:
+            elif communicator.counts_whole:
                 told[0, at] = norm
             told[1, at] = 1
     communicator.sum_of_owners(told)

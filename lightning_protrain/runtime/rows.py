@@ -88,6 +88,11 @@ class Rows:
         begin, end = self.ranges[self.machine if machine is None else machine]
         return whole[begin:end]
 
+    def own(self, whole: Tensor) -> Tensor:
+        """The rows of this machine; where it has none, nothing that keeps the memory of the whole."""
+        part = self.cut(whole.detach())
+        return part if part.numel() else part.clone()
+
     def shown(self, local: Tensor) -> DTensor:
         """The whole that rows of this machine are a part of; of the same memory."""
         stride = torch.empty(self.shape, device="meta").stride()

@@ -78,15 +78,29 @@ def test_each_machine_reads_its_rows(case: Case, tmp_path: Path) -> None:
         assert case.part or len(asked) > 0.7 * len(shapes)  # Of some weights the second machine has no rows.
 
 
+class Resumed(Read):
+    begins = -1
+
+    def on_train_start(self) -> None:
+        self.begins = self.global_step
+
+
+class WithoutBuffer(Read):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.register_buffer("scale", torch.ones(1, device="meta"))
+
+
 def _resume(rank: int, folder: Path, stored: str, case: Case) -> list[str]:
     again: dict[str, Any] = {"max_epochs": -1, "use_distributed_sampler": False}
     whole, _ = fit(rank, module_of(cls=Same), case, **again)
     saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="at", every_n_train_steps=2)
     options = {**again, "max_steps": 2, "callbacks": [saving], "enable_checkpointing": True}
     fit(rank, module_of(cls=Same), case, **options)
-    module: Any = module_of(cls=Read)
+    module: Any = module_of(cls=Resumed)
     module.folder = stored
     found, _ = fit(rank, module, case, folder / "at.ckpt", **again)
+    assert module.begins == 2
     return differing(whole, found)
 
 
@@ -107,6 +121,11 @@ def _refused(rank: int, folder: str, cls: type[Read]) -> None:
 def test_rows_of_another_shape_are_refused_on_all(tmp_path: Path) -> None:
     for each in run_ranks(_refused, 2, tmp_path, _stored(tmp_path / "stored"), Wrong):
         assert "Of 'model.embedding.weight' the rows from" in str(each.error)
+
+
+def test_buffers_without_values_are_refused_on_all(tmp_path: Path) -> None:
+    for each in run_ranks(_refused, 2, tmp_path, _stored(tmp_path / "stored"), WithoutBuffer):
+        assert "The buffer 'scale' is on the meta device" in str(each.error)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:

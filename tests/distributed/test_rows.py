@@ -48,6 +48,14 @@ def _compare(rank: int, kind: str, cls: type[Module], case: Case) -> list[str]:
     return differing(expected, found)
 
 
+class Drops(Module):
+    """Drops some gradients of one step behind its backward, before anything else looks at them."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 2:
+            self.model.layers.zero_grad()
+
+
 SLOW = pytest.mark.slow
 PARITY = [
     ("full", BySGD, STEPS),
@@ -58,6 +66,7 @@ PARITY = [
         STEPS._replace(trainer={"accumulate_grad_batches": 3, **CLIP, "gradient_clip_algorithm": "value"}),
     ),
     ("lora", Module, STEPS._replace(local_size=2)),
+    ("full", Drops, STEPS),
     pytest.param("half frozen", Module, STEPS._replace(trainer={"accumulate_grad_batches": 2}), marks=SLOW),
     pytest.param("full", Module, STEPS._replace(part=True), marks=SLOW),
     pytest.param("full", Module, STEPS._replace(part=True, local_size=2), marks=SLOW),
@@ -73,6 +82,36 @@ def test_weights_are_those_of_machines_that_divide_steps(
 ) -> None:
     number = 2 * case.local_size
     assert values(run_ranks(_compare, number, tmp_path, kind, cls, case)) == [[]] * number
+
+
+class Clamps(Module):
+    """Bounds weights before a forward that is not the one that was traced."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        for parameter in self.parameters() if self.global_step > 1 else ():
+            self.clamp(parameter)
+        return super().training_step(batch)
+
+    @torch.no_grad()
+    def clamp(self, parameter: Tensor) -> None:
+        parameter.clamp_(-0.05, 0.05)
+
+
+class ClampsData(Clamps):
+    def clamp(self, parameter: Tensor) -> None:
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _clamp(rank: int) -> list[str]:
+    case = rows(STEPS._replace(trainer=MIXED))
+    expected, _ = fit(rank, module_of(cls=Clamps), case)
+    found, trainer = fit(rank, module_of(cls=ClampsData), case)
+    assert any(chunk.streamed_dtype for chunk in trainer.strategy.plan.chunks)
+    return differing(expected, found)
+
+
+def test_copies_follow_writes_that_no_version_tells_of(tmp_path: Path) -> None:
+    assert values(run_ranks(_clamp, 2, tmp_path)) == [[], []]
 
 
 def _near(rank: int, case: Case) -> float:
@@ -257,6 +296,17 @@ def test_a_use_of_a_weight_outside_of_its_block_is_refused(tmp_path: Path) -> No
         assert "'model.head.weight' is used outside its own block and streamed at the same time, and machines" in str(
             each.error
         )
+
+
+class Alone(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2 and not self.global_rank:
+            self.state_dict()
+
+
+def test_a_rank_that_asks_alone_for_the_state_is_named_on_all(tmp_path: Path) -> None:
+    for each in run_ranks(_fit, 2, tmp_path, Alone, rows(STEPS)):
+        assert "have come apart (rank 0: the state of weights that machines divide, rank 1: " in str(each.error)
 
 
 def test_environments_of_these_tests_know_their_machine() -> None:

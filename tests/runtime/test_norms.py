@@ -40,6 +40,8 @@ GIVEN = st.builds(
 class Node:
     """Adds what ranks in threads tell each other."""
 
+    counts_whole = True
+
     def __init__(self) -> None:
         self._barrier = threading.Barrier(NUM_RANKS, timeout=20)
         self._told: list[Tensor] = []

@@ -52,3 +52,11 @@ def test_bytes_are_those_of_the_machine_that_has_most() -> None:
     assert [each is None for each in rows] == [False, True, False]
     assert held_bytes([each.nbytes for each in parameters], rows) == [24, 4, 4]
     assert rows_of(parameters, None) == [None] * 3
+
+
+def test_a_machine_without_rows_keeps_nothing_of_the_whole() -> None:
+    whole = torch.ones(1, 64)
+    one, other = (Rows(whole.shape, ((0, 1), (1, 1)), machine, None).own(whole) for machine in range(2))
+    assert one.data_ptr() == whole.data_ptr()
+    assert other.shape == (0, 64)
+    assert other.untyped_storage().nbytes() == 0
