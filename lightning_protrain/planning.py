@@ -17,7 +17,7 @@ from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, memory_terms
+from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, machines_by_rows, memory_terms
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
@@ -338,6 +338,8 @@ def describe_case(
     refuse_unsupported(model)
     prepare_weights(model, device.torch_device)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
+    if wishes.gathering is not None and wishes.gathering.rows:
+        wishes = replace(wishes, machines=machines_by_rows(layout, wishes.gathering.ranks))
     if optimizers is None and isinstance(wishes.choice, Plan):
         return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:

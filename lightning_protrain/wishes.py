@@ -45,7 +45,7 @@ class Wishes:
     ranks: int = 1
     sharers: int = 1
     gathering: Gathering | None = None
-    machines: int = 1
+    machines: float = 1
     rows: bool = False
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:

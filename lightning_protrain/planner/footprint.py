@@ -79,7 +79,7 @@ class Footprint:
         foreach: bool = False,
         checkpoint_copy: int = 0,
         sharers: int = 1,
-        machines: int = 1,
+        machines: float = 1,
         rows: bool = False,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
@@ -265,7 +265,7 @@ def _host_states(
     asynchronous: bool,
     sharers: int,
     lends: bool,
-    machines: int,
+    machines: float,
     rows: bool,
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
@@ -320,13 +320,13 @@ def _of_other_ranks(sizes: Sizes, accumulates: bool, gradients: Integers, pool: 
     return (sharers - 1) * pool + PAGESIZE * _after(np.where(sizes.trainable, owners - 1, 0))
 
 
-def _elsewhere(values: Integers, machines: int) -> Integers:
+def _elsewhere(values: Integers, machines: float) -> Integers:
     """As `elsewhere`, if the first p chunks are resident, (N + 1,)."""
     total = _after(values)
     if machines == 1:
         return np.zeros_like(total)
     largest = np.append(np.maximum.accumulate(values[::-1])[::-1], 0)
-    return np.maximum(total - -(-total // machines) - largest, 0)
+    return np.maximum(total - np.ceil(total / machines).astype(np.int64) - largest, 0)
 
 
 class _Pool:

@@ -11,7 +11,9 @@ once, in so many blocks of whole pages.
 Where machines divide steps, optimizer states and averages are on the one that makes a step. Each chunk goes to the one
 that has least, or each rank's part of it, so the one with the most has no more than the mean and one chunk. Gradients
 that are accumulated are on all. Where they divide the weights themselves, and each reads its rows of them, weights and
-their copies are divided alike; the first machine has at most a row of each more, which the largest chunk makes up for.
+their copies are divided alike. Then the first machine has most rows of each weight, by far where there are few: one in
+eight of eight stacked experts, whether there are eight machines or sixteen. So machines count as so many with equal
+parts as the weight with the largest first part has; what a small weight is more is less than the largest chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def host_terms(
     accumulate: int = 1,
     asynchronous: bool = True,
     sharers: int = 1,
-    machines: int = 1,
+    machines: float = 1,
     rows: bool = False,
 ) -> dict[str, int]:
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
@@ -88,7 +90,7 @@ def host_terms(
 
 
 def loading_terms(
-    layout: ModelLayout, plan: Plan, asynchronous: bool, machines: int = 1, rows: bool = False
+    layout: ModelLayout, plan: Plan, asynchronous: bool, machines: float = 1, rows: bool = False
 ) -> dict[str, int]:
     """The same while the model is placed: all its weights come from the host, chunk by chunk into their own memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]

@@ -25,7 +25,7 @@ class HostUse:
 
     sharers: int = 1
     accumulate: int = 1
-    machines: int = 1
+    machines: float = 1
     rows: bool = False
 
     @property
@@ -35,6 +35,8 @@ class HostUse:
 
 
 ALONE = HostUse()
+# Weights of a smaller part of a model do not matter where machines have rows of them.
+SMALL = 1e-3
 
 
 def format_bytes(nbytes: int) -> str:
@@ -157,10 +159,23 @@ def host_bytes(
     return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
 
 
-def elsewhere(chunks: Sequence[int], machines: int) -> int:
+def elsewhere(chunks: Sequence[int], machines: float) -> int:
     """What other machines have of what is divided by chunks, at least, see [Note: Divided] in host.py."""
     total = sum(chunks)
-    return max(total - -(-total // machines) - max(chunks), 0) if machines > 1 and chunks else 0
+    return max(total - ceil(total / machines) - max(chunks), 0) if machines > 1 and chunks else 0
+
+
+def machines_by_rows(layout: ModelLayout, machines: int) -> float:
+    """As how many machines with equal parts those count that divide weights by rows, see [Note: Divided] in host.py.
+
+    Args:
+        layout: The model.
+        machines: How many there are.
+    """
+    # Packed weights are whole on all, as scalars are.
+    weights = [(info.nbytes, 1 if "int8" in info.dtype else (*info.shape, 1)[0]) for info in layout.parameters]
+    small = SMALL * sum(nbytes for nbytes, _ in weights)
+    return min((rows / -(-rows // machines) for nbytes, rows in weights if rows and nbytes > small), default=machines)
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:

@@ -69,7 +69,7 @@ class Problem:
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
     checkpoint_copy: int = 0
     sharers: int = 1
-    machines: int = 1
+    machines: float = 1
     rows: bool = False
     network: Network | None = None
     reserved: int = 0

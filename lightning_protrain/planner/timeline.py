@@ -96,7 +96,7 @@ def memory_timeline(
     foreach: bool = False,
     checkpoint_copy: int = 0,
     sharers: int = 1,
-    machines: int = 1,
+    machines: float = 1,
     rows: bool = False,
 ) -> MemoryTimeline:
     """What `plan` takes, phase by phase.
@@ -138,7 +138,7 @@ class _Model:
         alpha: float,
         checkpoint_copy: int,
         sharers: int,
-        machines: int,
+        machines: float,
         rows: bool,
     ) -> None:
         self.reserve = Reserve.of(profile, layout)
