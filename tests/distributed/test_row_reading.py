@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.loading import stored_rows
 from lightning_protrain.runtime.rows import row_ranges
 from tests.distributed import test_parity
@@ -110,6 +112,28 @@ def test_a_checkpoint_counts_and_not_what_was_read(local_size: int, precision: s
     stored, number = _stored(tmp_path / "stored"), 2 * local_size
     case = CASE._replace(local_size=local_size, trainer={"precision": precision})
     assert values(run_ranks(_resume, number, tmp_path, tmp_path / "saved", stored, case)) == [[]] * number
+
+
+def _resume_folder(rank: int, folder: Path, stored: str, cls: str) -> list[str]:
+    """From a folder that every rank has written to; with weights that are read by rows, or made as ever."""
+    again: dict[str, Any] = {"max_epochs": -1, "use_distributed_sampler": False}
+    whole, _ = fit(rank, module_of(cls=Same), CASE, **again)
+    saving = ProTrainCheckpoint(folder, every_n_train_steps=2)
+    options = {**again, "max_steps": 2, "callbacks": [saving], "enable_checkpointing": True}
+    fit(rank, module_of(cls=Same), CASE, **options)
+    module: Any = module_of(cls=Read if cls == "Read" else Same)
+    module.folder = stored
+    begun: list[int] = []
+    module.on_train_start = lambda: begun.append(module.global_step)
+    plugins = [ProTrainCheckpointIO()]
+    found, _ = fit(rank, module, CASE, Path(saving.last_model_path or saving.best_model_path), plugins=plugins, **again)
+    return [*differing(whole, found), *([] if begun == [2] else [f"begun at {begun}"])]
+
+
+@pytest.mark.parametrize("cls", ["Same", "Read"])
+def test_folders_of_all_ranks_are_resumed(cls: str, tmp_path: Path) -> None:
+    stored = _stored(tmp_path / "stored")
+    assert values(run_ranks(_resume_folder, 2, tmp_path, tmp_path / "saved", stored, cls)) == [[], []]
 
 
 def _refused(rank: int, folder: str, cls: type[Read]) -> None:
