@@ -117,12 +117,20 @@ def decide(make: Callable[[], Plan]) -> Plan:
     return Plan.from_json(answer)
 
 
+_LIMITS = {
+    "training": "limit_train_batches",
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "prediction": "limit_predict_batches",
+}
+
+
 def refuse_uneven(num_batches: float, kind: str = "training") -> None:
     """Ranks with different numbers of batches would wait for each other at the end of an epoch.
 
     Args:
         num_batches: Of one epoch on this rank; every rank calls it.
-        kind: Of what: `"training"`.
+        kind: Of what: `"training"`, `"validation"`, `"test"` or `"prediction"`.
 
     Raises:
         ValueError: Another rank has more or fewer; raised on all.
@@ -133,5 +141,5 @@ def refuse_uneven(num_batches: float, kind: str = "training") -> None:
         raise ValueError(
             f"The ranks have different numbers of {kind} batches ({each}), and the step after the shortest epoch "
             "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
-            "or set Trainer(limit_train_batches=...)."
+            f"or set Trainer({_LIMITS[kind]}=...)."
         )

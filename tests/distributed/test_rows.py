@@ -250,6 +250,7 @@ def test_evaluation_fetches_together(tmp_path: Path) -> None:
 def test_uneven_evaluation_is_refused(tmp_path: Path) -> None:
     for each in run_ranks(_evaluate, 2, tmp_path, Uneven):
         assert "different numbers of validation batches (rank 0: 2, rank 1: 1)" in str(each.error)
+        assert "Trainer(limit_val_batches=...)" in str(each.error)
 
 
 class Skipping(Module):
