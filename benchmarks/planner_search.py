@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from benchmarks.families import LLAMA, Family, Size
 from benchmarks.largest import FAMILIES, GIB, SEQUENCE, learn, problem_of
 from benchmarks.report import table
-from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find, packings
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.profiler.records import ParameterInfo
 from tests.planner.brute import all_candidates, times

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -21,16 +22,21 @@ from lightning_protrain.runtime.comm import Ranks
 def describe_rank(layout: ModelLayout, device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
     """What this rank trains, and with what: equal on all ranks that may train together."""
     plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
-    packages = ("torch", "lightning", "transformers", "lightning_protrain")
     parts = [f"{info.fqn} {info.dtype}{list(info.shape)} {info.trainable}" for info in layout.parameters]
     return {
-        "versions": ", ".join(f"{package} {version(package)}" for package in packages),
+        "versions": _versions(),
         "device types": device_type,
         "precisions": precision,
         "choices of a plan": plan,
         "numbers of parameters": str(len(parts)),
         "models": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12],
     }
+
+
+@functools.cache
+def _versions() -> str:
+    packages = ("torch", "lightning", "transformers", "lightning_protrain")
+    return ", ".join(f"{package} {version(package)}" for package in packages)
 
 
 def refuse_differences(facts: Mapping[str, str]) -> None:
@@ -125,19 +131,19 @@ _LIMITS = {
 }
 
 
-def refuse_uneven(num_batches: float, kind: str = "training") -> None:
+def refuse_uneven(num_batches: float | Sequence[float], kind: str = "training") -> None:
     """Ranks with different numbers of batches would wait for each other at the end of an epoch.
 
     Args:
-        num_batches: Of one epoch on this rank; every rank calls it.
+        num_batches: Of one epoch on this rank, or of each of its data loaders; every rank calls it.
         kind: Of what: `"training"`, `"validation"`, `"test"` or `"prediction"`.
 
     Raises:
         ValueError: Another rank has more or fewer; raised on all.
     """
-    counts = gather(num_batches)
-    if len(set(counts)) > 1:
-        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+    counts = gather(list(num_batches) if isinstance(num_batches, Sequence) else [num_batches])
+    if any(count != counts[0] for count in counts):
+        each = ", ".join(f"rank {rank}: {' + '.join(map(str, count))}" for rank, count in enumerate(counts))
         raise ValueError(
             f"The ranks have different numbers of {kind} batches ({each}), and the step after the shortest epoch "
             "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "

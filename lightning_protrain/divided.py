@@ -4,6 +4,7 @@
 From set-up on `state_dict()` of the model gathers the rows of all machines, so every rank calls it; each gets whole
 tensors. What a checkpoint saves comes to rank 0 alone, weight by weight. `load_state_dict` takes whole tensors, of
 which each rank keeps its rows. After the run weights stay as they are: no machine may have room for all of them.
+Another run on as many machines reads its weights from these rows, see [Note: Reading rows] in states.py.
 """
 
 from __future__ import annotations
@@ -23,20 +24,6 @@ from lightning_protrain.overlap import OverlapChoice
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.local_rows import refuse_optimizers
 from lightning_protrain.runtime.rows import Rows
-
-
-def refuse_divided(module: nn.Module) -> None:
-    """Refuses weights that an earlier run has divided.
-
-    Raises:
-        ValueError: There is one.
-    """
-    name = next((fqn for fqn, each in module.named_parameters() if isinstance(each, DTensor)), None)
-    if name is not None:
-        raise ValueError(
-            f"{name!r} is a DTensor: an earlier run has divided the weights of this model among machines, and they "
-            "stay so. Make the model anew and load a checkpoint into it (`ckpt_path`) for another run."
-        )
 
 
 def refuse_combinations(
@@ -73,14 +60,36 @@ def refuse_combinations(
             )
 
 
-def attach(module: nn.Module, ranks: Ranks) -> list[Any]:
-    """Makes the model save and load whole weights, see [Note: Whole weights]; gives handles to take that off."""
+class WholeWeights:
+    """Makes a model save and load whole weights, see [Note: Whole weights].
 
-    def gather(*given: Any) -> None:
-        ranks.meet("the state of weights that machines divide")  # Else one that calls it alone would wait for ever.
+    Args:
+        module: The model; what an earlier run has left on it is taken off.
+        ranks: Who call `state_dict()` together.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.take_off(module)
+        self._ranks = ranks
+        self._handles: list[Any] = [module.register_state_dict_post_hook(self)]
+        self._handles.append(module.register_load_state_dict_pre_hook(cut_on_load))
+
+    def __call__(self, *given: Any) -> None:
+        """After `state_dict()`."""
+        self._ranks.meet("the state of weights that machines divide")  # Else who calls it alone would wait for ever.
         gather_on_save(*given)
 
-    return [module.register_state_dict_post_hook(gather), module.register_load_state_dict_pre_hook(cut_on_load)]
+    def remove(self) -> None:
+        """Takes it off; may be called again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @classmethod
+    def take_off(cls, module: nn.Module) -> None:
+        """Takes off what is on a model, whichever run has put it there."""
+        for hook in list(module._state_dict_hooks.values()):
+            if isinstance(hook, cls):
+                hook.remove()
 
 
 def gather_on_save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

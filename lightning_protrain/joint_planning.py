@@ -18,6 +18,7 @@ from lightning_protrain.consensus import decide, least_memory
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.sharding import choose, plan_each
 from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -106,18 +107,30 @@ def _refuse_small_room(case: Case, plan: Plan, num_sharers: int) -> None:
         )
 
 
-def answers(case: Case, machines: Machines) -> Answers:
+def answers(
+    case: Case, machines: Machines, clusters: Mapping[str, Cluster] | None = None, dtype: torch.dtype | None = None
+) -> Answers:
     """The plan for each machine under each sharding, or why there is none.
 
     Where nothing is searched for, there is one under the first sharding only, as in a run.
+
+    Args:
+        case: What the plans depend on.
+        machines: What to plan for.
+        clusters: What each is one of, by its name; others train alone.
+        dtype: In which gradients of offloaded chunks are summed; None: in that of their weights.
     """
-    return {name: _answers(case, under) for name, under in machines.items()}
+    element = None if dtype is None else dtype.itemsize
+    return {name: _answers(case, under, (clusters or {}).get(name), element) for name, under in machines.items()}
 
 
-def _answers(case: Case, under: Mapping[Sharding, HardwareProfile | None]) -> dict[Sharding, Plan | ValueError]:
+def _answers(
+    case: Case, under: Mapping[Sharding, HardwareProfile | None], cluster: Cluster | None, element: int | None
+) -> dict[Sharding, Plan | ValueError]:
     def make(sharding: Sharding) -> Plan:
         machine = under[sharding]
-        return case.on(machine).plan_among(None, sharding, machine)
+        network = cluster.network_under(sharding, element) if cluster is not None else None
+        return case.on(machine).plan_among(network, sharding, machine)
 
     shardings = tuple(under)
     return plan_each(shardings if case.searches(under[shardings[0]]) else shardings[:1], make)

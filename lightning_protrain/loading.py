@@ -64,7 +64,10 @@ class StoredTensor:
 
 
 def load_once(
-    trainer: Any, load: Callable[[], T], outline: Callable[[], T], empty: Callable[[], T | None] | None = None
+    trainer: Any,
+    load: Callable[[], T],
+    outline: Callable[[], T],
+    empty: Callable[[Callable[..., Any]], T | None] | None = None,
 ) -> T:
     """What `load` gives; on ranks that will share the weights of another one what `outline` gives, without values.
 
@@ -74,14 +77,16 @@ def load_once(
         trainer: Of the module; None: there is none.
         load: Makes a model with values.
         outline: Makes the same model on the default device, which is meta while it does.
-        empty: Where machines divide weights, makes it without values of parameters on every rank, which are read by
-            rows later; or gives None, where they cannot be. None: they cannot.
+        empty: Where machines may divide weights, makes it without values of parameters on every rank, which are read
+            by rows later. It is given what calls a function that makes the model, if it may be left so, and gives
+            what that gives, or None. None: rows cannot be read.
 
     Raises:
         RuntimeError: It failed on another rank.
     """
     strategy = getattr(trainer, "strategy", None)
-    if empty is not None and getattr(strategy, "divides_weights", False) and (model := empty()) is not None:
+    leave = getattr(strategy, "leave_weights", None)
+    if empty is not None and leave is not None and (model := empty(leave)) is not None:
         return model
     shares = getattr(strategy, "load_once", None)
     return load() if shares is None else shares(load, outline)

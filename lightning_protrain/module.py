@@ -134,13 +134,13 @@ class CausalLMModule(RestorableModule):
         if self.model is None:
             self.model = load_once(self._trainer, self._build, partial(self._build, outline_model), self._build_empty)
 
-    def _build_empty(self) -> PreTrainedModel | None:
+    def _build_empty(self, leave: Callable[..., Any]) -> PreTrainedModel | None:
         """The model without values of its parameters, which `load_rows` reads then; None: they cannot be read so."""
         given = self.hparams
         if given["model"] is None or given["lora"] is not None:
             return None
         options = {name: given[name] for name in ("dtype", "attn_implementation", "vocab_size")}
-        model = empty_model(given["model"], self._resolve_config(), **options)
+        model = leave(partial(empty_model, given["model"], self._resolve_config(), **options))
         if model is None:
             return None
         self.load_rows = stored_rows(given["model"], "model.")

@@ -160,7 +160,12 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
 
 
 def read_rows(
-    model: nn.Module, read: Callable[[str, int, int], Tensor], rows: Mapping[str, tuple[int, int]], is_first: bool
+    model: nn.Module,
+    read: Callable[[str, int, int], Tensor],
+    rows: Mapping[str, tuple[int, int]],
+    is_first: bool,
+    device: torch.device,
+    resident: Collection[str] = (),
 ) -> frozenset[str]:
     """Gives every parameter without values memory, and those of this rank their values.
 
@@ -171,6 +176,9 @@ def read_rows(
         read: Gives rows of a parameter: of which name, the first row and the end. Of a scalar from 0 to 1: all of it.
         rows: First row and end of what this machine holds of each parameter that machines divide, by name.
         is_first: Whether this rank reads these; the others of its machine get them from it.
+        device: Of this rank.
+        resident: Names of parameters that are needed there only: each goes there before the next one is read, or the
+            host would have as many copies of all of them as ranks.
 
     Returns:
         Names of those that had no values.
@@ -196,6 +204,8 @@ def read_rows(
                     f"{list(given.shape)}."
                 )
             part.copy_(given)
+            if fqn in resident and device.type != "cpu":
+                parameter.data = parameter.detach().to(device)
     return frozenset(fqn for fqn, _ in found)
 
 

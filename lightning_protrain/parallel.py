@@ -50,7 +50,8 @@ class DataParallelStrategy(ProcessStrategy):
     def __init__(self, parallelism: Parallelism, *processes: Any) -> None:
         super().__init__(*processes)
         self._forward_redirection = _DDPForwardRedirection()
-        self._parallelism = parallelism
+        self._wanted = parallelism
+        self._parallelism = parallelism.ways(1)[0]
         self._ranks: Ranks | None = None
         self._flat: FlatAverage | None = None
         # Who has stepped parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
@@ -70,10 +71,6 @@ class DataParallelStrategy(ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
-            if self._parallelism.shard_weights == "world":
-                self._ranks = self._ranks.dividing_weights(self._timeout)
-            elif self._parallelism.shard_optimizer == "world":
-                self._ranks = self._ranks.dividing_steps(self._timeout)
             if (module := self.lightning_module) is not None:
                 self._sigterm.listen(module.trainer)
 

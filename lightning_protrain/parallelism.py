@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -14,8 +15,8 @@ from lightning_protrain.replicas import DDPOptions, GradSync
 
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 GatherChoice = Literal["auto", "host", "device"]
-ShardOptimizer = Literal["machine", "world"]
-ShardWeights = Literal["machine", "world"]
+ShardOptimizer = Literal["auto", "machine", "world"]
+ShardWeights = Literal["auto", "machine", "world"]
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,19 @@ class Parallelism:
         adapter_grad_sync: Who averages the gradients of few resident parameters.
         gather: Where the ranks of a machine make chunks of parts that each of them uploads; `"host"`: nowhere.
         shard_optimizer: Among whom the optimizer's states and steps of offloaded chunks are divided that ranks share:
-            the ranks of each machine, or all of them.
+            the ranks of each machine, or all of them; `"auto"`: see `ways`.
         ddp: For DistributedDataParallel.
-        shard_weights: Among whom offloaded chunks themselves are divided, with their gradients, states and steps.
+        shard_weights: Among whom offloaded chunks themselves are divided, with their gradients, states and steps;
+            `"auto"`: see `ways`.
     """
 
     sharding: ShardingChoice = "auto"
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     adapter_grad_sync: GradSync = "auto"
     gather: GatherChoice = "host"
-    shard_optimizer: ShardOptimizer = "machine"
+    shard_optimizer: ShardOptimizer = "auto"
     ddp: DDPOptions = field(default_factory=DDPOptions)
-    shard_weights: ShardWeights = "machine"
+    shard_weights: ShardWeights = "auto"
 
     def __post_init__(self) -> None:
         """Refuses what is no choice."""
@@ -76,6 +78,24 @@ class Parallelism:
                 'share none. Set sharding="shard" or "auto", or leave `gather` out.'
             )
 
+    def ways(self, num_nodes: int) -> tuple[Parallelism, ...]:
+        """What is left open of what machines divide, decided: in the order in which it is tried.
+
+        What is whole on each machine costs the network least, so first nothing is divided that need not be. Where the
+        hosts are too small for that, steps and optimizer states are, and then weights.
+
+        Args:
+            num_nodes: Machines that train together.
+        """
+        whole = {name: "machine" for name in ("shard_optimizer", "shard_weights") if getattr(self, name) == "auto"}
+        found = [first := replace(self, **whole)]  # type: ignore[arg-type]
+        if num_nodes > 1 and self.sharding in ("auto", "shard") and self.shard_weights != "world":
+            if self.shard_optimizer == "auto":
+                found.append(replace(first, sharding="shard", shard_optimizer="world"))
+            if self.shard_weights == "auto" and self.gather == "host":
+                found.append(replace(first, sharding="shard", shard_optimizer="machine", shard_weights="world"))
+        return tuple(found)
+
     def gathering(
         self, here: int, machines: int, peers: PeerAccess | None, sends: str | None, kind: str
     ) -> Gathering | None:
@@ -106,7 +126,8 @@ class Parallelism:
             upload: Bytes per second from the host, the most that any of the devices takes.
         """
         if self.shard_weights == "world" and machines > 1:
-            return Gathering.of_rows(machines, network / here)
+            within = math.inf if here == 1 else (link or upload) * here / (here - 1)
+            return Gathering.of_rows(machines, min(network, within))
         wanted = self.gather == "device" or (self.gather == "auto" and link is not None and link > upload)
         return Gathering(here, link, WINDOW) if wanted and here > 1 else None
 

@@ -16,11 +16,11 @@ from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.host import host_terms
-from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, machines_by_rows, memory_terms
 from lightning_protrain.planner.network import Gathering, Network
-from lightning_protrain.planner.outlook import expected_memory, predict
+from lightning_protrain.planner.outlook import expected
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
+from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem
 from lightning_protrain.planner.shortage import COPY
@@ -37,7 +37,7 @@ from lightning_protrain.profiling import profile_training_step, streamable
 from lightning_protrain.refusals import refuse_unsupported
 from lightning_protrain.runtime.eightbit import host_slowdown, mean_state_bytes, refuse_without_host_step
 from lightning_protrain.runtime.node_memory import free_shared_bytes
-from lightning_protrain.searching import search_with_evaluation
+from lightning_protrain.searching import search_and_predict
 from lightning_protrain.wishes import Wishes
 
 # Of the memory that a device reports as free: what model states may take where nothing is known of activations, and
@@ -135,7 +135,9 @@ class Case:
             if not copied:
                 raise
             self._find_plan(machine, host_bytes)  # It raises as well, if the copy is not the reason.
-            raise ValueError(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
+            raise type(error)(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
+        if machine is not None and self.network is not None and not self.searches(machine):
+            found = replace(found, prediction=self._expected(found, machine))
         return self._among_ranks(found)
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
@@ -173,8 +175,10 @@ class Case:
         free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
-        share = SHARE_OF_ALL if self.searches(machine) and self.profile is not None else SHARE_OF_STATES
-        return int(free * share)
+        choice = self.wishes.choice
+        searched = choice.prediction is not None if isinstance(choice, Plan) else self.searches(machine)
+        knows_all = searched and (self.profile is not None or isinstance(choice, Plan))
+        return int(free * (SHARE_OF_ALL if knows_all else SHARE_OF_STATES))
 
     def free_memory(self, waiting: Collection[str] = ()) -> FreeMemory:
         """What is free for a plan where the user does not say it: here now, or on the rank that has the least.
@@ -225,15 +229,26 @@ class Case:
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile, training: Training) -> Plan:
         machine = other or self._measure(profile)
-        dtypes = {info.dtype for info in self.layout.parameters}
-        budget, host_bytes = self._limits(other, machine)
+        problem = self._problem(machine, profile, training, *self._limits(other, machine))
         room = self._room_for_buckets(self.layout.units) + self._room_to_gather
-        problem = Problem(
+        return search_and_predict(problem, self.wishes.knobs, self.wishes.min_num_params, room)
+
+    def _expected(self, plan: Plan, machine: HardwareProfile) -> Prediction | None:
+        """Of a plan that nobody has searched for, on another machine; None: it is not known what a step does."""
+        if self.profile is None or self.training is None:
+            return None
+        return expected(self._problem(machine, self.profile, self.training, *self._limits(machine, machine)), plan)
+
+    def _problem(
+        self, machine: HardwareProfile, profile: ModelProfile, training: Training, device_bytes: int, host_bytes: int
+    ) -> Problem:
+        dtypes = {info.dtype for info in self.layout.parameters}
+        return Problem(
             profile=profile,
             layout=self.layout,
             hardware=replace(machine, host_step=machine.host_step / host_slowdown(self.optimizers)),
             training=training,
-            device_bytes=budget,
+            device_bytes=device_bytes,
             host_bytes=host_bytes,
             state_bytes=self.state_bytes,
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
@@ -241,17 +256,11 @@ class Case:
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
             machines=self.wishes.machines,
+            num_nodes=self.wishes.num_nodes,
             rows=self.wishes.rows,
             network=self.network,
             gathering=self._gathering,
         )
-        plan = self._if_all_fits(problem)
-        if plan is None:
-            problem = replace(problem, device_bytes=budget - room, reserved=room)
-            plan = search_with_evaluation(problem, self.wishes.knobs)
-        plan = predict(problem, plan, self.wishes.knobs)
-        assert plan.prediction is not None
-        return replace(plan, prediction=replace(plan.prediction, budget=budget))
 
     def _limits(self, other: HardwareProfile | None, machine: HardwareProfile) -> tuple[int, int]:
         """Bytes of the device and of the host for a search.
@@ -297,17 +306,6 @@ class Case:
         memory = replace(plan.memory, gradients_in_flight=own + nbytes, gathers_for_others=window)
         prediction = plan.prediction.among_ranks(nbytes, window) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction, gathered_by=ranks)
-
-    def _if_all_fits(self, problem: Problem) -> Plan | None:
-        """The plan that streams nothing and keeps everything, if it fits and no knob is against it.
-
-        Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict;
-        but what fits must cost nothing.
-        """
-        if set(self.wishes.knobs.given) - set(self.wishes.knobs.forbids_alone):
-            return None
-        plan = make_plan(self.layout, "resident", Knobs(), None, None, self.state_bytes, self.wishes.min_num_params)
-        return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
 
 
 def describe_case(

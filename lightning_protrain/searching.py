@@ -8,9 +8,45 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
-from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.outlook import expected_memory, predict
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+
+
+def search_and_predict(problem: Problem, knobs: Knobs, min_num_params: int, room: int) -> Plan:
+    """The plan for a run, with its prediction.
+
+    Args:
+        problem: With a limit for the device.
+        knobs: What is pinned.
+        min_num_params: From this size on a module outside blocks is large.
+        room: Bytes of the device beside a plan that offloads anything.
+
+    Raises:
+        NoFeasiblePlan: Training fits nowhere.
+    """
+    assert problem.device_bytes is not None
+    budget = problem.device_bytes
+    plan = _plan_if_all_fits(problem, knobs, min_num_params)
+    if plan is None:
+        problem = replace(problem, device_bytes=budget - room, reserved=room)
+        plan = search_with_evaluation(problem, knobs)
+    plan = predict(problem, plan, knobs)
+    assert plan.prediction is not None
+    return replace(plan, prediction=replace(plan.prediction, budget=budget))
+
+
+def _plan_if_all_fits(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
+    """The plan that streams nothing and keeps everything, if it fits and no knob is against it.
+
+    Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict; but
+    what fits must cost nothing.
+    """
+    if set(knobs.given) - set(knobs.forbids_alone):
+        return None
+    plan = make_plan(problem.layout, "resident", Knobs(), None, None, problem.state_bytes, min_num_params)
+    return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
 
 
 def search_with_evaluation(problem: Problem, knobs: Knobs) -> Plan:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
-from lightning_protrain.joint_planning import Answers, Machines, answers, plan_jointly, say_if_one_block
+from lightning_protrain.joint_planning import answers, plan_jointly, say_if_one_block
 from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -37,10 +35,12 @@ from lightning_protrain.overlap import (
     plan_overlap,
     step_is_followed_by_forward,
 )
+from lightning_protrain.paper import PaperStrategy
 from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer, ShardWeights
 from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planning import describe_case
+from lightning_protrain.planning import Case, describe_case
 from lightning_protrain.processes import StartMethod
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
@@ -50,12 +50,11 @@ from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
-from lightning_protrain.states import StatesStrategy
 from lightning_protrain.torn import mark_torn, refuse_torn
 from lightning_protrain.wishes import make_wishes, read_choice
 
 
-class ProTrainStrategy(StatesStrategy):
+class ProTrainStrategy(PaperStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -86,7 +85,8 @@ class ProTrainStrategy(StatesStrategy):
         gather: Under `"shard"` a rank uploads chunks whole (`"host"`), or parts, and gathers those of others on the
             `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
         shard_optimizer: Under `"shard"`, who steps a weight and has its optimizer state: a rank of each `"machine"`, or
-            one of the `"world"`, which sends the new weight to the other machines.
+            one of the `"world"`, which sends the new weight to the other machines; `"auto"`: the second where hosts are
+            too small for the first.
         shard_weights: The same for the weights themselves: each `"machine"` has all of them, or some rows of each, and
             gets the others from all of the `"world"` whenever it computes. Weights are DTensors from set-up on.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
@@ -125,8 +125,8 @@ class ProTrainStrategy(StatesStrategy):
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
         gather: GatherChoice = "host",
-        shard_optimizer: ShardOptimizer = "machine",
-        shard_weights: ShardWeights = "machine",
+        shard_optimizer: ShardOptimizer = "auto",
+        shard_weights: ShardWeights = "auto",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -148,9 +148,8 @@ class ProTrainStrategy(StatesStrategy):
             knobs = knobs.without_keep_offloaded()
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
+        self._host_bytes = self._wishes.host_memory
         self._monitor = PlanMonitor() if monitor else None
-        self._machines: Machines | None = None
-        self._answers: Answers = {}
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
@@ -189,34 +188,6 @@ class ProTrainStrategy(StatesStrategy):
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
 
-    @contextmanager
-    def planning_only(
-        self, machines: Machines, ranks: int = 1, here: int = 1, link: float | None = None, network: float = math.inf
-    ) -> Generator[Answers]:
-        """Within it, a fit ends when its plan is made, and no weights are.
-
-        Args:
-            machines: What to plan for.
-            ranks: How many train together.
-            here: How many of them are on one machine.
-            link: Bytes per second that a device sends to another one of its machine; None: what it sends to its host.
-            network: Bytes per second that a machine sends to another one.
-
-        Yields:
-            A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
-        """
-        uploads = [machine.upload for under in machines.values() for machine in under.values() if machine is not None]
-        known = here, ranks // here, link, network
-        gathering = self._parallelism.gathering_on_paper(*known, max(uploads, default=0.0))
-        divided = self._parallelism.machines_on_paper(ranks, here)
-        wishes, self._wishes = self._wishes, self._wishes.among(Sharding.REPLICATE, here, ranks)
-        self._wishes = replace(self._wishes, gathering=gathering, machines=divided)
-        self._machines, self._answers = machines, {}
-        try:
-            yield self._answers
-        finally:
-            self._machines, self._wishes = None, wishes
-
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -247,20 +218,17 @@ class ProTrainStrategy(StatesStrategy):
         self.end_outlines(shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-            on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
-            kind = "cuda" if on_gpus else self.root_device.type
-            choice = self.allowed_overlap(self._overlap_choice)
-            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
-        waits = self.has_outline and not (self.reads_rows and self.global_rank == 0)  # Rank 0 makes the plan.
-        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or waits
-        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, shardings[0])
-        how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
-        case = describe_case(wishes, trainer, model, *how)
+        case = self._describe(trainer, model, shardings[0])
         if self._machines is not None:
-            self._answers.update(answers(case, self._machines))
+            self._answers.update(answers(case, self._machines, self._clusters, self.reduce_dtype))
             raise _TunerExitException
         self.compare_ranks(case.layout, model, self._wishes.choice)
-        case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
+        while True:
+            try:
+                case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
+                break
+            except HostTooSmall as error:
+                shardings, case = self.divide_more(error, lambda under: self._describe(trainer, model, under))
         self._budget = case.budget()
         say_if_one_block(plan, case.layout)
         ranks = self.ranks_under(plan, model)
@@ -278,6 +246,21 @@ class ProTrainStrategy(StatesStrategy):
             if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
                 rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
+    def _describe(self, trainer: Trainer, model: LightningModule, sharding: Sharding) -> Case:
+        """What the plan depends on, with the overlap that there may be."""
+        assert self._device is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
+            kind = "cuda" if on_gpus else self.root_device.type
+            choice = self.allowed_overlap(self._overlap_choice)
+            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
+        waits = self.has_outline and not (self.reads_rows and self.global_rank == 0)  # Rank 0 makes the plan.
+        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or waits
+        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
+        how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
+        return describe_case(wishes, trainer, model, *how)
+
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
         while self._handles:
@@ -290,8 +273,10 @@ class ProTrainStrategy(StatesStrategy):
             self._runtime.remove()
             mark_torn(module, self._runtime.updates.torn)
             self._runtime = None
-        elif self._device is not None:
-            self._device.close()
+        else:
+            self.undo_reading()
+            if self._device is not None:
+                self._device.close()
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
             return

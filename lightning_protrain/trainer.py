@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -20,7 +20,9 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.page import page
 from lightning_protrain.data.preview import render
 from lightning_protrain.host import worker_cores
+from lightning_protrain.joint_planning import Machines
 from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
@@ -84,8 +86,6 @@ class PlanningTrainer(Trainer):
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
         here = num_gpus // num_nodes
-        shardings = self.strategy.shardings(here, num_nodes)
-        divides = self.strategy.divides_steps(num_nodes)
         wholes: dict[str, HardwareProfile] = {}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
@@ -93,24 +93,13 @@ class PlanningTrainer(Trainer):
             wholes = {profile.name: profile for profile in profiles}
         elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
             raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
-        steppers = num_nodes if divides else 1
-        machines = {
-            name: {each: _for_rank(whole, each, here, steppers) for each in shardings} for name, whole in wholes.items()
-        }
         link, wire = parse_bytes(gpu_link) if gpu_link is not None else None, parse_bytes(network)
-        with self.strategy.planning_only(machines or {"": {shardings[0]: None}}, num_gpus, here, link, wire) as found:
-            has_data = datamodule is not None or is_overridden("train_dataloader", model)
-            if has_data and (batch_size is not None or length is not None):
-                raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
-            made = DataLoader(SyntheticData(batch_size, length), batch_size=None)
-            self.fit(model, None if has_data else made, datamodule=datamodule)
-        ways = divides, self.strategy.overlap.overlap != "off", self.strategy.would_divide_weights(num_nodes)
-        clusters = {
-            name: Cluster(here, num_nodes, link or whole.download, wire, whole.host_memory, *ways)
-            for name, whole in wholes.items()
-            if num_gpus > 1
-        }
-        answers = {name: _best(each, clusters.get(name)) for name, each in found.items()}
+        has_data = datamodule is not None or is_overridden("train_dataloader", model)
+        if has_data and (batch_size is not None or length is not None):
+            raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
+        made = None if has_data else DataLoader(SyntheticData(batch_size, length), batch_size=None)
+        ground = _Ground(wholes, here, num_nodes, link, wire)
+        answers, clusters = ground.plan(self.strategy, lambda: self.fit(model, made, datamodule=datamodule))
         report(answers, json, clusters)
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):
@@ -146,6 +135,73 @@ class PlanningTrainer(Trainer):
         Console().print(render(shown, datamodule.reports))
         if html is not None:
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What plans are made for.
+
+    Attributes:
+        wholes: Machines by the name of their GPU; empty: this one.
+        here: GPUs of each.
+        num_nodes: Machines.
+        link: Bytes per second that a GPU sends to another one of its machine; None: what it sends to its host.
+        network: Bytes per second that a machine sends to another one.
+    """
+
+    wholes: Mapping[str, HardwareProfile]
+    here: int
+    num_nodes: int
+    link: float | None
+    network: float
+
+    def plan(
+        self, strategy: ProTrainStrategy, fit: Callable[[], None]
+    ) -> tuple[dict[str, Plan | ValueError], dict[str, Cluster]]:
+        """Plans, and the clusters that they are for if there is more than one GPU, by name of the GPU.
+
+        As in a run, machines divide more only where hosts are too small.
+
+        Args:
+            strategy: Whose plans they are.
+            fit: Ends when they are made.
+        """
+        answers: dict[str, Plan | ValueError] = {name: HostTooSmall() for name in self.wholes or [""]}
+        clusters: dict[str, Cluster] = {}
+        for way in strategy.ways(self.num_nodes):
+            left = [name for name, answer in answers.items() if isinstance(answer, HostTooSmall)]
+            if not left:
+                break
+            with strategy.dividing(way):
+                clusters |= self._clusters(strategy, left)
+                machines = self._machines(strategy, left)
+                ranks = self.here * self.num_nodes, self.here, self.link, self.network, clusters
+                with strategy.planning_only(machines, *ranks) as found:
+                    fit()
+                answers |= {name: _best(found[name], clusters.get(name)) for name in left}
+        return answers, clusters
+
+    def _machines(self, strategy: ProTrainStrategy, names: Sequence[str]) -> Machines:
+        shardings = strategy.shardings(self.here, self.num_nodes)
+        if not self.wholes:
+            return {"": {shardings[0]: None}}
+        steppers = self.num_nodes if strategy.divides_steps(self.num_nodes) else 1
+        return {
+            name: {each: _for_rank(self.wholes[name], each, self.here, steppers) for each in shardings}
+            for name in names
+        }
+
+    def _clusters(self, strategy: ProTrainStrategy, names: Sequence[str]) -> dict[str, Cluster]:
+        if self.here * self.num_nodes == 1:
+            return {}
+        ways = strategy.divides_steps(self.num_nodes), strategy.would_divide_weights(self.num_nodes)
+        return {
+            name: Cluster(
+                self.here, self.num_nodes, self.link or whole.download, self.network, whole.host_memory, *ways
+            )
+            for name, whole in self.wholes.items()
+            if name in names
+        }
 
 
 def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int, steppers: int) -> HardwareProfile:

@@ -6,12 +6,22 @@ import os
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
+from jsonargparse.typing import register_type
+
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset, parse_bytes
 from lightning_protrain.profiler.blocks import BlockChoice
 from lightning_protrain.profiler.machine import HardwareProfile
+
+
+def _refuse_text(text: str) -> Plan:
+    raise ValueError(f"{text!r} is no plan, but may be the path of one.")
+
+
+# A parser of command lines would read a file in place of its path, as the fields of the dataclass.
+register_type(Plan, Plan.to_json, _refuse_text, fail_already_registered=False)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,11 @@ class Wishes:
     gathering: Gathering | None = None
     machines: float = 1
     rows: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that train together."""
+        return max(self.ranks // (self.copies * self.sharers), 1)
 
     def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.

@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "consensus": ("callbacks.ranks", "planner.free_memory", "planner.plan", "profiler.records", "runtime.comm"),
     "owned_states": ("runtime.comm",),
     "divided": ("callbacks.export", "overlap", "runtime"),
+    "earlier": ("runtime.comm", "runtime.local_rows"),
     "replicas": (),
     "sigterm": (),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
@@ -108,6 +109,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "planning": None,
     "trainer": None,
     "states": None,
+    "paper": None,
     "strategy": None,
     "cli": None,
     "": None,  # lightning_protrain/__init__.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -121,6 +122,7 @@ class _Environment(LightningEnvironment):
 def _run(
     end: Connection, function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # A collection would write to all that was there before the fork, and so copy it.
     store = dist.FileStore(str(folder / "meeting"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=BOUND))
     dist.barrier()  # Nobody leaves while another one is still being connected.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_protrain.callbacks.export import SavePretrained
-from lightning_protrain.divided import attach, refuse_combinations, refuse_divided
+from lightning_protrain.divided import WholeWeights, refuse_combinations
 
 
 def _refuse(
@@ -43,12 +43,14 @@ def test_what_is_not_built_is_named(given: dict[str, Any], match: str) -> None:
 
 def test_a_model_without_divided_weights_saves_and_loads_as_ever() -> None:
     module = nn.Linear(2, 2)
-    refuse_divided(module)
     before = module.state_dict()
-    handles = attach(module, SimpleNamespace(meet=lambda what: False))  # type: ignore[arg-type]
+    ranks: Any = SimpleNamespace(meet=lambda what: False)
+    WholeWeights(module, ranks)
+    whole = WholeWeights(module, ranks)  # Of the next run: what is left on the model is taken off.
+    assert [len(module._state_dict_hooks), len(module._load_state_dict_pre_hooks)] == [1, 1]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     module.load_state_dict({name: value + 1 for name, value in before.items()})
-    for handle in handles:
-        handle.remove()
+    whole.remove()
+    whole.remove()
     assert not module._state_dict_hooks
     assert not module._load_state_dict_pre_hooks

@@ -14,6 +14,7 @@ from lightning_protrain.joint_planning import answers, plan_jointly
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Gathering, Network, Route
 from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planning import SHARE_OF_ALL, Case
 from lightning_protrain.profiler.catalogue import gpu
@@ -21,7 +22,7 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.runtime.owners import shared_bytes
 from tests.machines import CPU, GIB
-from tests.test_planning import case
+from tests.test_planning import WHOLE, case
 
 SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE
 # What ranks send to an owner takes long, what they send to all does not; and the other way round.
@@ -263,6 +264,66 @@ def test_machines_are_planned_for_under_what_a_run_would_choose_from(
     plans = answers(replace(found, wishes=found.wishes.among(SHARD, 4, 4)), {"": {SHARD: machine, REPLICATE: machine}})
     assert list(plans[""]) == under
     assert [plan.sharding for plan in plans[""].values() if isinstance(plan, Plan)] == under
+
+
+# Between its two machines goes next to nothing.
+SLOW_CLUSTER = Cluster(2, 2, 1e9, 1e6, 1e12)
+
+
+def there(cluster: Cluster | None, dtype: torch.dtype | None = None, **wishes: Any) -> dict[Sharding, Any]:
+    """What is planned for a GPU of the cluster, or for one alone."""
+    machine = replace(CPU, device_bytes=GIB)
+    found = case(**{"device_memory": 80_000, **wishes})
+    several = replace(found, wishes=found.wishes.among(SHARD, 2, 4))
+    clusters = {"there": cluster} if cluster is not None else None
+    return answers(several, {"there": {SHARD: machine, REPLICATE: machine}}, clusters, dtype)["there"]
+
+
+@pytest.mark.parametrize("sharding", [SHARD, REPLICATE])
+def test_plans_on_paper_are_those_that_know_the_network(sharding: Sharding) -> None:
+    alone, found = there(None)[sharding], there(SLOW_CLUSTER)[sharding]
+    assert found.prediction.busy["network"] > 0
+    assert found.prediction.alone_seconds < found.prediction.step_seconds
+    assert "network" not in alone.prediction.busy
+    assert (found.chunks, found.blocks) != (alone.chunks, alone.blocks)
+    several = case(device_memory=80_000)
+    several = replace(several, wishes=several.wishes.among(SHARD, 2, 4))
+    network = SLOW_CLUSTER.network_under(sharding)
+    assert found == several.plan_among(network, sharding, replace(CPU, device_bytes=GIB))
+
+
+def test_on_a_slow_network_the_plan_of_one_gpu_is_slower() -> None:
+    alone, found = there(None)[SHARD], there(SLOW_CLUSTER)[SHARD]
+    kept = there(SLOW_CLUSTER, choice=alone)[SHARD]
+    assert (kept.chunks, kept.blocks) == (alone.chunks, alone.blocks)
+    assert found.prediction.step_seconds < 0.99 * kept.prediction.step_seconds
+
+
+def test_sums_on_paper_have_the_dtype_of_the_run() -> None:
+    whole, half = (there(SLOW_CLUSTER, dtype, choice="offload")[SHARD] for dtype in (None, torch.bfloat16))
+    assert half.prediction.busy["network"] == pytest.approx(whole.prediction.busy["network"] / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["offload", "resident", "knobs", "given"])
+def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
+    wishes: dict[str, Any] = {"choice": kind}
+    if kind == "knobs":
+        wishes = {"knobs": WHOLE}
+    if kind == "given":
+        wishes = {"choice": there(replace(SLOW_CLUSTER, network=1e12))[SHARD]}
+    if kind == "resident":
+        wishes["device_memory"] = GIB
+    alone, found = there(None, **wishes), there(SLOW_CLUSTER, **wishes)
+    assert list(found) == [SHARD]
+    plan, before = found[SHARD], alone[SHARD]
+    assert (plan.chunks, plan.blocks) == (before.chunks, before.blocks)
+    assert plan.prediction.step_seconds > plan.prediction.busy["network"] > 0
+    assert plan.prediction.advice == ()
+    assert plan.memory == before.memory
+    if kind == "given":
+        assert plan.prediction.step_seconds > before.prediction.step_seconds
+    else:
+        assert before.prediction is None
 
 
 def test_copies_of_a_machine_share_its_host() -> None:

@@ -95,7 +95,11 @@ def test_steps_of_what_is_not_shared_are_not_divided(sharding: Any) -> None:
 
 def test_on_paper_rows_come_over_the_network_that_ranks_of_a_machine_share() -> None:
     chosen = Parallelism(sharding="shard", shard_weights="world")
-    assert chosen.gathering_on_paper(4, 8, None, 20.0, 25.0) == Gathering.of_rows(8, 5.0)
+    assert chosen.gathering_on_paper(1, 8, None, 20.0, 5.0) == Gathering.of_rows(8, 20.0)
+    # Three quarters of them come from the other ranks of the machine.
+    assert chosen.gathering_on_paper(4, 8, None, 20.0, 25.0) == Gathering.of_rows(8, 20.0)
+    assert chosen.gathering_on_paper(4, 8, None, 20.0, 12.0) == Gathering.of_rows(8, 16.0)
+    assert chosen.gathering_on_paper(4, 8, 6.0, 20.0, 12.0) == Gathering.of_rows(8, 8.0)
     assert chosen.gathering_on_paper(4, 1, None, 20.0, 25.0) is None
 
 
@@ -130,7 +134,7 @@ def test_what_shares_nothing_is_refused_at_once(sharding: Any) -> None:
 def test_weights_are_divided_of_what_ranks_share_only(sharding: Any) -> None:
     with pytest.raises(ValueError, match=f'shard_weights="world" .* sharding="{sharding}"'):
         Parallelism(sharding=sharding, shard_weights="world")
-    with pytest.raises(ValueError, match="shard_weights='node': give one of 'machine', 'world'"):
+    with pytest.raises(ValueError, match="shard_weights='node': give one of 'auto', 'machine', 'world'"):
         Parallelism(sharding="shard", shard_weights="node")  # type: ignore[arg-type]
     assert Parallelism(sharding="shard", shard_weights="world").machines_on_paper(16, 8) == 2
 
@@ -139,3 +143,32 @@ def test_weights_are_divided_of_what_ranks_share_only(sharding: Any) -> None:
 def test_rows_of_machines_and_parts_of_ranks_do_not_go_together(gather: Any) -> None:
     with pytest.raises(ValueError, match=f'shard_weights="world" .* gather="{gather}"'):
         Parallelism(sharding="shard", shard_weights="world", gather=gather)
+
+
+def _ways(num_nodes: int, **given: Any) -> list[tuple[str, str, str]]:
+    found = Parallelism(**given).ways(num_nodes)
+    return [(each.sharding, each.shard_optimizer, each.shard_weights) for each in found]
+
+
+WHOLE, STEPS = ("machine", "machine"), ("world", "machine")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [("auto", *WHOLE), ("shard", *STEPS), ("shard", "machine", "world")]),
+        ({"sharding": "shard"}, [("shard", *WHOLE), ("shard", *STEPS), ("shard", "machine", "world")]),
+        ({"sharding": "replicate"}, [("replicate", *WHOLE)]),
+        ({"sharding": "resident"}, [("resident", *WHOLE)]),
+        ({"gather": "device"}, [("auto", *WHOLE), ("shard", *STEPS)]),
+        ({"shard_weights": "machine"}, [("auto", *WHOLE), ("shard", *STEPS)]),
+        ({"shard_optimizer": "machine"}, [("auto", *WHOLE), ("shard", "machine", "world")]),
+        ({"shard_optimizer": "machine", "shard_weights": "machine"}, [("auto", *WHOLE)]),
+        ({"sharding": "shard", "shard_optimizer": "world"}, [("shard", *STEPS), ("shard", "machine", "world")]),
+        ({"sharding": "shard", "shard_weights": "world"}, [("shard", "machine", "world")]),
+    ],
+    ids=str,
+)
+def test_machines_divide_no_more_than_they_have_to(given: Any, expected: list[tuple[str, str, str]]) -> None:
+    assert _ways(2, **given) == expected
+    assert _ways(1, **given) == expected[:1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain import planning
+from lightning_protrain import planning, searching
 from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
@@ -82,6 +82,19 @@ def test_what_a_device_has_free_is_the_budget_but_for_a_part() -> None:
     assert case(1000, choice="offload").budget() == 1000 * SHARE_OF_STATES
     assert case(1000, device_memory=77).budget() == 77
     assert case().budget(CPU) == int(CPU.device_bytes * SHARE_OF_ALL)
+
+
+@pytest.mark.parametrize("free", [60_000, 80_000, 100_000, GIB])
+def test_a_plan_that_was_found_may_be_given_again(free: int) -> None:
+    found = case(free).plan()
+    again = case(free, choice=found)
+    assert again.budget() == case(free).budget() == int(free * SHARE_OF_ALL)
+    assert again.plan() == found
+
+
+def test_a_plan_that_knows_no_activations_leaves_room_for_them() -> None:
+    plan = case(GIB, choice="offload").plan()
+    assert case(GIB, choice=plan).budget() == int(GIB * SHARE_OF_STATES)
 
 
 def test_the_host_has_what_is_free_and_what_the_weights_take() -> None:
@@ -300,7 +313,7 @@ def test_pins_hold_in_the_search() -> None:
 
 def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    monkeypatch.setattr(planning, "search_with_evaluation", lambda *each: searched.append(each))
+    monkeypatch.setattr(searching, "search_with_evaluation", lambda *each: searched.append(each))
     plan = case(GIB).plan()
     assert (searched, plan.num_offloaded_chunks) == ([], 0)
     assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}

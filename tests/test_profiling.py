@@ -129,7 +129,7 @@ def test_only_what_is_needed_is_profiled(arguments: dict[str, Any], count: int, 
 def test_whole_knobs_are_profiled_for_swapped_blocks_and_in_mixed_precision_only(
     num_swap_blocks: int, precision: Any, profiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("search_with_evaluation", "cached_profile"):
+    for name in ("search_and_predict", "cached_profile"):
         monkeypatch.setattr(planning, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
     knobs = {**WHOLE, "num_persistent_chunks": 0, "num_swap_blocks": num_swap_blocks}
     strategy = ProTrainStrategy(device_memory="1GiB", **knobs)

@@ -17,6 +17,7 @@ from lightning_protrain import module as module_file
 from lightning_protrain import parallelism, planning
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.strategy import ProTrainStrategy
@@ -200,6 +201,26 @@ def test_machines_that_divide_steps_are_planned_for(
         assert step[term] <= whole[term] / nodes + per_byte * largest + mmap.PAGESIZE
     assert step["parameters"] == whole["parameters"]
     assert divided.busy["host"] < alone.busy["host"]
+
+
+@pytest.mark.parametrize("plan", ["auto", "offload", "resident"])
+def test_plans_for_many_gpus_know_what_they_send(
+    plan: str, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.plan={plan}"]
+    many = ["--host_memory=64GiB", "--num_gpus=4", "--num_nodes=2", "--json=plans.json", *strategy]
+    steps = []
+    for network in ("25GB", "10MB"):
+        ProTrainCLI(["plan", "--gpu", "RTX 3090", f"--network={network}", *many, *options])
+        shown = " ".join(capsys.readouterr().out.split()).partition("On all GPUs")[2]
+        found = _written(Path("plans.json"))["RTX 3090"]
+        assert found is not None
+        assert found.prediction is not None
+        assert short_seconds(found.prediction.busy["network"]) in shown
+        assert short_seconds(found.prediction.step_seconds) in shown
+        steps.append(found.prediction.step_seconds)
+    assert steps[1] > 10 * steps[0]
 
 
 def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 
+from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.wishes import make_wishes, read_choice
 from tests.models import zoo
@@ -24,6 +26,22 @@ def wishes(**changed: Any) -> Any:
         "hardware": None,
     }
     return make_wishes(**{**defaults, **changed})
+
+
+@pytest.mark.parametrize("source", ["command line", "config"])
+@pytest.mark.parametrize("name", ["auto", "offload", "plan.json", "none.json"])
+def test_parsers_of_command_lines_leave_names_and_paths(name: str, source: str, tmp_path: Path) -> None:
+    """They would read a file that is there, as a config."""
+    half(next(iter(zoo().values()))()).save(tmp_path / "plan.json")
+    given = str(tmp_path / name) if name.endswith(".json") else name
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(ProTrainStrategy, "strategy")
+    (tmp_path / "config.yaml").write_text(f"strategy:\n  plan: {given}\n")
+    options = [f"--strategy.plan={given}"] if source == "command line" else [f"--config={tmp_path / 'config.yaml'}"]
+    found = parser.parse_args(options)
+    assert found.strategy.plan == given
+    assert f"plan: {given}\n" in parser.dump(found)
 
 
 @pytest.mark.parametrize("preset", ["auto", "resident", "offload"])

@@ -57,14 +57,22 @@ class Ranking:
 
     def best(self, line: Sequence[Found]) -> Found | None:
         """The best checkpoint of a line that is given newest first."""
-        chosen: Found | None = None
+        return next(reversed(self._bests(line)), None)
+
+    def _bests(self, line: Sequence[Found]) -> list[Found]:
+        """Those that were the best when they were made, oldest first."""
+        chosen: list[Found] = []
         for each in reversed(line):
-            if self.is_better(self.score_of(each.manifest), None if chosen is None else self.score_of(chosen.manifest)):
-                chosen = each
+            best = self.score_of(chosen[-1].manifest) if chosen else None
+            if self.is_better(self.score_of(each.manifest), best):
+                chosen.append(each)
         return chosen
 
     def surplus(self, line: Sequence[Found], keep: int, protected: Collection[str] = ()) -> list[Found]:
         """What may go of a line that is given newest first.
+
+        The best of those that stay is the best of all: by `min_delta` one that stays may be no better than another one
+        that would stay before it, and then what lies between both stays, too.
 
         Args:
             line: The checkpoints.
@@ -73,7 +81,8 @@ class Ranking:
         """
         if keep < 0 or not line:
             return []
-        best = self.best(line)
+        bests = self._bests(line)
+        best = bests[-1] if bests else None
         stay = {line[0].manifest.identity, *protected, *([] if best is None else [best.manifest.identity])}
         sign = 1 if self.mode == "min" else -1
         scores = [(each, self.score_of(each.manifest)) for each in line]
@@ -84,4 +93,6 @@ class Ranking:
             scored = [(sign * score, each.manifest.sequence, each) for each, score in scores if score is not None]
             ranked = [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
         stay |= {each.manifest.identity for each in ranked[:keep]}
+        while self.best([each for each in line if each.manifest.identity in stay]) is not best:
+            stay.add(bests.pop().manifest.identity)
         return [each for each in line if each.manifest.identity not in stay]

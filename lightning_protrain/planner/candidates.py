@@ -24,13 +24,14 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.clock import Columns, Seconds, Training
+from lightning_protrain.planner.clock import Columns, Seconds
 from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 

@@ -21,49 +21,17 @@ that the entries stand for. The value of a column depends on no other column, bi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.averages import Averages
 from lightning_protrain.planner.sending import Sending
+from lightning_protrain.planner.training import Training
 
 Seconds = NDArray[np.float64]
 Positions = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the training loop uses the plan.
-
-    Attributes:
-        overlap: Behind what the host steps offloaded chunks: nothing, the backward, or the next forward.
-        accumulate: Micro-batches in a step.
-        clips: Whether the norm of all gradients is bounded.
-
-    Raises:
-        ValueError: An unknown overlap, or no micro-batch; or norms are clipped and the host is to step behind backward,
-            before they are known.
-    """
-
-    overlap: Literal["off", "backward", "forward"] = "off"
-    accumulate: int = 1
-    clips: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks values."""
-        if self.overlap not in ("off", "backward", "forward"):
-            raise ValueError(f"overlap={self.overlap!r}: give 'off', 'backward' or 'forward'.")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: give at least one micro-batch.")
-        if self.clips and self.overlap == "backward":
-            raise ValueError("overlap='backward' steps chunks before the norm is known: with clipping give 'forward'.")
-
-    @property
-    def works_in_backward(self) -> bool:
-        """Whether the host's worker steps chunks, or takes norms of their gradients, while backward goes on."""
-        return self.overlap == "backward" or (self.overlap == "forward" and self.clips)
 
 
 @dataclass(frozen=True)
@@ -234,12 +202,11 @@ class _Ended:
 def _broadcast(columns: Columns) -> Columns:
     shapes = [getattr(columns, field.name).shape for field in fields(Columns)]
     num_positions, num_columns = np.broadcast_shapes(*(shape if len(shape) == 2 else (1, *shape) for shape in shapes))
-    full = {
-        field.name: np.broadcast_to(
-            getattr(columns, field.name), (num_positions, num_columns)[2 - len(getattr(columns, field.name).shape) :]
-        )
-        for field in fields(Columns)
-    }
+    full = {}
+    for field in fields(Columns):
+        values = getattr(columns, field.name)
+        shape = (num_positions, num_columns)[2 - values.ndim :]
+        full[field.name] = values if values.shape == shape else np.broadcast_to(values, shape)
     return Columns(**full)
 
 
@@ -248,16 +215,16 @@ def _only_where(work: Seconds, seconds: Seconds | float = 0.0) -> Seconds:
     return np.where(work > 0, seconds, -np.inf)
 
 
-def _waits(waits: Positions, passes: int) -> tuple[Seconds, Seconds, Positions, list[bool]]:
+def _waits(waits: Positions) -> tuple[list[Seconds], Seconds, list[Positions], list[bool]]:
     """When the computation of each position has ended, to be filled in; what is waited for; where anybody waits.
 
-    What ends is (P + 1, W, K), the last row for no wait, and the same, flat; what is waited for are places there.
+    What ends are P + 1 rows, the last one for no wait, and the same, flat; what is waited for are places there.
     """
     num_positions, num_columns = waits.shape
-    ends = np.full((num_positions + 1, passes, num_columns), -np.inf)
-    rows = np.where(waits < 0, num_positions, waits)[:, None] * (passes * num_columns)
+    ends = np.full((num_positions + 1, num_columns), -np.inf)
+    rows = np.where(waits < 0, num_positions, waits) * num_columns + np.arange(num_columns)
     somewhere: list[bool] = (waits.max(axis=1) >= 0).tolist()
-    return ends, ends.reshape(-1), rows + np.arange(passes * num_columns).reshape(passes, -1), somewhere
+    return list(ends), ends.reshape(-1), list(rows), somewhere
 
 
 def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds | None) -> Seconds:
@@ -265,32 +232,39 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
 
     `stepped` says when the host has stepped the chunks of each position, which the first one uploads then, (P, K).
     """
-    ends, flat, rows, waits = _waits(columns.wait_forward, len(begun))
+    passes, num_columns = begun.shape
+
+    def rows_of(values: NDArray[Any]) -> NDArray[Any]:
+        return values if passes == 1 else np.tile(values, passes)
+
+    ends, flat, rows, waits = _waits(rows_of(columns.wait_forward))
     swaps: list[bool] = (columns.swap_out.max(axis=1) > 0).tolist()
-    leaves = _only_where(columns.swap_out)
+    outs, leaves = rows_of(columns.swap_out), rows_of(_only_where(columns.swap_out))
+    uploads, lates, computes = map(rows_of, (columns.upload_forward, columns.late_forward, columns.compute_forward))
     released = None if stepped is None else stepped + columns.tail
-    up = time = begun
-    out = np.maximum(begun, down)
-    gone = [np.full_like(begun, -np.inf)] * 2  # What the last two positions have swapped.
-    for index, (upload, late, compute) in enumerate(
-        zip(columns.upload_forward, columns.late_forward, columns.compute_forward, strict=True)
-    ):
-        up = up + upload
+    up = begun.reshape(-1).copy()
+    time, first = up.copy(), up[:num_columns]
+    out = np.maximum(begun, down).reshape(-1)
+    gone = [np.full_like(up, -np.inf)] * 2  # What the last two positions have swapped.
+    start, late = np.empty_like(up), np.empty_like(up)
+    for index, (upload, compute, end) in enumerate(zip(uploads, computes, ends, strict=False)):
+        np.add(up, upload, up)
         if waits[index]:
-            up = np.maximum(up, flat.take(rows[index]) + late)
+            np.add(flat.take(rows[index]), lates[index], late)
+            np.maximum(up, late, up)
         if released is not None:
-            np.maximum(up[0], released[index], out=up[0])
-        time = np.maximum(time, up)
+            np.maximum(first, released[index], first)
+        np.maximum(time, up, start)
         if index > 1 and swaps[index - 2]:
             # Its memory is given back when the next position has ended.
-            time = np.maximum(time, gone[0])
-        start, time = time, np.add(time, compute, out=ends[index])
+            np.maximum(start, gone[0], start)
+        time = np.add(start, compute, end)
         gone = [gone[1], gone[1]]
         if swaps[index]:
-            out = np.maximum(out, start + leaves[index]) + columns.swap_out[index]
+            out = np.maximum(out, start + leaves[index]) + outs[index]
             out = np.maximum(out, time + leaves[index])
             gone[1] = np.maximum(gone[1], out + leaves[index])
-    return np.maximum(time, gone[0])
+    return np.maximum(time, gone[0]).reshape(begun.shape)
 
 
 def _backward(columns: Columns, works: Seconds, training: Training, start: Seconds) -> _Ended:
@@ -302,60 +276,67 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
         training: How the plans are used.
         start: When it begins, (K,).
     """
-    ends, flat, rows, waits = _waits(columns.wait_backward, 1)
+    ends, flat, rows, waits = _waits(columns.wait_backward)
     swaps: list[bool] = (columns.swap_in.max(axis=1) > 0).tolist()
     comes, lands = _only_where(columns.swap_in), _only_where(columns.download)
-    # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads,
-    # the first of them that the worker has waited for.
-    first = columns.compute_backward + columns.stall, lands + columns.landed, lands + columns.ready
-    behind_begin = np.stack(first, axis=1)
-    behind_link = np.stack((lands + columns.drain, columns.carry, columns.ready_behind), axis=1)
-
-    # Of each position its computation, its downloads, and what the worker has waited for.
-    following = np.empty(behind_begin.shape)
-    time = up = down = before = start
-    for index in reversed(range(len(rows))):
-        entered, known = time, following[index]
-        up = up + columns.upload_backward[index]
-        if waits[index]:
-            up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
-        begun = np.maximum(entered, up)
-        begun += columns.recompute[index]
-        np.add(behind_begin[index], begun, out=known)
-        np.maximum(known, behind_link[index] + down, out=known)
-        time, down = known[0], known[1]
-        if swaps[index]:
+    # What ends so long after the beginning of the computation, and after the downloads before: computation, downloads.
+    computes, drains = columns.compute_backward + columns.stall, lands + columns.drain
+    lasts, carries = lands + columns.landed, columns.carry
+    # Of each position when its computation begins, and when its downloads have ended; the last row: those before it.
+    begun = np.empty(lands.shape)
+    downs = np.concatenate((np.empty(lands.shape), start[None]))
+    time, down, up = start, downs[-1], start.copy()
+    before, late = start, np.empty_like(start)
+    add, larger = np.add, np.maximum
+    each = columns.upload_backward, columns.late_backward, columns.recompute, computes, drains, lasts, carries
+    where = waits, rows, swaps, comes, columns.swap_in, begun, ends[:-1], downs[:-1]
+    for upload, held, again, compute, drain, last, carry, wait, row, swap, come, swapped, begins, end, landed in zip(
+        *(values[::-1] for values in (*each, *where)), strict=True
+    ):
+        entered = time
+        add(up, upload, up)
+        if wait:
+            larger(up, add(flat.take(row), held, late), up)
+        larger(entered, up, begins)
+        add(begins, again, begins)
+        larger(add(begins, compute, end), add(down, drain, late), end)
+        larger(add(begins, last, landed), add(down, carry, late), landed)
+        if swap:
             # Asked for when the position before them is entered, they arrive in the order in which they are used.
-            up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
-            time = np.maximum(time, up)
-        ends[index, 0], before = time, entered
+            larger(up, add(before, come, late), up)
+            add(up, swapped, up)
+            larger(end, up, end)
+        time, down, before = end, landed, entered
+    known = np.maximum(lands + columns.ready + begun, columns.ready_behind + downs[1:])
     begins = _only_where(works)
-    known, landed = (following[:, row : row + 1] + begins for row in (2, 1))
-    hosts = _worked(known, works, landed, np.broadcast_to(start, works.shape[1:]))
+    hosts = _worked(known[:, None] + begins, works, downs[:-1, None] + begins, start)
     stepped = hosts[:, 0] if training.overlap == "backward" else None
     return _Ended(time, np.maximum(down, hosts[0]), down, stepped)
 
 
-def _worked(known: Seconds, works: Seconds, landed: Seconds, host: Seconds) -> Seconds:
+def _worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> Seconds:
     """When the worker has done its work on each position, (P, W, K).
 
     Args:
         known: From when on it could begin and never wait.
         works: Its work.
         landed: When all it works on has landed: no work is done before.
-        host: When it is free.
+        start: When it is free, (K,).
     """
+    num_positions, num_works, _ = works.shape
     found = np.empty(works.shape)
-    for index in reversed(range(len(works))):
-        np.maximum(host, known[index], out=found[index])
-        found[index] += works[index]
-        host = np.maximum(found[index], landed[index], out=found[index])
+    flat = [values.reshape(num_positions, -1) for values in (known, works, landed, found)]
+    host = np.tile(start, num_works)
+    for could, work, last, done in zip(*(values[::-1] for values in flat), strict=True):
+        np.maximum(host, could, done)
+        np.add(done, work, done)
+        host = np.maximum(done, last, done)
     return found
 
 
 def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
     """The backward that ends with averages, see [Note: Sends]; `works` are those of the host's worker, (P, K)."""
-    ends, flat, rows, waits = _waits(columns.wait_backward, 1)
+    ends, flat, rows, waits = _waits(columns.wait_backward)
     swaps = bool(columns.swap_in.any())
     comes, sending = _only_where(columns.swap_in), Sending(sums, works, start)
     time = up = before = start
@@ -363,7 +344,7 @@ def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Traini
         entered = time
         up = up + columns.upload_backward[index]
         if waits[index]:
-            up = np.maximum(up, flat.take(rows[index, 0]) + columns.late_backward[index])
+            up = np.maximum(up, flat.take(rows[index]) + columns.late_backward[index])
         first = np.maximum(entered, up) + columns.recompute[index] + sums.lead[index]
         held = sending.send(first, sums.sends[index], sums.waits[index])
         rest = columns.compute_backward[index] - sums.lead[index]
@@ -375,7 +356,7 @@ def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Traini
             up = np.maximum(up, before + comes[index]) + columns.swap_in[index]
             time = np.maximum(time, up)
         sending.complete(index, time)
-        ends[index, 0], before = time, entered
+        ends[index][:], before = time, entered
     sending.finish(time)
     known = np.maximum(sending.down, sending.host)[None]
     return _Ended(np.maximum(time, sending.free), known, sending.down, sending.stepped)

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.chunks import chunks_of
-from lightning_protrain.planner.clock import Columns, Seconds, Training
+from lightning_protrain.planner.clock import Columns, Seconds
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
 from lightning_protrain.planner.landing import Landings, come_together
 from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.plan import ChunkPlan, Plan
 from lightning_protrain.planner.recomputation import again_seconds
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
 

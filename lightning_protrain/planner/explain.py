@@ -246,6 +246,8 @@ def time_sentence(prediction: Prediction) -> str:
     sent = f" Ranks sum gradients for {short_seconds(sums)} of it." if sums > 0 else ""
     weights = prediction.busy.get("exchange", 0.0)
     sent += f" Machines send each other new weights for {short_seconds(weights)}." if weights > 0 else ""
+    alone = prediction.alone_seconds
+    sent += f" One rank alone would take {short_seconds(alone)}." if sent and alone is not None else ""
     return (
         f"A step{batches} is expected to take {short_seconds(prediction.step_seconds)}{tokens}; "
         f"what bounds it: {prediction.bound} ({reasons[prediction.bound]}).{sent}"

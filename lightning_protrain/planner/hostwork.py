@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.clock import Seconds, Training
+from lightning_protrain.planner.clock import Seconds
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 
 Integers = NDArray[np.int64]

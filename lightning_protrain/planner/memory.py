@@ -257,14 +257,18 @@ def check_fits(
     check_host(host_bytes(layout, plan.chunks, state_bytes, plan.blocks, use), host_budget)
 
 
+class HostTooSmall(ValueError):
+    """A plan, or each one that there is, needs more memory of the host than it has; the message says how much."""
+
+
 def check_host(needed: int, host_budget: int | None) -> None:
     """Refuses what does not fit host memory.
 
     Raises:
-        ValueError: `needed` bytes are more than `host_budget`, where there is one.
+        HostTooSmall: `needed` bytes are more than `host_budget`, where there is one.
     """
     if host_budget is not None and needed > host_budget:
-        raise ValueError(
+        raise HostTooSmall(
             f"The plan needs {format_bytes(needed)} of host memory, {format_bytes(host_budget)} are available. Raise "
             "host_memory, keep more chunks on the device with num_persistent_chunks, swap fewer blocks, or train fewer "
             "parameters."

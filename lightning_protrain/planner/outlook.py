@@ -36,8 +36,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
         knobs: What the user pinned.
     """
     timeline = expected_memory(problem, plan)
-    time = _step_time(problem, plan)
-    prediction = _prediction(problem, timeline, time)
+    prediction = _prediction(problem, plan, timeline)
     # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
     activations = max(timeline.device_peak - plan.memory.total, 0)
     return replace(
@@ -45,6 +44,16 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
         memory=replace(plan.memory, activations=activations),
         prediction=prediction.with_advice(*_advice(problem, plan, prediction, timeline, knobs)),
     )
+
+
+def expected(problem: Problem, plan: Plan) -> Prediction:
+    """What a plan takes and gives that nobody has searched for; nothing is advised.
+
+    Args:
+        problem: What it would be a plan for.
+        plan: Any one for the model.
+    """
+    return _prediction(problem, plan, expected_memory(problem, plan))
 
 
 def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
@@ -91,13 +100,16 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
     )
 
 
-def _prediction(problem: Problem, timeline: MemoryTimeline, time: StepTime) -> Prediction:
+def _prediction(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Prediction:
+    time = _step_time(problem, plan)
     phases = []
     for phase in timeline.phases:
         extra = {"fragmentation": phase.fragmentation} if phase.fragmentation > 0 else {}
         phases.append(PhasePrediction(phase.name, phase.unit, {**phase.device, **extra}, dict(phase.host)))
     busy = {"compute": time.compute, "upload": time.upload, "download": time.download, "host": time.host}
+    alone = None
     if problem.network is not None:
+        alone = _step_time(replace(problem, network=None), plan).seconds
         busy["network"] = time.network
         if problem.network.exchange is not None:
             busy["exchange"] = time.exchange
@@ -111,6 +123,7 @@ def _prediction(problem: Problem, timeline: MemoryTimeline, time: StepTime) -> P
         samples=problem.profile.samples,
         tokens=problem.profile.tokens,
         accumulate=problem.training.accumulate,
+        alone_seconds=alone,
     )
 
 

@@ -63,6 +63,7 @@ class Prediction:
         tokens: Of one micro-batch; 0: not known.
         accumulate: Micro-batches of one step.
         advice: Sentences for the user.
+        alone_seconds: What the same step would take on one of several ranks alone; None: there is one.
     """
 
     hardware: str
@@ -75,6 +76,7 @@ class Prediction:
     tokens: int = 0
     accumulate: int = 1
     advice: tuple[str, ...] = ()
+    alone_seconds: float | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -108,12 +110,14 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:
-        """Reads what `dataclasses.asdict` wrote.
+        """Reads what `dataclasses.asdict` wrote, with `alone_seconds` or before there were any.
 
         Raises:
             ValueError: Not a prediction.
         """
+        content = {"alone_seconds": None, **content} if isinstance(content, dict) else content
         entry = _object("prediction", content, {field.name for field in fields(cls)})
+        alone = entry["alone_seconds"]
         phases = _list("phases", entry["phases"])
         if not phases:
             raise ValueError(f"The plan's prediction.phases is {phases!r}: there is no phase. {_AGAIN}")
@@ -128,6 +132,7 @@ class Prediction:
             tokens=_count("tokens", entry["tokens"]),
             accumulate=_count("accumulate", entry["accumulate"]),
             advice=tuple(_text("advice", sentence) for sentence in _list("advice", entry["advice"])),
+            alone_seconds=None if alone is None else _number("alone_seconds", alone),
         )
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
-from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
@@ -20,6 +19,7 @@ from lightning_protrain.planner.policies import Recomputation, lay_out, order_st
 from lightning_protrain.planner.recomputation import again_seconds, selective_seconds
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.planner.sums import Sums
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
 
@@ -52,6 +52,7 @@ class Problem:
         reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
             gathers.
         gathering: How chunks are gathered from parts; None: each rank uploads all of them.
+        num_nodes: Machines that train together.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -74,6 +75,7 @@ class Problem:
     network: Network | None = None
     reserved: int = 0
     gathering: Gathering | None = None
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""

@@ -1,29 +1,35 @@
-"""What a plan gives on many devices: an estimate from bytes and rates, see docs/scaling.md.
+"""What a plan gives on many devices, and what these send each other: from bytes and rates, see docs/scaling.md.
 
 [Note: Traffic]
 A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n B, and to owners of parts with half of
 it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node go over the link between its devices; of
-what crosses machines every node sends one copy. Sending overlaps with backward, about two thirds of the computation of
-the micro-batch that ends the step; what is longer shows. Devices of a node share the memory of one host, and its rate.
-Where they gather chunks from parts (see [Note: In parts] in network.py), weights are read there once for all of them,
-and cross the link between them beside the sums.
+what crosses machines every node sends one copy, in parts by its L owners, which share its network. Each collective also
+takes as long as one of a few bytes. With these figures for those that a run measures, a plan for a cluster is searched
+for and timed as in a run, see [Note: Sends] in averages.py. Devices of a node share the memory of one host, and its
+rate. Where they gather chunks from parts (see [Note: In parts] in network.py), weights are read there once for all of
+them, and cross the link between them beside the sums.
 
 Where M machines divide steps, of B bytes of gradients and of new weights each machine sends and receives (M - 1) / M B:
 a sum to one owner is half of one to all. New weights go behind the step, each part of a chunk from one machine to the
 others along a binomial tree, one part after the other by each of the L ranks of a machine: no faster than its network,
-nor than ceil(log2 M) B / L one after the other. The forward that follows runs beside them, if steps are overlapped at
-all.
+nor than ceil(log2 M) B / L one after the other; see [Note: Exchanged] in steptime.py.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
 
-_SHARE_OF_BACKWARD = 2 / 3
+# Seconds of a collective of a few bytes, an assumption: nccl-tests shows 19 us between A100s of two machines that
+# InfiniBand joins (github.com/NVIDIA/nccl-tests/issues/150), one call behind the other; several machines take more.
+LATENCY_WITHIN, LATENCY_BETWEEN = 20e-6, 40e-6
+# Of a collective to which one rank alone belongs.
+NO_TIME = Route(0.0, sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,6 @@ class Cluster:
         network: Bytes per second that a machine sends to another one.
         host_memory: Bytes per second that the memory of a machine moves.
         divides_steps: Whether machines divide the optimizer's steps of offloaded chunks.
-        overlaps: Whether these steps run beside what the devices compute.
         divides_weights: Whether machines divide the weights, too: no new ones are sent after steps.
     """
 
@@ -47,13 +52,37 @@ class Cluster:
     network: float
     host_memory: float
     divides_steps: bool = False
-    overlaps: bool = True
     divides_weights: bool = False
 
     @property
     def num_gpus(self) -> int:
         """Of all machines."""
         return self.gpus_per_node * self.num_nodes
+
+    def network_under(self, sharding: Sharding, element: int | None = None) -> Network:
+        """How its devices sum gradients and send new weights, as a run would measure it, see [Note: Traffic].
+
+        Args:
+            sharding: Who holds offloaded chunks.
+            element: Bytes in which an element of a gradient is sent; None: as many as its parameter has.
+        """
+        here, nodes = self.gpus_per_node, self.num_nodes
+        rate, latency = (self.link, LATENCY_WITHIN) if nodes == 1 else (min(self.link, self.network), LATENCY_BETWEEN)
+        everyone = _route(latency, 2 * (self.num_gpus - 1) / self.num_gpus / rate)
+        if sharding is not Sharding.SHARD:
+            return Network(everyone, element=element)
+        owner, peers, exchange = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None, None
+        if nodes > 1:
+            # Of bytes of one rank; the others of its machine send as many at the same time.
+            others, each = (nodes - 1) / nodes, here / self.network
+            peers = _route(LATENCY_BETWEEN, (1 if self.divides_steps else 2) * others * each)
+            if self.divides_steps and not self.divides_weights:
+                exchange = _route(LATENCY_BETWEEN, max(others, math.ceil(math.log2(nodes)) / here) * each)
+        return Network(everyone, owner, peers, here, element, exchange)
+
+
+def _route(latency: float, seconds_per_byte: float) -> Route:
+    return Route(latency, 1 / seconds_per_byte) if seconds_per_byte else NO_TIME
 
 
 @dataclass(frozen=True)
@@ -63,14 +92,14 @@ class Scaled:
     Attributes:
         cluster: Where.
         step_seconds: Of one optimizer step.
-        sent_seconds: In which gradients are sent, most of it behind backward.
+        sent_seconds: In which gradients are summed, most of it behind backward.
         host_seconds: In which the memory of a host is busy with what its devices stream.
         exchange_seconds: In which machines send each other new weights, some of it behind forward; 0 where each steps
             all of them.
         link_seconds: In which the link between its devices is busy with chunks that they gather, and with sums; 0 where
             they gather none.
         tokens_per_second: Of all devices; None where the tokens of a batch are not known.
-        efficiency: Of the step of one device, its part of the step here.
+        efficiency: Of the step of one device with this plan, its part of the step here; 1 at most.
         node_bytes: Host memory that each machine needs.
     """
 
@@ -89,46 +118,34 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     """Estimates a plan on a cluster.
 
     Args:
-        plan: With a prediction for one device.
+        plan: With a prediction for one of the devices, which knows what they send each other.
         cluster: Where it runs.
 
     Raises:
-        ValueError: Nothing was predicted.
+        ValueError: Nothing was predicted, or it was for one device alone.
     """
-    if plan.prediction is None:
-        raise ValueError("The plan has no prediction to scale: make it for a `gpu`, with a batch.")
     prediction = plan.prediction
-    sent = _sent_seconds(plan, cluster)
-    compute = prediction.busy.get("compute", 0.0) / prediction.accumulate
-    backward, forward = _SHARE_OF_BACKWARD * compute, (1 - _SHARE_OF_BACKWARD) * compute
-    exchange = _exchange_seconds(plan, cluster)
-    shown = max(sent - backward, 0.0) + max(exchange - (forward if cluster.overlaps else 0.0), 0.0)
+    if prediction is None:
+        raise ValueError("The plan has no prediction to scale: make it for a `gpu`, with a batch.")
+    if prediction.alone_seconds is None:
+        raise ValueError("The plan was timed for one GPU alone: make it for `num_gpus`.")
     moved = _streamed_bytes(plan, prediction.accumulate) * cluster.gpus_per_node / cluster.host_memory
     linked = _linked_seconds(plan, cluster, prediction.accumulate)
-    seconds = max(prediction.step_seconds + shown, moved, linked)
+    seconds = max(prediction.step_seconds, moved, linked)
     tokens = prediction.tokens * prediction.accumulate * cluster.num_gpus
     copies = 1 if plan.sharding is Sharding.SHARD else cluster.gpus_per_node
     return Scaled(
         cluster=cluster,
         step_seconds=seconds,
-        sent_seconds=sent,
-        exchange_seconds=exchange,
+        sent_seconds=prediction.busy.get("network", 0.0),
+        exchange_seconds=prediction.busy.get("exchange", 0.0),
         host_seconds=moved,
         link_seconds=linked,
         tokens_per_second=tokens / seconds if tokens else None,
-        efficiency=prediction.step_seconds / seconds,
+        # Devices that share gradients spare each other downloads; but one alone would have another plan.
+        efficiency=min(prediction.alone_seconds / seconds, 1.0),
         node_bytes=prediction.host_bytes * copies,
     )
-
-
-def _sent_seconds(plan: Plan, cluster: Cluster) -> float:
-    resident, offloaded = _summed_bytes(plan)
-    if plan.sharding is Sharding.SHARD:
-        here, nodes = cluster.gpus_per_node, cluster.num_nodes
-        within = (here - 1) / here * offloaded / cluster.link
-        sums = 1 if cluster.divides_steps else 2
-        return _all_reduce(resident, cluster) + within + sums * (nodes - 1) / nodes * offloaded / cluster.network
-    return _all_reduce(resident + offloaded, cluster)
 
 
 def exchanged_bytes(plan: Plan, num_nodes: int) -> float:
@@ -143,14 +160,6 @@ def exchanged_bytes(plan: Plan, num_nodes: int) -> float:
     return (num_nodes - 1) / num_nodes * offloaded
 
 
-def _exchange_seconds(plan: Plan, cluster: Cluster) -> float:
-    if not cluster.divides_steps or cluster.divides_weights or plan.sharding is not Sharding.SHARD:
-        return 0.0
-    _, offloaded = _summed_bytes(plan)
-    one_by_one = math.ceil(math.log2(cluster.num_nodes)) * offloaded / cluster.gpus_per_node
-    return max(exchanged_bytes(plan, cluster.num_nodes), one_by_one) / cluster.network
-
-
 def _linked_seconds(plan: Plan, cluster: Cluster, accumulate: int) -> float:
     if plan.gathered_by == 1:
         return 0.0
@@ -159,11 +168,6 @@ def _linked_seconds(plan: Plan, cluster: Cluster, accumulate: int) -> float:
     gathered = accumulate * 2 * sum(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
     between = (here - 1) / here * (gathered + offloaded) + 2 * (everywhere - 1) / everywhere * resident
     return between / cluster.link
-
-
-def _all_reduce(nbytes: float, cluster: Cluster) -> float:
-    rate = cluster.link if cluster.num_nodes == 1 else min(cluster.link, cluster.network)
-    return 2 * (cluster.num_gpus - 1) / cluster.num_gpus * nbytes / rate
 
 
 def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:

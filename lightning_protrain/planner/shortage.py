@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_protrain.planner.branch import minimize
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import format_bytes
+from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.positions import LOSS_COPIES
 from lightning_protrain.planner.prediction import GATHERS, GRADIENT_BUCKETS
@@ -26,6 +26,10 @@ class NoFeasiblePlan(ValueError):
     """No plan fits the device and the host; the message says what is short, by how much, and what would help."""
 
 
+class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
+    """The same where more memory of the host would help."""
+
+
 def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
     """Says what is short.
 
@@ -35,7 +39,7 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
         spaces: All candidates.
 
     Raises:
-        NoFeasiblePlan: Always, but for
+        NoFeasiblePlan: Always; of the kind `NoPlanForHost` where that is what is short; but for
         ValueError: if the knobs contradict each other, whatever the memory.
     """
     if not any(
@@ -43,10 +47,11 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
     ):
         given = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
         raise ValueError(f"These knobs contradict each other in this model: {given}. Leave one of them out.")
+    kind: type[NoFeasiblePlan] = NoPlanForHost
     device, on_device = _least(spaces, "device", "anywhere")
     host, _ = _least(spaces, "host", "anywhere")
     if problem.device_bytes is not None and device > problem.device_bytes:
-        sentences = _device_sentences(problem, problem.device_bytes, on_device, device)
+        kind, sentences = NoFeasiblePlan, _device_sentences(problem, problem.device_bytes, on_device, device)
     elif problem.host_bytes is not None and host > problem.host_bytes:
         sentences = _host_sentences(problem, problem.host_bytes, host)
     else:
@@ -59,9 +64,10 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
             *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
             *_sharing_sentences(problem),
+            *_dividing_sentences(problem),
             *_copy_sentences(problem),
         ]
-    raise NoFeasiblePlan(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
+    raise kind(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
 
 
 def _least(spaces: Sequence[Space], what: str, limit: str) -> tuple[int, Plan]:
@@ -148,12 +154,28 @@ def _sharing_sentences(problem: Problem) -> list[str]:
     return [f"That is for all {problem.sharers} ranks of the machine: {what}."]
 
 
+def _dividing_sentences(problem: Problem) -> list[str]:
+    """What several machines could divide of what the host of each would need."""
+    if problem.num_nodes == 1 or problem.rows:
+        return []
+    if problem.gathering is not None and problem.gathering.rows:
+        return ["All weights are on each machine until they are placed: where its rows alone are read, it needs less."]
+    if problem.machines > 1:
+        return ['shard_weights="world" divides the weights among the machines, too.']
+    steps = 'shard_optimizer="world" divides gradients and optimizer states among them'
+    weights = 'shard_weights="world" the weights, too'
+    return [
+        f'Each of the {problem.num_nodes} machines would hold all of it: under sharding="shard", {steps}, {weights}.'
+    ]
+
+
 def _host_sentences(problem: Problem, budget: int, needed: int) -> list[str]:
     return [
         f"No plan fits: the host would need at least {format_bytes(needed)}, {format_bytes(budget)} are available.",
         f"{format_bytes(needed - budget)} are short.",
         *_sharing_sentences(problem),
         f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",
+        *_dividing_sentences(problem),
         *_copy_sentences(problem),
     ]
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_protrain.planner.averages import averages_of
-from lightning_protrain.planner.clock import Columns, Seconds, Training, passes, simulate
+from lightning_protrain.planner.clock import Columns, Seconds, passes, simulate
 from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 

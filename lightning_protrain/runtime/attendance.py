@@ -10,8 +10,10 @@ knows, see [Note: Record locks].
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -78,7 +80,7 @@ class Attendance:
                     said = True
                 self._refuse_absence(what, members)
                 look = time.monotonic() + _EVERY
-            time.sleep(1e-4)
+            _wait_until(work, look)
         if said:
             self._write(f"waits/{self._rank}", "")
         self.naming(work.wait)
@@ -204,3 +206,10 @@ class Attendance:
         except RuntimeError:
             return "is gone, and the store of the process group with it" if key == "left/0" else None
         return found
+
+
+def _wait_until(work: Any, end: float) -> None:
+    """Waits for a collective until it has ended or the clock has come so far; asking all the time takes the cores."""
+    # Not yet; or it has failed, which the caller finds out when it has ended.
+    with contextlib.suppress(RuntimeError):
+        work.wait(timedelta(seconds=max(end - time.monotonic(), 0.0) + 1e-3))

@@ -62,6 +62,7 @@ class Ranks:
             of their own, too; None: every rank uploads chunks whole.
         fetching: The group of `peers` for rows of weights on devices, where nodes divide weights, see [Note: Rows];
             None: each node holds all of them.
+        filling: The group of the ranks of this node that give each other what they have fetched; None: there is one.
         mesh: The same ranks as a device mesh, for DTensors in host memory.
         attendance: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
@@ -80,6 +81,7 @@ class Ranks:
     gathering: Any = None
     sending: Any = None
     fetching: Any = None
+    filling: Any = None
     mesh: Any = None
 
     @property
@@ -111,6 +113,12 @@ class Ranks:
     def divides_weights(self) -> bool:
         """Whether each node holds some rows of offloaded weights, see [Note: Rows]."""
         return self.fetching is not None
+
+    def fetched_part(self, flat: Tensor) -> Tensor:
+        """What this rank fetches of rows that all ranks of its node need: a view, all of it if no equal parts are."""
+        if self.local_size == 1 or flat.numel() % self.local_size:
+            return flat
+        return flat.chunk(self.local_size)[self.local_rank]
 
     def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
         """Waits until all ranks are at the same point of a run.
@@ -163,7 +171,12 @@ class Ranks:
         fetching = [dist.new_group(each, timeout) for each in places]
         hosts = [dist.new_group(each, timeout, backend="gloo") for each in places]
         mesh = DeviceMesh.from_group(hosts[self.local_rank], "cpu", mesh_dim_names=("machine",))
-        return replace(self, fetching=fetching[self.local_rank], mesh=mesh)
+        return replace(self, fetching=fetching[self.local_rank], filling=self._make_own_node(timeout), mesh=mesh)
+
+    def _make_own_node(self, timeout: timedelta | None) -> Any:
+        """Another group of the ranks of this node; every rank calls it."""
+        starts, size = range(0, self.world_size, self.local_size), self.local_size
+        return [dist.new_group(list(range(at, at + size)), timeout) for at in starts][self.machine]
 
     def with_gathering(self, device: torch.device, timeout: timedelta | None = None) -> Ranks:
         """The same, who gather parts of chunks; every rank calls it.
@@ -175,9 +188,7 @@ class Ranks:
             device: Where they come.
             timeout: As in `find_ranks`.
         """
-        size = self.local_size
-        groups = [dist.new_group(list(range(at, at + size)), timeout) for at in range(0, self.world_size, size)]
-        group, whole = groups[self.rank // size], torch.zeros(size, device=device)
+        group, whole = self._make_own_node(timeout), torch.zeros(self.local_size, device=device)
         work = begin_all_gather(whole, whole[self.local_rank :][:1], group)
         self.attendance.wait(work, "the other ranks of its node", self.on_node)
         return replace(self, gathering=group)
@@ -275,14 +286,30 @@ class Communicator:
         return dist.broadcast(flat, group=self.ranks.sending, group_src=machine, async_op=True)
 
     def send_rows(self, flat: Tensor, machine: int) -> Any:
-        """Begins to give this rank's peers what the peer on one node has; `end_rows` must be called before it is read.
+        """Begins to give this rank's peers its part of what the peer on one node has; `fill_rows` goes on with it.
 
         Args:
             flat: Bytes on the device, one-dimensional.
             machine: That node.
         """
-        self._count(flat)
-        return dist.broadcast(flat, group=self.ranks.fetching, group_src=machine, async_op=True)
+        part = self.ranks.fetched_part(flat)
+        self._count(part)
+        return dist.broadcast(part, group=self.ranks.fetching, group_src=machine, async_op=True)
+
+    def fill_rows(self, work: Any, flat: Tensor, machine: int) -> Any:
+        """Begins to gather what the ranks of this node have got; `end_rows` must be called before it is read.
+
+        Args:
+            work: Of `send_rows`, as are the others.
+            flat: As there.
+            machine: As there; on that node every rank has all of it.
+        """
+        part = self.ranks.fetched_part(flat)
+        if part is flat or machine == self.ranks.machine:
+            return work
+        self.end_rows(work)
+        self._count(part)
+        return begin_all_gather(flat, part, self.ranks.filling)
 
     def end_rows(self, work: Any) -> None:
         """Makes the compute stream wait until rows are there."""

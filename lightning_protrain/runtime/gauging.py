@@ -103,11 +103,17 @@ def gauge_rows(ranks: Ranks, device: torch.device, layout: ModelLayout) -> float
     size = ranks.num_machines
 
     def send(flat: torch.Tensor) -> list[Any]:
-        parts = flat[: flat.numel() // size * size].chunk(size)
-        return [
-            dist.broadcast(part, group=ranks.fetching, group_src=machine, async_op=True)
-            for machine, part in enumerate(parts)
+        each = size * ranks.local_size
+        rows = flat[: flat.numel() // each * each].chunk(size)
+        works = [
+            dist.broadcast(ranks.fetched_part(part), group=ranks.fetching, group_src=machine, async_op=True)
+            for machine, part in enumerate(rows)
         ]
+        for machine, part in enumerate(rows if ranks.local_size > 1 else ()):
+            if machine != ranks.machine:
+                _end(ranks, works[machine : machine + 1], part)
+                works[machine] = begin_all_gather(part, ranks.fetched_part(part), ranks.filling)
+        return works
 
     return _rate_from_others(send, size, ranks, device, layout)
 
@@ -151,10 +157,13 @@ def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: to
 
 
 def _wait(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
-    if flat.device.type == "cpu":
-        for work in works:
-            ranks.attendance.wait(work, "the rates of the network")
-        return
+    _end(ranks, works, flat)
+    flat[:1].tolist()  # The host waits for it.
+
+
+def _end(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
     for work in works:
-        work.wait()  # Of the compute stream; what is read of the sum comes after it.
-    flat[:1].tolist()
+        if flat.device.type == "cpu":
+            ranks.attendance.wait(work, "the rates of the network")
+        else:
+            work.wait()  # Of the compute stream; what is read of the sum comes after it.

@@ -108,12 +108,22 @@ def register_divided(
     Returns:
         What was a parameter, and the DTensor.
     """
-    divided = {id(parameters[slot.fqn]): slot for slot in slots if slot.divided is not None}
+    divided = [slot for slot in slots if slot.divided is not None]
+    exchange_parameters(model, {id(parameters[slot.fqn]): slot.registered for slot in divided})
+    return [(parameters[slot.fqn], slot.registered) for slot in divided]
+
+
+def exchange_parameters(model: nn.Module, new: Mapping[int, Any]) -> None:
+    """Puts other parameters in all places of some.
+
+    Args:
+        model: Whose modules have the places.
+        new: Those that take the places, by the identity of what is there.
+    """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (slot := divided.get(id(parameter))) is not None:
-                Site(module, name).exchange(parameter, slot.registered)
-    return [(parameters[slot.fqn], slot.registered) for slot in divided.values()]
+            if parameter is not None and (other := new.get(id(parameter))) is not None:
+                Site(module, name).exchange(parameter, other)
 
 
 def replace_parameters(optimizers: Iterable[Optimizer], replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:

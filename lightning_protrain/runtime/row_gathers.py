@@ -3,7 +3,9 @@
 [Note: Fetches together]
 Rows of a parameter that lies row after row in memory are a part of its memory on the device, too. So a rank uploads the
 rows of its machine to their place, and sends them from there to the ranks of the same place on the other machines,
-which send theirs: nothing is copied once more. All ranks fetch the same chunks in the same order. Before each fetch,
+which send theirs: nothing is copied once more. Each of the L ranks of a machine sends and gets an L-th of them, and the
+ranks of a machine gather what has come, so the network carries each byte once for all of them; rows that have no L
+equal parts come to each rank. All ranks fetch the same chunks in the same order. Before each fetch,
 and before each sum of gradients, they meet on the host and say which one it is: a rank that does something else (a
 block that it alone skips, a weight that it alone touches, one batch of validation less) is named, on all ranks, before
 anybody waits for what will never come. That is one number for a chunk, while the device has work of the one before.
@@ -98,9 +100,9 @@ class RowGathers:
             fences.append(device.upload(none.cpu(), none))
         with device.beside:
             device.wait(fences[-1])
-            works = [
-                communicator.send_rows(piece.target, piece.machine) for piece in pieces if piece.machine is not None
-            ]
+            divided = [(piece.target, piece.machine) for piece in pieces if piece.machine is not None]
+            sent = [communicator.send_rows(*each) for each in divided]
+            works = [communicator.fill_rows(work, *each) for work, each in zip(sent, divided, strict=True)]
         return RowArrival(communicator, device, fences, works)
 
     @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_protrain.checkpoint.discovery import Found
@@ -98,13 +98,29 @@ def test_what_may_go(scores: tuple, keep: int, gone: list[int]) -> None:
     assert _names(Ranking("loss").surplus(_line(*scores), keep)) == gone
 
 
+@pytest.mark.parametrize(
+    ("scores", "protected", "gone"),
+    [
+        ((0, -1, -2), 1, []),  # The last one is better than the first one by more than 1, and not than the second one.
+        ((0, -1, -2), 0, [1]),
+        ((0, -1, -2), 2, [0, 1]),
+        ((0, -1, -2, -2.5, -3.5), 3, [0, 1]),
+        ((None, 0, -1, None, -2, 7), 2, [0, 3]),
+    ],
+)
+def test_what_the_best_is_measured_by_stays(scores: tuple, protected: int, gone: list[int]) -> None:
+    line = _line(*scores)
+    assert _names(Ranking("loss", min_delta=1.0).surplus(line, 0, [f"{protected:016x}"])) == gone
+
+
 def test_without_a_metric_the_newest_stay() -> None:
     assert _names(Ranking(None).surplus(_line(1, 2, 3), 1)) == [0, 1]
     assert _names(Ranking(None).surplus(_line(1, 2, 3), 1, protected=[f"{1:016x}"])) == [0]
 
 
+@example([0.0, -1.0, -2.0], 0, "min", 1.0, 1)
 @given(
-    st.lists(st.none() | st.floats(-5, 5), max_size=8),
+    st.lists(st.none() | st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0]) | st.floats(-5, 5), max_size=8),
     st.integers(-1, 4),
     st.sampled_from(["min", "max"]),
     st.floats(0, 2),

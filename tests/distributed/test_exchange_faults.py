@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.distributed.test_exchange import Case, fit, module_of
 from tests.distributed.test_overlap import differing, slow_steps
@@ -37,9 +40,29 @@ class AfterStep(Faulty):
         raise ValueError("boom")
 
 
-def _train(rank: int, overlap: str, fault: str, local_size: int) -> Any:
+Ends = list[dict[str, Tensor]]
+
+
+def _end(rank: int, local_size: int) -> list[dict[str, Any]]:
+    cases = [Case(False, local_size, trainer={"max_steps": AT + more}) for more in range(2)]
+    found = [fit(rank, module_of(), case)[0] for case in cases]
+    return [{name: value.numpy() for name, value in weights.items()} for weights in found]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ends]:
+    """Weights before and behind the step in which something happens, with so many ranks on each machine."""
+
+    @functools.cache
+    def find(local_size: int) -> Ends:
+        first, *_ = values(run_ranks(_end, 2 * local_size, tmp_path_factory.mktemp("ends"), local_size))
+        return [{name: torch.from_numpy(value) for name, value in weights.items()} for weights in first]
+
+    return find
+
+
+def _train(rank: int, overlap: str, fault: str, local_size: int, ends: Ends) -> Any:
     """What this rank raises, the step that its weights belong to when they are saved, and how long it takes."""
-    ends = [fit(rank, module_of(), Case(False, local_size, trainer={"max_steps": AT + more}))[0] for more in range(2)]
     cls = {"raise before step": BeforeStep, "raise after step": AfterStep}.get(fault, Faulty)
     module, saving = module_of(cls=cls), Saving()
     assert isinstance(module, Faulty)
@@ -75,8 +98,10 @@ CASES = [
 
 @pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("fault", "overlap"), CASES)
-def test_a_rank_that_raises_ends_all_machines(fault: str, overlap: str, local_size: int, tmp_path: Path) -> None:
-    found = values(run_ranks(_train, 2 * local_size, tmp_path, overlap, fault, local_size))
+def test_a_rank_that_raises_ends_all_machines(
+    fault: str, overlap: str, local_size: int, ends: Callable[[int], Ends], tmp_path: Path
+) -> None:
+    found = values(run_ranks(_train, 2 * local_size, tmp_path, overlap, fault, local_size, ends(local_size)))
     for rank, (error, saved, seconds) in enumerate(found):
         assert seconds < BOUND
         assert saved in (REFUSED, *FAULTS[fault])
@@ -90,8 +115,8 @@ def test_a_rank_that_raises_ends_all_machines(fault: str, overlap: str, local_si
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_a_machine_that_is_gone_is_named(overlap: str, tmp_path: Path) -> None:
-    alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step", 1)
+def test_a_machine_that_is_gone_is_named(overlap: str, ends: Callable[[int], Ends], tmp_path: Path) -> None:
+    alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step", 1, ends(1))
     assert killed.error == "killed"
     assert alone.seconds < BOUND
     error, saved, _ = alone.value

@@ -24,6 +24,7 @@ def _plan(rank: int, local_size: int) -> tuple[Any, Any, Any]:
     for way in ("machine", "world"):
         strategy = ProTrainStrategy(
             device_memory="48KiB",
+            num_persistent_chunks=0,  # How many fit in best depends on a measured network.
             chunk_bytes=4096,
             hardware=CPU,
             sharding="shard",

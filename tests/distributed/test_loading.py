@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
 from lightning_protrain.loading import load_once
@@ -154,10 +151,12 @@ def differences(rank: int, world_size: int, case: str, folder: Path, placements:
 
 
 QUICK = [("full", 1), ("full", 2), ("lora", 2), ("head", 2)]
+# One rank loads as ever, whatever the model is, and four do what two do.
 CASES = [
     pytest.param(kind, world_size, marks=[] if (kind, world_size) in QUICK else pytest.mark.slow)
     for kind in (*KINDS, "head")
     for world_size in (1, 2, 4)
+    if world_size == 2 or kind in ("full", "nf4")
 ]
 
 
@@ -325,74 +324,3 @@ def resumptions(rank: int, world_size: int, folder: Path) -> list[str]:
 def test_a_run_resumes_as_it_did(tmp_path: Path) -> None:
     save("full", tmp_path / "model")
     assert values(run_ranks(resumptions, 2, tmp_path, 2, tmp_path / "model")) == [[], []]
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-RANKS = 4
-# Of each process: what it imports, and what it keeps beside weights (modules, plans, gloo).
-ALLOWANCE = 16 << 20
-
-
-def held(processes: list[int]) -> int:
-    """Bytes that processes hold, of which what some share counts once."""
-    total = 0
-    for process in processes:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
-
-
-def said(folder: Path, word: str) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob(f"{word}-*.said"))]
-
-
-def peak_of(model: Path, folder: Path, dtype: str, who: str) -> tuple[int, int]:
-    """The most that all ranks hold together from before they load until they are set up, beyond what they held then.
-
-    Returns:
-        That, and the bytes of the weights.
-    """
-    folder.mkdir()
-    script = [sys.executable, "-m", "tests.distributed.loaded"]
-    with (folder / "log").open("w") as log:
-        begun = subprocess.Popen([*script, str(model), str(folder), dtype, who, str(RANKS)], stdout=log, stderr=log)
-        try:
-            while len(said(folder, "load")) < RANKS and begun.poll() is None:
-                time.sleep(0.1)
-            processes = said(folder, "load")
-            assert len(processes) == RANKS, (folder / "log").read_text()[-2000:]
-            before, peak = held(processes), 0
-            (folder / "load").touch()
-            while len(said(folder, "end")) < RANKS and begun.poll() is None:
-                peak = max(peak, held(processes))
-                time.sleep(0.02)
-            assert len(said(folder, "end")) == RANKS, (folder / "log").read_text()[-2000:]
-            peak = max(peak, held(processes))
-        finally:
-            (folder / "load").touch()
-            (folder / "end").touch()
-            begun.wait()
-    return peak - before, said(folder, "end")[0]
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 210 MB in bfloat16."""
-    folder = tmp_path_factory.mktemp("large")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 2000}
-    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=16)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="only Linux says what processes share")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_ranks_of_a_machine_hold_the_weights_once_while_they_load(dtype: str, large: Path, tmp_path: Path) -> None:
-    peak, weights = peak_of(large, tmp_path / "first", dtype, "first")
-    assert weights > 200e6
-    assert 0.95 * weights < peak < 1.10 * weights + RANKS * ALLOWANCE
-    # What is measured is there: where every rank loads, each has all weights.
-    peak, weights = peak_of(large, tmp_path / "all", dtype, "all")
-    assert peak > 0.9 * RANKS * weights

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,6 +53,8 @@ class Module(L.LightningModule):
             for parameter in (*self.model.embedding.parameters(), *self.model.layers[:2].parameters()):
                 parameter.requires_grad_(False)
         if kind == "lora":
+            from peft import LoraConfig, inject_adapter_in_model  # Takes seconds, and scripts import this file.
+
             inject_adapter_in_model(LoraConfig(r=2, target_modules=["up", "down"]), self.model)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -90,6 +91,7 @@ CASES = [
 
 
 def strategy_of(placement: str, module: nn.Module, **process: Any) -> ProTrainStrategy:
+    process = {"monitor": False, **process}  # Its tables take a third of the time.
     if placement == "ddp flat":
         return ProTrainStrategy(plan="resident", adapter_grad_sync="flat", **process)
     sharding, _, part = placement.partition(" ")

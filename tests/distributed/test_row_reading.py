@@ -49,7 +49,7 @@ class Wrong(Read):
         return super().load_rows(name, begin, end)[..., :1]
 
 
-def _stored(folder: Path) -> str:
+def stored(folder: Path) -> str:
     folder.mkdir()
     weights = {name: value.clone() for name, value in module_of(cls=Same).model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
@@ -66,7 +66,7 @@ def _read(rank: int, folder: str, case: Case) -> tuple[list[str], dict[str, tupl
 
 @pytest.mark.parametrize("case", [CASE, CASE._replace(local_size=2, part=True)])
 def test_each_machine_reads_its_rows(case: Case, tmp_path: Path) -> None:
-    folder = _stored(tmp_path / "stored")
+    folder = stored(tmp_path / "stored")
     found = values(run_ranks(_read, 2 * case.local_size, tmp_path, folder, case))
     shapes = {name: value.shape for name, value in module_of(cls=Same).named_parameters()}
     for rank, (wrong, asked) in enumerate(found):
@@ -109,9 +109,9 @@ def _resume(rank: int, folder: Path, stored: str, case: Case) -> list[str]:
 @pytest.mark.parametrize("local_size", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_a_checkpoint_counts_and_not_what_was_read(local_size: int, precision: str, tmp_path: Path) -> None:
-    stored, number = _stored(tmp_path / "stored"), 2 * local_size
+    folder, number = stored(tmp_path / "stored"), 2 * local_size
     case = CASE._replace(local_size=local_size, trainer={"precision": precision})
-    assert values(run_ranks(_resume, number, tmp_path, tmp_path / "saved", stored, case)) == [[]] * number
+    assert values(run_ranks(_resume, number, tmp_path, tmp_path / "saved", folder, case)) == [[]] * number
 
 
 def _resume_folder(rank: int, folder: Path, stored: str, cls: str) -> list[str]:
@@ -132,30 +132,39 @@ def _resume_folder(rank: int, folder: Path, stored: str, cls: str) -> list[str]:
 
 @pytest.mark.parametrize("cls", ["Same", "Read"])
 def test_folders_of_all_ranks_are_resumed(cls: str, tmp_path: Path) -> None:
-    stored = _stored(tmp_path / "stored")
-    assert values(run_ranks(_resume_folder, 2, tmp_path, tmp_path / "saved", stored, cls)) == [[], []]
+    folder = stored(tmp_path / "stored")
+    assert values(run_ranks(_resume_folder, 2, tmp_path, tmp_path / "saved", folder, cls)) == [[], []]
 
 
-def _refused(rank: int, folder: str, cls: type[Read]) -> None:
+def _refused(rank: int, folder: str, cls: type[Same]) -> None:
     module = module_of(cls=cls)
     module.folder = folder  # type: ignore[attr-defined]
     fit(rank, module, CASE)
 
 
+def _half_loaded(rank: int, folder: str) -> None:
+    _refused(rank, folder, Same if rank == 0 else Read)
+
+
+def test_ranks_that_read_beside_one_that_has_loaded_are_refused_on_all(tmp_path: Path) -> None:
+    for each in run_ranks(_half_loaded, 2, tmp_path, stored(tmp_path / "stored")):
+        assert "Rank 1 leaves weights to `load_rows`, rank 0 has values of all" in str(each.error)
+
+
 def test_rows_of_another_shape_are_refused_on_all(tmp_path: Path) -> None:
-    for each in run_ranks(_refused, 2, tmp_path, _stored(tmp_path / "stored"), Wrong):
+    for each in run_ranks(_refused, 2, tmp_path, stored(tmp_path / "stored"), Wrong):
         assert "Of 'model.embedding.weight' the rows from" in str(each.error)
 
 
 def test_buffers_without_values_are_refused_on_all(tmp_path: Path) -> None:
-    for each in run_ranks(_refused, 2, tmp_path, _stored(tmp_path / "stored"), WithoutBuffer):
+    for each in run_ranks(_refused, 2, tmp_path, stored(tmp_path / "stored"), WithoutBuffer):
         assert "The buffer 'scale' is on the meta device" in str(each.error)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There are no safetensors"):
         stored_rows(str(tmp_path))
-    read = stored_rows(_stored(tmp_path / "stored"))
+    read = stored_rows(stored(tmp_path / "stored"))
     with pytest.raises(ValueError, match="has no 'other'"):
         read("other", 0, 1)
 
@@ -177,7 +186,7 @@ def _plan(rank: int, folder: str, swaps: int) -> tuple[list[str], bool]:
 def test_knobs_are_those_of_any_plan(tmp_path: Path) -> None:
     test_parity.WIDTH, width = 128, test_parity.WIDTH
     try:
-        folder = _stored(tmp_path / "stored")
+        folder = stored(tmp_path / "stored")
     finally:
         test_parity.WIDTH = width
     assert values(run_ranks(_plan, 2, tmp_path, folder, 1)) == [([], True)] * 2
@@ -192,7 +201,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _tokens() -> DataLoader[Any]:
+def tokens() -> DataLoader[Any]:
     ids = torch.arange(8 * 9).reshape(8, 9) % 64
     rows = [{"input_ids": row, "labels": row} for row in ids]
     return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
@@ -203,7 +212,7 @@ def _pretrained(rank: int, folder: str, case: Case, **options: Any) -> tuple[lis
     for one in (case._replace(divides={"shard_optimizer": "world"}), case):
         torch.manual_seed(0)  # Of adapters.
         module: Any = CausalLMModule(folder, **options)
-        module.train_dataloader = _tokens
+        module.train_dataloader = tokens
         weights, _ = fit(rank, module, one)
         found.append(weights)
     return differing(*found), hasattr(module, "load_rows")

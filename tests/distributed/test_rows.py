@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.rows import row_ranges
 from tests.distributed import test_parity
 from tests.distributed.test_checkpoints import Same
@@ -176,6 +177,32 @@ def test_a_machine_has_its_rows_and_nothing_else(tmp_path: Path) -> None:
             assert each.rows[name] == (end - begin, *parameter.shape[1:])
         assert each.seen == ["DTensor (23, 128) (Shard(dim=0),)"] * 2
     assert sum(each.states for each in found) == 2 * weights
+
+
+def _count(rank: int, local_size: int) -> tuple[int, int, int]:
+    """Bytes of rows that come to this rank over the network in a run, of all offloaded weights, and the fetches."""
+    case, sent = rows(STEPS._replace(local_size=local_size, trainer={"max_steps": 2})), [0, 0]
+    plain = Communicator.send_rows
+
+    def noting(self: Communicator, flat: Tensor, machine: int) -> Any:
+        before = self._device.counters.communicated_bytes
+        work = plain(self, flat, machine)
+        if machine != self.ranks.machine:
+            sent[0] += self._device.counters.communicated_bytes - before
+            sent[1] += flat.nbytes
+        return work
+
+    Communicator.send_rows = noting  # type: ignore[method-assign]
+    module = module_of()
+    fit(rank, module, case)
+    return sent[0], sent[1], sum(each.numel() % local_size for each in module.parameters())
+
+
+@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=SLOW)])
+def test_rows_come_to_a_machine_once(local_size: int, tmp_path: Path) -> None:
+    for came, needed, uneven in values(run_ranks(_count, 2 * local_size, tmp_path, local_size)):
+        assert not uneven
+        assert came * local_size == needed > 0
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -347,17 +374,6 @@ def test_what_is_not_built_is_refused_at_set_up(cls: type[Module], case: Case, m
     for each in run_ranks(_fit, 2, tmp_path, cls, rows(case)):
         assert str(each.error).startswith("ValueError: ")
         assert match in str(each.error)
-
-
-def _twice(rank: int) -> None:
-    module = module_of()
-    for _ in range(2):
-        fit(rank, module, rows(STEPS))
-
-
-def test_a_second_run_of_divided_weights_is_refused(tmp_path: Path) -> None:
-    for each in run_ranks(_twice, 2, tmp_path):
-        assert "is a DTensor: an earlier run has divided" in str(each.error)
 
 
 def _alone(rank: int) -> bool:

@@ -246,7 +246,7 @@ def test_a_host_that_is_too_small_on_one_rank_is_refused_on_all(tmp_path: Path) 
     outcomes = run_ranks(limit, 2, tmp_path, [64 << 10] * 2, [GIB, 0])
     errors = [outcome.error or "" for outcome in outcomes]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("NoFeasiblePlan: No plan fits")
+    assert errors[0].startswith("NoPlanForHost: No plan fits")
 
 
 def leave(rank: int) -> None:

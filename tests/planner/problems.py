@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.network import Gathering, Network, Route
 from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import (
     ModelLayout,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.clock import Columns, Training, simulate
+from lightning_protrain.planner.clock import Columns, simulate
+from lightning_protrain.planner.training import Training
 
 WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
 WAITS = ("wait_forward", "wait_backward")
@@ -171,9 +172,3 @@ def test_what_is_alike_in_all_columns_is_broadcast() -> None:
     one = columns(3, **{**STREAMED, "upload_backward": 3, "late_backward": 3})
     steps = replace(one, device_step=np.arange(4.0), host_step=np.ones((1, 1)))
     assert simulate(steps, Training()).shape == (4,)
-
-
-@pytest.mark.parametrize("wrong", [("never", 1, False), ("off", 0, False), ("backward", 1, True)])
-def test_a_training_that_cannot_be(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="give"):
-        Training(*wrong)

@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from lightning_protrain.planner.clock import Columns, Training
+from lightning_protrain.planner.clock import Columns
 from lightning_protrain.planner.columns import columns_of, held_seconds, traffic
 from lightning_protrain.planner.network import Gathering, incoming, last_window
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.records import OperationCost, Pass
 from tests.machines import CPU
 from tests.planner.virtual import KEEP, SWAP, Case, hardware_of, plan_of, profile_of, rates_of

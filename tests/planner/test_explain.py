@@ -105,6 +105,8 @@ def test_a_budget_that_is_given_counts_for_more_than_the_predicted_one() -> None
 def test_sums_over_ranks_are_said() -> None:
     among = replace(PREDICTION, busy={**PREDICTION.busy, "network": 0.5})
     assert time_sentence(among) == time_sentence(PREDICTION) + " Ranks sum gradients for 500 ms of it."
+    timed = replace(among, alone_seconds=1.75)
+    assert time_sentence(timed) == time_sentence(among) + " One rank alone would take 1.75 s."
 
 
 @pytest.mark.parametrize("bound", ["compute", "link", "host", "network"])

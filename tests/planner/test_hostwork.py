@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.hostwork import Gradients, Steps
+from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 

@@ -9,13 +9,13 @@ import pytest
 
 from lightning_protrain.planner import outlook
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.outlook import expected_memory, predict, scaled
+from lightning_protrain.planner.outlook import expected, expected_memory, predict, scaled
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.steptime import Training, step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, ParameterUse, Pass, Segment, UnitCall
 from tests.planner.layouts import transformer
-from tests.planner.problems import random_problem
+from tests.planner.problems import random_network, random_problem
 
 SEEDS = range(40)
 
@@ -50,6 +50,28 @@ def test_the_prediction_is_that_of_the_models(seed: int) -> None:
     assert predicted.memory.total == max(timeline.device_peak, plan.memory.total)
     assert replace(predicted, prediction=None, memory=plan.memory) == plan
     assert Plan.from_json(predicted.to_json()) == predicted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_ranks_would_take_alone_is_predicted_too(seed: int) -> None:
+    problem = replace(random_problem(seed), device_bytes=1 << 50, host_bytes=1 << 50)
+    network = random_network(seed, problem)
+    problem = replace(problem, network=replace(network, exchange=network.peers if seed % 2 else None))
+    knobs = Knobs(num_persistent_chunks=seed % 3)
+    plan = search(problem, knobs)
+    prediction = expected(problem, plan)
+    assert prediction.alone_seconds is not None
+    known = problem.profile, problem.layout, plan, problem.hardware, problem.training
+    time = step_time(*known, problem.network)
+    assert prediction.alone_seconds == step_time(*known).seconds
+    assert prediction.step_seconds == time.seconds == pytest.approx(prediction.alone_seconds + time.network_exposed)
+    assert prediction.busy["network"] == time.network
+    assert prediction.busy.get("exchange", 0.0) == time.exchange
+    searched = predict(problem, plan, knobs).prediction
+    assert searched is not None
+    assert replace(searched, advice=()) == prediction
+    alone = expected(replace(problem, network=None), plan)
+    assert (alone.alone_seconds, "network" in alone.busy) == (None, False)
 
 
 def test_nothing_is_advised_where_nothing_is_streamed() -> None:

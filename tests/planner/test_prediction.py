@@ -52,8 +52,16 @@ def test_what_ranks_sum_and_gather_are_terms_of_their_phases() -> None:
     assert among.among_ranks(3, 0) == PREDICTION.among_ranks(3, 0) != PREDICTION
 
 
-def test_json_goes_round() -> None:
-    assert Prediction.from_dict(json.loads(json.dumps(asdict(PREDICTION)))) == PREDICTION
+@pytest.mark.parametrize("alone", [None, 1.5])
+def test_json_goes_round(alone: float | None) -> None:
+    among = replace(PREDICTION, alone_seconds=alone)
+    assert Prediction.from_dict(json.loads(json.dumps(asdict(among)))) == among
+
+
+def test_what_was_written_before_ranks_were_timed_alone_is_read() -> None:
+    content = json.loads(json.dumps(asdict(PREDICTION)))
+    del content["alone_seconds"]
+    assert Prediction.from_dict(content) == PREDICTION
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,8 @@ def test_json_goes_round() -> None:
         (("budget",), None),
         (("accumulate",), "3"),
         (("advice",), [1]),
+        (("alone_seconds",), -1.0),
+        (("alone_seconds",), "1"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Estimates for clusters: hand-computed traffic, limits that hold for any plan, and what is refused."""
+"""Clusters: hand-computed rates of what is sent, limits that hold for any plan, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
-from lightning_protrain.planner.scaling import Cluster, scale
+from lightning_protrain.planner.scaling import LATENCY_BETWEEN, LATENCY_WITHIN, NO_TIME, Cluster, exchanged_bytes, scale
 
 PREDICTION = Prediction(
     hardware="GPU",
     budget=10**9,
     phases=(PhasePrediction("step", "", {"states": 10}, {"parameters": 600}),),
     step_seconds=2.0,
-    busy={"compute": 1.5},
+    busy={"compute": 1.5, "network": 0.75, "exchange": 0.25},
     bound="compute",
     tokens=100,
+    alone_seconds=1.5,
 )
 
 
@@ -40,66 +42,101 @@ def cluster(here: int, nodes: int = 1, link: float = 100.0, network: float = 10.
     return Cluster(here, nodes, link, network, 1e12)
 
 
+def seconds_of(route: Route, nbytes: float) -> float:
+    """Of a collective, but for what one of a few bytes takes."""
+    return route.seconds(0, nbytes)
+
+
+@pytest.mark.parametrize("sharding", Sharding)
 @pytest.mark.parametrize(
-    ("plan", "where", "seconds"),
+    ("where", "seconds", "latency"),
     [
-        (plan_of(0, 400), cluster(1), 0.0),
-        (plan_of(0, 400), cluster(4), 3 / 4 * 400 / 100),
-        (plan_of(0, 400, low=True), cluster(4), 3 / 4 * 800 / 100),
-        (plan_of(0, 400, Sharding.REPLICATE), cluster(4), 2 * 3 / 4 * 400 / 100),
-        (plan_of(200, 0), cluster(4), 2 * 3 / 4 * 200 / 100),
-        (plan_of(200, 400), cluster(2), 2 * 1 / 2 * 200 / 100 + 1 / 2 * 400 / 100),
-        (plan_of(0, 400), cluster(4, 2), 3 / 4 * 400 / 100 + 2 * 1 / 2 * 400 / 10),
-        (plan_of(0, 400, Sharding.REPLICATE), cluster(1, 2), 2 * 1 / 2 * 400 / 10),
-        (plan_of(200, 0), cluster(4, 2), 2 * 7 / 8 * 200 / 10),
+        (cluster(4), 2 * 3 / 4 * 400 / 100, LATENCY_WITHIN),
+        (cluster(4, 2), 2 * 7 / 8 * 400 / 10, LATENCY_BETWEEN),
+        (cluster(1, 2), 2 * 1 / 2 * 400 / 10, LATENCY_BETWEEN),
+        # The slower one of both.
+        (cluster(4, 2, link=5.0), 2 * 7 / 8 * 400 / 5, LATENCY_BETWEEN),
     ],
 )
-def test_traffic_by_hand(plan: Plan, where: Cluster, seconds: float) -> None:
-    assert scale(plan, where).sent_seconds == pytest.approx(seconds)
+def test_sums_to_all_by_hand(where: Cluster, seconds: float, latency: float, sharding: Sharding) -> None:
+    found = where.network_under(sharding)
+    assert seconds_of(found.everyone, 400) == pytest.approx(seconds)
+    assert found.everyone.latency == latency
+    if sharding is Sharding.REPLICATE:
+        assert found == Network(found.everyone)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(("here", "nodes"), [(4, 1), (4, 2), (2, 2), (8, 8), (1, 2), (1, 4)])
+def test_sums_of_shared_chunks_by_hand(here: int, nodes: int, divides: bool) -> None:
+    """All ranks of a machine send 400 bytes together, to owners of 400 / here each."""
+    found = replace(cluster(here, nodes), divides_steps=divides).network_under(Sharding.SHARD)
+    assert found.owner is not None
+    assert found.owners == here
+    assert seconds_of(found.owner, 400) == pytest.approx((here - 1) / here * 400 / 100)
+    assert found.owner.latency == (LATENCY_WITHIN if here > 1 else 0)
+    if nodes == 1:
+        assert found.peers is None
+        return
+    assert found.peers is not None
+    assert seconds_of(found.peers, 400 / here) == pytest.approx((1 if divides else 2) * (nodes - 1) / nodes * 400 / 10)
+    assert found.peers.latency == LATENCY_BETWEEN
 
 
 @pytest.mark.parametrize(
-    ("plan", "where", "sums", "exchange"),
+    ("where", "seconds"),
     [
         # One machine sends all of its part, and the other waits; then the other way round.
-        (plan_of(0, 400), cluster(1, 2), 1 / 2 * 400 / 10, 400 / 10),
+        (cluster(1, 2), 400 / 10),
         # Two ranks of a machine do so at the same time, and fill the network.
-        (plan_of(0, 400), cluster(2, 2), 1 / 2 * 400 / 100 + 1 / 2 * 400 / 10, 1 / 2 * 400 / 10),
-        (plan_of(0, 400), cluster(8, 8), 7 / 8 * 400 / 100 + 7 / 8 * 400 / 10, 7 / 8 * 400 / 10),
+        (cluster(2, 2), 1 / 2 * 400 / 10),
+        (cluster(8, 8), 7 / 8 * 400 / 10),
         # Along a tree, four machines are reached in two turns.
-        (plan_of(0, 400), cluster(1, 4), 3 / 4 * 400 / 10, 2 * 400 / 10),
-        (plan_of(0, 400, low=True), cluster(2, 2), 1 / 2 * 800 / 100 + 1 / 2 * 800 / 10, 1 / 2 * 800 / 10),
-        (plan_of(200, 0), cluster(2, 2), 2 * 3 / 4 * 200 / 10, 0.0),
-        (plan_of(0, 400, Sharding.REPLICATE), cluster(1, 2), 2 * 1 / 2 * 400 / 10, 0.0),
-        (plan_of(0, 400), cluster(2, 1), 1 / 2 * 400 / 100, 0.0),
+        (cluster(1, 4), 2 * 400 / 10),
+        (cluster(2, 1), 0.0),
     ],
 )
-def test_machines_that_divide_steps_send_weights(plan: Plan, where: Cluster, sums: float, exchange: float) -> None:
-    found = scale(plan, replace(where, divides_steps=True))
-    assert found.sent_seconds == pytest.approx(sums)
-    assert found.exchange_seconds == pytest.approx(exchange)
-    assert scale(plan, where).exchange_seconds == 0
+def test_machines_that_divide_steps_send_weights(where: Cluster, seconds: float) -> None:
+    divided = replace(where, divides_steps=True)
+    found = divided.network_under(Sharding.SHARD)
+    assert found.exchange_of(0, 400) == pytest.approx(seconds)
+    assert found.exchange is None or found.exchange.latency == LATENCY_BETWEEN
+    for other in (where, replace(divided, divides_weights=True)):
+        assert other.network_under(Sharding.SHARD).exchange is None
+    assert divided.network_under(Sharding.REPLICATE).exchange is None
+    # The sums of these machines and what they send afterwards are one sum to all.
+    assert exchanged_bytes(plan_of(200, 400), where.num_nodes) == (where.num_nodes - 1) / where.num_nodes * 400
 
 
-@pytest.mark.parametrize(("overlaps", "shown"), [(True, 20.0 - 0.5), (False, 20.0)])
-def test_what_forward_hides_of_new_weights_costs_nothing(overlaps: bool, shown: float) -> None:
-    where = replace(cluster(2, 2, link=1e9), divides_steps=True, overlaps=overlaps)
-    found = scale(plan_of(0, 400), where)
-    assert found.step_seconds == pytest.approx(2.0 + found.sent_seconds - 1.0 + shown)
+@pytest.mark.parametrize("sharding", Sharding)
+def test_the_dtype_of_sums_is_that_of_the_network(sharding: Sharding) -> None:
+    assert cluster(2, 2).network_under(sharding, 2) == replace(cluster(2, 2).network_under(sharding), element=2)
 
 
-def test_what_backward_hides_costs_nothing() -> None:
-    hidden, shown = scale(plan_of(0, 400), cluster(4, link=400.0)), scale(plan_of(0, 400), cluster(4, link=100.0))
-    assert (hidden.sent_seconds, hidden.step_seconds, hidden.efficiency) == (0.75, 2.0, 1.0)
-    assert shown.step_seconds == pytest.approx(2.0 + 3.0 - 1.0)
-    assert shown.tokens_per_second == pytest.approx(400 / 4.0)
+@given(
+    st.integers(1, 16), st.integers(1, 64), st.sampled_from(list(Sharding)), st.floats(1e3, 1e12), st.floats(1.0, 1e3)
+)
+def test_what_is_faster_never_takes_longer(here: int, nodes: int, sharding: Sharding, rate: float, more: float) -> None:
+    for divides in ({}, {"divides_steps": True}, {"divides_steps": True, "divides_weights": True}):
+        slow, fast = (
+            Cluster(here, nodes, each, each, 1e12, **divides).network_under(sharding) for each in (rate, more * rate)
+        )
+        for seconds in (Network.sum_of_resident, Network.exchange_of, Network.sum_of_chunks):
+            sizes = {Network.sum_of_resident: (1e9,), Network.exchange_of: (10, 10**9)}.get(seconds, (9, 99, 1e9, 4e9))
+            assert 0 <= seconds(fast, *sizes) <= seconds(slow, *sizes) * (1 + 1e-9)
 
 
-def test_only_the_last_micro_batch_hides() -> None:
-    plan = plan_of(0, 400)
-    assert plan.prediction is not None
-    plan = replace(plan, prediction=replace(plan.prediction, accumulate=2))
-    assert scale(plan, cluster(4)).step_seconds == pytest.approx(2.0 + 3.0 - 0.5)
+def test_nothing_is_sent_where_there_is_one_device() -> None:
+    found = cluster(1).network_under(Sharding.SHARD)
+    assert found == Network(NO_TIME, NO_TIME)
+    assert found.sum_of_chunks(100, 100, 1e15, 1e15) + found.sum_of_resident(1e15) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_step_is_that_of_the_prediction() -> None:
+    found = scale(plan_of(0, 400), cluster(4))
+    assert (found.step_seconds, found.sent_seconds, found.exchange_seconds) == (2.0, 0.75, 0.25)
+    assert found.efficiency == 1.5 / 2.0
+    assert found.tokens_per_second == pytest.approx(400 / 2.0)
 
 
 def test_devices_share_the_memory_of_their_host() -> None:
@@ -117,11 +154,13 @@ def test_devices_share_the_memory_of_their_host() -> None:
     st.sampled_from(list(Sharding)),
     st.booleans(),
     st.floats(1.0, 1e6),
+    st.floats(0.1, 10.0),
 )
 def test_no_cluster_is_better_than_its_devices(
-    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, gathers: bool, rate: float
+    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, gathers: bool, rate: float, alone: float
 ) -> None:
     plan = gathered(plan_of(resident, offloaded, sharding), here if gathers else 1)
+    plan = replace(plan, prediction=replace(PREDICTION, alone_seconds=alone))
     found = scale(plan, cluster(here, nodes, rate, rate))
     assert 0 < found.efficiency <= 1
     assert found.tokens_per_second is not None
@@ -131,6 +170,12 @@ def test_no_cluster_is_better_than_its_devices(
 def test_without_a_prediction_there_is_nothing_to_scale() -> None:
     with pytest.raises(ValueError, match="no prediction to scale"):
         scale(replace(plan_of(1, 1), prediction=None), cluster(2))
+
+
+def test_what_was_timed_for_one_device_is_not_scaled() -> None:
+    alone = replace(PREDICTION, busy={"compute": 1.5}, alone_seconds=None)
+    with pytest.raises(ValueError, match=r"timed for one GPU alone: make it for `num_gpus`"):
+        scale(replace(plan_of(1, 1), prediction=alone), cluster(2))
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ FAULTS = """
 import resource
 from dataclasses import replace
 from lightning_protrain.planner import search
-from lightning_protrain.planner.clock import Training
+from lightning_protrain.planner.training import Training
 from lightning_protrain.planner.knobs import Knobs
 from tests.planner.problems import large_problem, with_budgets
 

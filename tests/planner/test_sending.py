@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_protrain.planner.averages import Averages
-from lightning_protrain.planner.clock import Training, simulate
+from lightning_protrain.planner.clock import simulate
+from lightning_protrain.planner.training import Training
 from tests.planner.test_clock import columns
 
 NOTHING: dict[str, Any] = {

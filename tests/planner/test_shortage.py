@@ -34,6 +34,46 @@ def test_the_refusal_names_what_would_do(seed: int, what: str) -> None:
             search(replace(problem, **{name: needed - 1}), Knobs())
 
 
+@pytest.mark.parametrize(
+    ("given", "steps", "weights"),
+    [
+        ({}, False, False),
+        ({"num_nodes": 4}, True, True),
+        ({"num_nodes": 4, "machines": 4}, False, True),
+        ({"num_nodes": 4, "machines": 4, "rows": True}, False, False),
+    ],
+)
+@pytest.mark.parametrize("also", ["the device", ""])
+def test_what_several_machines_may_divide_is_named(
+    given: dict[str, Any], steps: bool, weights: bool, also: str
+) -> None:
+    problem = replace(random_problem(3, 4, 8), **given)
+    device = least(problem, "device") if also else problem.device_bytes
+    host = least(problem, "host") - (not also)
+    message = refusal(replace(problem, device_bytes=device, host_bytes=host), Knobs())
+    assert ("if it is to fit the host" in message) is bool(also)
+    assert ('shard_optimizer="world" divides' in message) is steps
+    assert ('shard_weights="world"' in message) is weights
+
+
+@pytest.mark.parametrize(
+    ("seed", "divided"),
+    [
+        (3, {"machines": 4}),
+        (9, {"machines": 4}),
+        (4, {"machines": 4, "rows": True}),
+        (5, {"machines": 4, "rows": True}),
+    ],
+)
+def test_what_is_named_helps(seed: int, divided: dict[str, Any]) -> None:
+    problem = random_problem(seed, 4, 8)
+    problem = replace(problem, device_bytes=least(problem, "device"), num_nodes=4)
+    host = min(one.host for one in all_candidates(problem, Knobs()) if one.device <= problem.device_bytes)
+    tight = replace(problem, host_bytes=host - 1)
+    assert "Each of the 4 machines would hold all of it" in refusal(tight, Knobs())
+    search(replace(tight, **divided), Knobs())
+
+
 def refusal(problem: Problem, knobs: Knobs) -> str:
     with pytest.raises(NoFeasiblePlan) as caught:
         search(problem, knobs)

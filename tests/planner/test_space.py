@@ -11,10 +11,10 @@ import pytest
 
 from lightning_protrain.planner import space
 from lightning_protrain.planner.averages import Averages
-from lightning_protrain.planner.clock import Training
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from lightning_protrain.planner.sums import Sums
+from lightning_protrain.planner.training import Training
 from tests.planner.brute import all_candidates
 from tests.planner.problems import large_problem, random_network, random_problem, with_budgets, with_repeats
 from tests.planner.test_search import budgets

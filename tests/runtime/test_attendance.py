@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -30,7 +31,11 @@ class Work:
     def is_completed(self) -> bool:
         return time.monotonic() > self._end
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            time.sleep(max(min(self._end - time.monotonic(), timeout.total_seconds()), 0.0))
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
         if self._error is not None:
             raise RuntimeError(self._error)
 
@@ -71,6 +76,17 @@ def test_a_long_wait_takes_its_word_back() -> None:
     one, other = ranks(2)
     one.wait(Work(0.2), "a barrier")
     assert other._read("waits/0") == ""
+
+
+def test_a_wait_leaves_the_core_to_others() -> None:
+    one, _ = ranks(2)
+    work = Work(0.4)
+    asked = work.is_completed
+    calls: list[bool] = []
+    work.is_completed = lambda: (calls.append(asked()), calls[-1])[1]  # type: ignore[method-assign]
+    one.wait(work, "a barrier")
+    assert calls[-1]
+    assert len(calls) <= 0.4 / attendance._EVERY * 4
 
 
 def test_who_has_failed_is_named() -> None:

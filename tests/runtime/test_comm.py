@@ -127,6 +127,20 @@ def test_one_machine_divides_nothing(tmp_path: Path) -> None:
     assert values(run_ranks(_divides, 2, tmp_path)) == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("local_size", "numel", "parts"), [(1, 5, [5]), (2, 6, [3, 3]), (4, 6, [6] * 4), (4, 8, [2] * 4)]
+)
+def test_ranks_of_a_machine_fetch_equal_parts_or_all(local_size: int, numel: int, parts: list[int]) -> None:
+    nobody: Any = None
+    flat = torch.arange(numel)
+    found = [
+        Ranks(at, local_size, at, local_size, nobody, nobody, nobody).fetched_part(flat) for at in range(local_size)
+    ]
+    assert [part.numel() for part in found] == parts
+    assert torch.cat(found).unique().tolist() == flat.tolist()
+    assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in found)
+
+
 def _divides(rank: int) -> bool:
     return find_ranks(rank, 2).dividing_steps().divides_steps
 

@@ -117,12 +117,12 @@ def test_the_slowest_rank_counts_in_gathers_too(tmp_path: Path) -> None:
     assert first < LAYOUT.parameters[0].nbytes / 2 / 0.19
 
 
-def _gauge_rows(rank: int, local_size: int) -> tuple[float, set[tuple[int, int]], Network]:
+def _gauge_rows(rank: int, local_size: int) -> tuple[float, set[tuple[int, int, int]], Network]:
     ranks, made = find_ranks(rank % local_size, local_size).dividing_weights(), set()
     plain = dist.broadcast
 
     def noting(flat: Any, *, group: Any, group_src: int, **how: Any) -> Any:
-        made.add((dist.get_world_size(group), group_src))
+        made.add((dist.get_world_size(group), group_src, flat.nbytes))
         return plain(flat, group=group, group_src=group_src, **how)
 
     dist.broadcast = noting  # Of this process.
@@ -137,7 +137,8 @@ def test_machines_that_divide_weights_send_rows_at_the_same_rate(
     first, *others = values(run_ranks(_gauge_rows, world_size, tmp_path, local_size))
     assert others == [first] * (world_size - 1)
     rate, made, network = first
-    assert made == {(2, 0), (2, 1)}
+    nbytes = LAYOUT.parameters[0].nbytes // world_size  # Ranks of a machine get parts of what all of them need.
+    assert made == {(2, 0, nbytes), (2, 1, nbytes)}
     assert 1e6 < rate < 1e12
     assert network.exchange is None
     assert network.peers is not None

@@ -28,8 +28,15 @@ class Machines:
         self.log.append(f"{flat.numel()} bytes of {machine}")
         return f"work {machine}"
 
+    def fill_rows(self, work: str, flat: Tensor, machine: int) -> str:
+        self.log.append(f"{flat.numel()} bytes behind {work}")
+        return work
+
     def end_rows(self, work: str) -> None:
         self.log.append(f"end of {work}")
+
+
+FILLED = ["4 bytes behind work 0", "3 bytes behind work 1"]
 
 
 def _pieces(target: Tensor) -> list[Piece]:
@@ -41,11 +48,11 @@ def test_what_is_here_is_uploaded_and_everything_divided_is_sent() -> None:
     device, machines, target = CPUDevice(torch.device("cpu")), Machines(), torch.zeros(8, dtype=torch.uint8)
     communicator: Any = machines
     arrival = RowGathers(communicator, device).upload("layers.0", _pieces(target))
-    assert machines.log == ["the fetch of 'layers.0'", "4 bytes of 0", "3 bytes of 1"]
+    assert machines.log == ["the fetch of 'layers.0'", "4 bytes of 0", "3 bytes of 1", *FILLED]
     assert target.tolist() == [1, 1, 1, 1, 0, 0, 0, 1]
     arrival.wait()
     arrival.wait()
-    assert machines.log[3:] == ["end of work 0", "end of work 1"]
+    assert machines.log[5:] == ["end of work 0", "end of work 1"]
     device.close()
 
 
@@ -65,7 +72,7 @@ def test_what_is_abandoned_is_not_waited_for() -> None:
     arrival.abandoned = True
     arrival.wait()
     arrival.land()
-    assert machines.log == ["the fetch of 'layers.0'", "3 bytes of 1"]
+    assert machines.log == ["the fetch of 'layers.0'", "3 bytes of 1", FILLED[1]]
     device.close()
 
 
