@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import struct
@@ -194,9 +195,18 @@ def train_naively(life: Life, root: Path) -> None:
 def is_torn(path: Path) -> bool:
     try:
         torch.load(path, weights_only=False)
-    except (RuntimeError, EOFError):
+    except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError):  # By where the file ends.
         return True
     return False
+
+
+@pytest.mark.parametrize("kept", [0, 1, 0.02, 0.3, 0.5, 0.7, 0.99, 0.999])
+def test_a_file_that_ends_early_is_torn(kept: float, tmp_path: Path) -> None:
+    torch.save({"weights": torch.arange(2000.0), "steps": list(range(1000))}, tmp_path / "whole")
+    content = (tmp_path / "whole").read_bytes()
+    (tmp_path / "cut").write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    assert is_torn(tmp_path / "cut")
+    assert not is_torn(tmp_path / "whole")
 
 
 @pytest.mark.slow
