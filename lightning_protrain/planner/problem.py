@@ -16,7 +16,7 @@ from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
-from lightning_protrain.planner.recomputation import again_seconds, selective_seconds
+from lightning_protrain.planner.recomputation import durations
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.planner.sums import Sums
 from lightning_protrain.planner.training import Training
@@ -117,13 +117,10 @@ class Unpacked:
     """
 
     def __init__(self, problem: Problem, num_swap: int | None, selective: bool) -> None:
-        seconds, segments = problem.hardware.seconds, problem.profile.segments
-        self.forward = [seconds(segment.forward.operations) for segment in segments]
-        self.recomputed = [again_seconds(segment, BlockPolicy.CHECKPOINT, problem.hardware) for segment in segments]
-        self.backward = [seconds(segment.backward.operations) for segment in segments]
+        each = durations(problem.profile.segments, problem.hardware)
+        self.forward, self.recomputed, self.selective, self.backward = map(list, zip(*each, strict=True))
         computes = _of_blocks(problem, self.forward)
         self.places = _places(problem, computes, num_swap)
-        self.selective = [selective_seconds(segment, problem.hardware) for segment in segments]
         # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
         selective = selective and not problem.profile.measured
         self.steps = order_steps(_recomputations(problem, self.recomputed, self.selective if selective else None))

@@ -1,6 +1,9 @@
-"""What it takes to run a block again, as a whole or but for its products, see [Note: Products]."""
+"""How long segments take, and to run a block again, as a whole or but for its products, see [Note: Products]."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -28,3 +31,33 @@ def again_seconds(segment: Segment, policy: BlockPolicy, hardware: HardwareProfi
     if policy is BlockPolicy.SELECTIVE:
         return selective_seconds(segment, hardware)
     return hardware.seconds(segment.forward.recomputed) if policy is BlockPolicy.CHECKPOINT else 0.0
+
+
+class Durations(NamedTuple):
+    """Seconds of the device for a segment.
+
+    Attributes:
+        forward: For its forward.
+        recomputed: When that runs again.
+        selective: The same, but for its products.
+        backward: For its backward.
+    """
+
+    forward: float
+    recomputed: float
+    selective: float
+    backward: float
+
+
+def durations(segments: Iterable[Segment], hardware: HardwareProfile) -> list[Durations]:
+    """Those of each segment; of segments that share their operations, as alike blocks do, they are summed once."""
+    known: dict[tuple[int, ...], Durations] = {}
+    found = []
+    for segment in segments:
+        ahead, back = segment.forward, segment.backward.operations
+        shared = id(ahead.operations), id(ahead.recomputed), id(ahead.again_operations), id(back)
+        if shared not in known:
+            again = again_seconds(segment, BlockPolicy.CHECKPOINT, hardware), selective_seconds(segment, hardware)
+            known[shared] = Durations(hardware.seconds(ahead.operations), *again, hardware.seconds(back))
+        found.append(known[shared])
+    return found

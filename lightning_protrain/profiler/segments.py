@@ -23,6 +23,7 @@ from lightning_protrain.profiler.records import OperationCost, Pass, Segment, sw
 
 # FLOPs, bytes and dtype of an operation.
 Cost = tuple[int, int, str]
+Operations = tuple[OperationCost, ...]
 
 
 @dataclass
@@ -69,11 +70,13 @@ class _Pass:
         self.again = max(self.again, later)
         self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
-    def record(self, products: int = 0) -> Pass:
-        costs, recomputed, others = (
+    def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
+        """Segments that compute the same share one tuple, so that their times are summed once."""
+        each = (
             tuple(OperationCost(*cost, count) for cost, count in counts.items())
             for counts in (self.costs, self.recomputed, self.again_others)
         )
+        costs, recomputed, others = (seen.setdefault(operations, operations) for operations in each)
         unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
         selective = self.selective, self.selective_without_casts
         again = self.again + products, self.again_without_casts + products
@@ -210,7 +213,7 @@ class SegmentRecorder:
             segment.gradients.append(fqn)
         savers = Counter(activation for segment in self._segments for activation in segment.saved)
         takers = Counter(activation for segment in self._segments for activation in segment.given)
-        seen = _Seen(set(), set(), set())
+        seen = _Seen()
         return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
 
     def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
@@ -262,11 +265,12 @@ class SegmentRecorder:
 
 @dataclass
 class _Seen:
-    """What earlier segments were given, hold for a recomputation, and save as a cast."""
+    """What earlier segments were given, hold for a recomputation, save as a cast, and compute."""
 
-    given: set[Activation]
-    unkept: set[Activation]
-    casts: set[Activation]
+    given: set[Activation] = field(default_factory=set)
+    unkept: set[Activation] = field(default_factory=set)
+    casts: set[Activation] = field(default_factory=set)
+    operations: dict[Operations, Operations] = field(default_factory=dict)
 
     @staticmethod
     def first(seen: set[Activation], activations: Iterable[Activation]) -> list[Activation]:
@@ -293,8 +297,8 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
     casts = seen.first(seen.casts, segment.casts)
     return Segment(
         unit=segment.unit,
-        forward=segment.forward.record(segment.made),
-        backward=segment.backward.record() if segment.backward is not None else Pass(),
+        forward=segment.forward.record(seen.operations, segment.made),
+        backward=segment.backward.record(seen.operations) if segment.backward is not None else Pass(),
         peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
         checkpoint_saving=_total(freed) - _total(held),
         swap_saving=_total(swapped),
