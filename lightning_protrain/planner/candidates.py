@@ -281,11 +281,11 @@ class Candidates:
         freed = end - 1 - widths
         waiting = (begin < end) & (freed >= first)
         waits = uses.until[np.where(waiting, freed, -1)]
-        late = np.maximum(begin, np.maximum(uses.ending(waits)[0], first) + widths)
+        late = np.maximum(begin, np.maximum(uses.ending(waits), first) + widths)
         late_bytes = sums[end] - sums[np.where(waiting, late, end)]
         nbytes = sums[end] - sums[begin]
         nbytes[0] += self._pinned_bytes[persistent]
-        tails = None if self._tails is None else self._tails[:, np.where(begin < end, begin, uses.size)]
+        tails = None if self._tails is None else self._tails.take(np.where(begin < end, begin, uses.size), axis=1)
         return _Uploads(nbytes, self._held_back(uses, late_bytes, waits, 1, loose), waits, tails)
 
     def _backs(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
@@ -297,7 +297,7 @@ class Candidates:
         freed = begin + widths
         waiting = (begin < end) & (freed < reads.size)
         waits = reads.until[np.where(waiting, freed, -1)]
-        late = np.where(waiting, np.minimum(end, reads.ending(waits)[1] - widths), begin)
+        late = np.where(waiting, np.minimum(end, reads.ending(waits + 1) - widths), begin)
         late_bytes = self._held_back(reads, sums[late] - sums[begin], waits, -1, loose)
         return _Uploads(sums[end] - sums[begin], late_bytes, waits)
 

@@ -180,6 +180,6 @@ class Uses:
         begin: Integers = np.minimum(np.maximum(self.first[persistent], self._start), self.end)
         return begin
 
-    def ending(self, positions: Integers) -> tuple[Integers, Integers]:
-        """The first run that ends at each of these positions, and the one after the last."""
-        return self._ending[positions], self._ending[positions + 1]
+    def ending(self, positions: Integers) -> Integers:
+        """The first run that ends at each of these positions or behind it."""
+        return self._ending.take(positions)

@@ -239,11 +239,20 @@ class Footprint:
 
     def _neighbours(self, num_swap: Integers, persistent: Integers) -> Integers:
         """What two neighbours swap at most, (K,)."""
-        if not num_swap.any():
-            return np.zeros_like(num_swap)
-        swapped = self.swapped(num_swap, persistent)
-        most: Integers = (swapped[1:] + swapped[:-1]).max(axis=0)
+        most: Integers = self._most_swapped[num_swap, persistent]
         return most
+
+    @cached_property
+    def _most_swapped(self) -> Integers:
+        """What two neighbours swap at most if the first s places swap and the first p chunks are resident, (S, N)."""
+        found = np.zeros((self.num_steps.size, self.swap_bytes.shape[1]), dtype=np.int64)
+        rank = self._rank.tolist()
+        for place in np.argsort(self._rank[:-1], kind="stable")[: len(found) - 1].tolist():
+            number, own = rank[place], self.swap_bytes[place]
+            # The neighbours that were taken before it, and nobody where there is none.
+            beside = [self.swap_bytes[other] for other in (place - 1, place + 1) if 0 <= other and rank[other] < number]
+            found[number + 1] = np.maximum.reduce([found[number], own, *(own + other for other in beside)])
+        return found
 
 
 def _in_flight(sizes: Sizes) -> Integers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_protrain.planner.plan import BlockPolicy
@@ -49,7 +49,7 @@ class Durations(NamedTuple):
     backward: float
 
 
-def durations(segments: Iterable[Segment], hardware: HardwareProfile) -> list[Durations]:
+def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Durations]:
     """Those of each segment; of segments that share their operations, as alike blocks do, they are summed once."""
     known: dict[tuple[int, ...], Durations] = {}
     found = []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.recomputation import WATCHED, again_seconds, selective_seconds
+from lightning_protrain.planner.recomputation import WATCHED, Durations, again_seconds, durations, selective_seconds
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import OperationCost, Pass, Segment
 
@@ -36,3 +36,18 @@ def test_a_device_that_waits_for_python_waits_for_its_looks() -> None:
 def test_a_device_that_computes_beside_python_waits_for_what_is_longer(speed: float, seconds: float) -> None:
     faster = replace(GPU, flops={"float32": 10.0 * speed}, memory=4.0 * speed)
     assert selective_seconds(SEGMENT, faster) == pytest.approx(seconds)
+
+
+def test_segments_that_share_their_operations_are_summed_once() -> None:
+    other = replace(SEGMENT, backward=Pass(operations=FORWARD[:1]))
+    whole = Durations(34.0, 34.0, 4.0, 0.0)
+    assert durations([SEGMENT, replace(SEGMENT, unit="next"), other], GPU) == [
+        whole,
+        whole,
+        whole._replace(backward=30.0),
+    ]
+
+
+def test_segments_of_the_same_tuples_but_other_passes_are_told_apart() -> None:
+    swapped = replace(SEGMENT, forward=Pass(operations=FORWARD[1:], again_operations=FORWARD))
+    assert durations([SEGMENT, swapped], GPU)[1] == Durations(4.0, 4.0, 34.0, 0.0)

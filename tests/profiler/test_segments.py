@@ -259,6 +259,21 @@ def test_the_figures_of_a_step_that_is_computed_by_hand() -> None:
     assert [segment.input_bytes for segment in profile.segments] == [0, tile, tile, 0]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_alike_blocks_share_their_operations(name: str) -> None:
+    model, step = subject(name)
+    blocks = set(blocks_of(model))
+    passes = [
+        each
+        for segment in profiled(model, step, nullcontext).segments
+        if segment.unit in blocks
+        for each in (segment.forward, segment.backward)
+    ]
+    assert len(passes) > 2
+    operations = [each for run in passes for each in (run.operations, run.recomputed, run.again_operations)]
+    assert len({id(each) for each in operations}) == len(set(operations))
+
+
 def test_a_step_without_backward_has_no_segments() -> None:
     model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
     assert profile_model(model, describe_model(model), lambda: model(torch.ones(2, 4)).sum()).segments == ()
