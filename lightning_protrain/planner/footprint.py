@@ -250,7 +250,7 @@ class Footprint:
         for place in np.argsort(self._rank[:-1], kind="stable")[: len(found) - 1].tolist():
             number, own = rank[place], self.swap_bytes[place]
             # The neighbours that were taken before it, and nobody where there is none.
-            beside = [self.swap_bytes[other] for other in (place - 1, place + 1) if 0 <= other and rank[other] < number]
+            beside = [self.swap_bytes[other] for other in (place - 1, place + 1) if other >= 0 and rank[other] < number]
             found[number + 1] = np.maximum.reduce([found[number], own, *(own + other for other in beside)])
         return found
 
