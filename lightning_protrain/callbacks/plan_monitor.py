@@ -29,6 +29,13 @@ class Overlapped(Protocol):
         """A sentence for the user."""
 
 
+class Reached(Protocol):
+    """How devices reach each other; `lightning_protrain.peers.PeerAccess` is one."""
+
+    def describe(self) -> str:
+        """One or two sentences for the user."""
+
+
 @runtime_checkable
 class Planned(Protocol):
     """What `PlanMonitor` asks of a strategy; `ProTrainStrategy` has it."""
@@ -53,17 +60,25 @@ class Planned(Protocol):
     def overlap(self) -> Overlapped:
         """How the host's optimizer steps are overlapped."""
 
+    @property
+    def peers(self) -> Reached | None:
+        """How the devices of a machine reach each other; None where that is not known."""
 
-def render_plan(plan: Plan, budget: int | None = None, overlap: Overlapped | None = None) -> Group:
+
+def render_plan(
+    plan: Plan, budget: int | None = None, overlap: Overlapped | None = None, peers: Reached | None = None
+) -> Group:
     """The plan as two tables: what every unit gets, and what that takes of the device's memory.
 
     Args:
         plan: The plan.
         budget: Bytes of the device that the plan may use; None where there is no limit.
         overlap: How the host's optimizer steps are overlapped; None: not said.
+        peers: How the devices of a machine reach each other; None: not said.
     """
     steps = overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks)
-    return plan.explain(budget, [overlap.describe(None)] if overlap is not None and steps else [])
+    said = [overlap.describe(None)] if overlap is not None and steps else []
+    return plan.explain(budget, said if peers is None else [*said, peers.describe()])
 
 
 class PlanMonitor(Callback):
@@ -103,7 +118,7 @@ class PlanMonitor(Callback):
         self._uploaded = None
         strategy = trainer.strategy
         if isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
-            Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap))
+            Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap, strategy.peers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes down what an evaluation before the first batch has uploaded."""

@@ -57,6 +57,7 @@ class PlannedStrategy(SingleDeviceStrategy):
         self.budget = budget
         self.counters = TransferCounters()
         self.overlap = overlap or OverlapPlan()
+        self.peers = None
         self.measured_peak_bytes: int | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

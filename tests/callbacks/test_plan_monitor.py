@@ -27,6 +27,7 @@ from lightning_protrain.callbacks.plan_monitor import (
 )
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.peers import PeerAccess
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.outlook import few_samples
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
@@ -47,10 +48,12 @@ def _plan(*chunks: ChunkPlan, blocks: tuple[BlockPlan, ...] = ()) -> Plan:
     return Plan(chunks, blocks, 2, MemoryTerms(4 * MIB, 2 * MIB, MIB, 512), {})
 
 
-def _text(plan: Plan, budget: int | None = None, overlap: OverlapPlan | None = None) -> list[str]:
+def _text(
+    plan: Plan, budget: int | None = None, overlap: OverlapPlan | None = None, peers: PeerAccess | None = None
+) -> list[str]:
     console = Console(width=200, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render_plan(plan, budget, overlap))
+        console.print(render_plan(plan, budget, overlap, peers))
     return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
 
 
@@ -123,6 +126,12 @@ def test_the_host_step_is_described_where_there_is_one(overlap: OverlapPlan, sen
     frozen = replace(LLAMA, chunks=tuple(replace(chunk, trainable=False) for chunk in LLAMA.chunks))
     for plan, said in ((LLAMA, None), (resident, overlap), (frozen, overlap)):
         assert not any("The host steps" in line for line in _text(plan, None, said))
+
+
+def test_how_gpus_reach_each_other_is_said_where_it_is_known() -> None:
+    access = PeerAccess("none", True, ("rank 1 on a: GPU 1 does not reach GPU 0",))
+    assert access.describe() in _text(LLAMA, peers=access)
+    assert not any("reach each other" in line for line in _text(LLAMA))
 
 
 def test_the_strategy_has_what_is_asked_of_it() -> None:
@@ -285,6 +294,7 @@ class PlannedRanks(DDPStrategy):
 
     plan, budget, counters, overlap = LLAMA, 16 * MIB, TransferCounters(), OverlapPlan()
     measured_peak_bytes: int | None = None
+    peers = None
 
 
 def _logged_peak(rank: int, peaks: list[int]) -> float:
