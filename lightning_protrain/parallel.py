@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
+from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
 from lightning_protrain.parallelism import Parallelism, gathers_parts
@@ -28,8 +29,9 @@ from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.replicas import FlatAverage, chooses_flat, without_sync, wrap
+from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
+from lightning_protrain.runtime.attendance import is_of_collective
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
@@ -170,10 +172,12 @@ class DataParallelStrategy(ProcessStrategy):
         """The same for the ranks of this run; every rank calls it.
 
         Raises:
-            ValueError: Weights shall be shared that each rank would write to.
+            ValueError: Weights shall be shared that each rank would write to, or statistics of batches.
         """
         if self._parallelism.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
+        if self._ranks is not None and self._layer_sync is not None:
+            raise ValueError('sync_batchnorm=True is not supported by strategy="protrain". Leave it out.')
         found = self.shardings(self.num_processes if self._ranks is not None else 1, self.num_nodes)
         module = self.lightning_module
         name = writes_averages(module.trainer) if module is not None else ""
@@ -278,11 +282,12 @@ class DataParallelStrategy(ProcessStrategy):
         self._owners = runtime.owners if runtime is not None else {}
         if self._ranks is None or not mine:
             return
-        linked = self.peers is not None and self.peers.link == "nvlink"
-        if chooses_flat(self._parallelism.adapter_grad_sync, mine, model, linked):
+        linked, ddp = self.peers is not None and self.peers.link == "nvlink", self._parallelism.ddp
+        choice: GradSync = self._parallelism.adapter_grad_sync if ddp.comm_hook is None else "ddp"
+        if chooses_flat(choice, mine, model, linked):
             self._flat = FlatAverage(mine)
         else:
-            self.model = wrap(model, mine, self.root_device, self._parallelism.ddp)
+            self.model = wrap(model, mine, self.root_device, ddp)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -319,8 +324,7 @@ class DataParallelStrategy(ProcessStrategy):
         module = self.lightning_module
         if self._ranks is not None and module is not None:
             refuse_uneven(module.trainer.num_training_batches, "training")
-            # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
-            module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._meet_before_batch  # type: ignore[method-assign]
+            meet_in_epochs(module.trainer, self._meet_before_batch, self._meet)
             self._sigterm.wait_for_others()
 
     def _meet_before_batch(self) -> None:
@@ -337,6 +341,11 @@ class DataParallelStrategy(ProcessStrategy):
         what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
         if self._meet(what, trainer.received_sigterm or self._sigterm.received):
             raise SIGTERMException
+
+    def on_validation_start(self) -> None:
+        """Waits for all ranks in a fit: metrics do, and name nobody."""
+        if self.lightning_module is not None and (place := validation_place(self.lightning_module.trainer)):
+            self._meet(place)
 
     def on_train_end(self) -> None:
         """Waits for the last epoch of all ranks."""
@@ -365,7 +374,7 @@ class DataParallelStrategy(ProcessStrategy):
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
-        if self._ranks is None or not _is_of_collective(error):
+        if self._ranks is None or not is_of_collective(error):
             return error
         return self._ranks.attendance.explain()
 
@@ -373,6 +382,8 @@ class DataParallelStrategy(ProcessStrategy):
         """Tells the other ranks why this one is missing, and the user who was missing here."""
         if self._ranks is not None:
             attendance = self._ranks.attendance
+            if is_of_collective(exception) and not attendance.has_explained(exception):
+                exception.add_note(str(attendance.explain()))  # Of a user's collective, or a metric's.
             at = attendance.doing[0].lower() + attendance.doing[1:]
             attendance.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
@@ -382,15 +393,7 @@ class DataParallelStrategy(ProcessStrategy):
         self._sigterm.close()
         module = self.lightning_module
         if module is not None and module._trainer is not None:
-            vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+            meet_no_more(module.trainer)
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         super().teardown()
-
-
-def _is_of_collective(exception: BaseException) -> bool:
-    """Whether it was raised by a collective of PyTorch, those of gloo by no class of their own."""
-    signs = ("gloo", "onnection closed by peer", "onnection reset by peer", "pair closure", "Timed out waiting")
-    return isinstance(exception, dist.DistError) or (
-        isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in signs)
-    )

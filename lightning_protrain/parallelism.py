@@ -72,6 +72,11 @@ class Parallelism:
                 f'gather="{self.gather}" from the ranks of one machine that has all of them: both are not built '
                 "together. Leave one of them out."
             )
+        if self.adapter_grad_sync == "flat" and self.ddp.comm_hook is not None:
+            raise ValueError(
+                'adapter_grad_sync="flat" averages gradients of resident weights without DDP, and ddp_comm_hook is '
+                'called by DDP. Leave one of them out, or set adapter_grad_sync="ddp".'
+            )
         if self.gather == "device" and self.sharding in ("resident", "replicate"):
             raise ValueError(
                 f'gather="device" makes chunks of parts that ranks share, and under sharding="{self.sharding}" they '

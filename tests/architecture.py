@@ -70,10 +70,12 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "earlier": ("runtime.comm", "runtime.local_rows"),
     "replicas": (),
     "sigterm": (),
+    "epochs": (),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
     "parallel": (
         "consensus",
+        "epochs",
         "outline",
         "overlap",
         "parallelism",
@@ -83,6 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
         "profiler.records",
         "replicas",
         "runtime.apply",
+        "runtime.attendance",
         "runtime.comm",
         "runtime.owners",
         "sigterm",
@@ -118,7 +121,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
+    "sigterm", "epochs", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
 # The only imports inside functions: dependencies that may be absent, with the reason.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from lightning_protrain.runtime.owners import assign_owners
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
-from tests.plans import half
+from tests.plans import half, preset
 from tests.ranks import run_ranks, trainer_on_rank, values
 
 CPU = torch.device("cpu")
@@ -99,8 +100,8 @@ def test_resident_sharding_leaves_nothing_to_decide() -> None:
     assert ProTrainStrategy().allowed_plan("auto") == "auto"
 
 
-def strategy_with(sharding: Any, local_size: int, world_size: int) -> ProTrainStrategy:
-    strategy = ProTrainStrategy(sharding=sharding, parallel_devices=[CPU] * local_size)
+def strategy_with(sharding: Any, local_size: int, world_size: int, **options: Any) -> ProTrainStrategy:
+    strategy = ProTrainStrategy(sharding=sharding, parallel_devices=[CPU] * local_size, **options)
     ranks: Any = SimpleNamespace(meet=lambda what, flag: flag)
     strategy._ranks = ranks if world_size > 1 else None
     return strategy
@@ -141,6 +142,26 @@ def test_whoever_gathers_compares_both_shardings(gather: Any) -> None:
     assert ProTrainStrategy(gather=gather, sharding="shard").shardings(2) == (Sharding.SHARD,)
 
 
+def test_statistics_of_batches_over_ranks_are_refused() -> None:
+    alone, strategy = strategy_with("shard", 1, 1), strategy_with("shard", 2, 2)
+    alone._layer_sync = strategy._layer_sync = TorchSyncBatchNorm()
+    assert alone.own_shardings()  # It has all of a batch.
+    with pytest.raises(ValueError, match="sync_batchnorm=True is not supported"):
+        strategy.own_shardings()
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[Any] = []
+    monkeypatch.setattr(parallel, "wrap", lambda *args: wrapped.append(args[-1].comm_hook))
+    strategy = strategy_with("auto", 2, 2, ddp_comm_hook=hook)
+    module = Module("full").requires_grad_(False)
+    module.model.layers[0].norm.requires_grad_(True)
+    strategy.replicate(module, preset(module, "resident"), None)
+    assert wrapped == ([] if hook is None else [hook])
+    assert (strategy._flat is None) is (hook is not None)
+
+
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(parallel, "rank_zero_info", said.append)
@@ -170,10 +191,23 @@ def test_errors_of_collectives_are_explained(error: Any, is_of_collective: bool)
 def test_a_rank_that_fails_says_where() -> None:
     notes: list[str] = []
     strategy = strategy_with("shard", 2, 2)
-    attendance = SimpleNamespace(doing="Training at step 3", leave=notes.append)
+    said = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
+    attendance = SimpleNamespace(
+        doing="Training at step 3",
+        leave=notes.append,
+        explain=lambda: said,
+        has_explained=lambda error: "ends on rank 0" in str(error),
+    )
     strategy._ranks = SimpleNamespace(attendance=attendance)  # type: ignore[assignment]
     strategy.on_exception(KeyError("x"))
     assert notes == ["failed (training at step 3) with KeyError: 'x'"]
+    for error, explained in (
+        (RuntimeError("Connection closed by peer"), [str(said)]),
+        (RuntimeError("Training at step 3 ends on rank 0: Connection closed by peer"), []),
+        (RuntimeError("shapes"), []),
+    ):
+        strategy.on_exception(error)
+        assert getattr(error, "__notes__", []) == explained
 
 
 @pytest.mark.parametrize("plan", ["resident", "offload"])
@@ -249,7 +283,8 @@ def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) 
             )
 
         def strategy(placement: str = placement, module: Module = module, hook: Any = hook, **process: Any) -> Any:
-            return strategy_of(placement, module, ddp_comm_hook=hook, ddp_comm_state=sent, **process)  # noqa: B023
+            hooked = {} if placement == "ddp flat" else {"ddp_comm_hook": hook, "ddp_comm_state": sent}  # noqa: B023
+            return strategy_of(placement, module, **hooked, **process)
 
         options: dict[str, Any] = {"gradient_clip_val": 0.1} if clips else {}
         trainer = trainer_on_rank(

@@ -130,6 +130,12 @@ def test_what_shares_nothing_is_refused_at_once(sharding: Any) -> None:
     ProTrainStrategy(sharding=sharding, gather="auto")
 
 
+def test_a_hook_of_ddp_is_not_forgotten() -> None:
+    with pytest.raises(ValueError, match=r'adapter_grad_sync="flat" .* ddp_comm_hook'):
+        ProTrainStrategy(adapter_grad_sync="flat", ddp_comm_hook=print)
+    ProTrainStrategy(ddp_comm_hook=print)
+
+
 @pytest.mark.parametrize("sharding", ["auto", "resident", "replicate"])
 def test_weights_are_divided_of_what_ranks_share_only(sharding: Any) -> None:
     with pytest.raises(ValueError, match=f'shard_weights="world" .* sharding="{sharding}"'):

@@ -159,6 +159,10 @@ class Attendance:
         """What a collective that has failed comes of; takes a moment."""
         return RuntimeError(f"{self._stops()}: {self._find_absent()}.")
 
+    def has_explained(self, error: BaseException) -> bool:
+        """Whether an error says already why this rank ends."""
+        return self._stops() in str(error)
+
     def _refuse_absence(self, what: str, members: range) -> None:
         for other in self._others:
             reason = self._read(f"left/{other}")
@@ -206,6 +210,14 @@ class Attendance:
         except RuntimeError:
             return "is gone, and the store of the process group with it" if key == "left/0" else None
         return found
+
+
+def is_of_collective(exception: BaseException) -> bool:
+    """Whether it was raised by a collective of PyTorch, those of gloo by no class of their own."""
+    signs = ("gloo", "onnection closed by peer", "onnection reset by peer", "pair closure", "Timed out waiting")
+    return isinstance(exception, dist.DistError) or (
+        isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in signs)
+    )
 
 
 def _wait_until(work: Any, end: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
 
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
 from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank
@@ -74,7 +75,7 @@ def _train(rank: int, placement: str, fault: str, epochs: int) -> int:
 
 UNEVEN = "ValueError: The ranks have different numbers of training batches (rank 0: 3, rank 1: 2)"
 GONE = "rank 1 is gone without a word"
-ONGOING, AT_END = "rank 1: batch 5 of epoch 0", "rank 0: the end of training"
+ONGOING, AT_END = "rank 1: batch 5 of epoch 0", "rank 0: the end of epoch 0"
 # By fault: epochs, and what is found in the error of either rank.
 FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "raise": (
@@ -92,7 +93,7 @@ FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "skip": (1, ("rank 1 failed (training at step 3) with RuntimeError: Skipping",), ("RuntimeError: Skipping",)),
     "uneven": (1, (UNEVEN,), (UNEVEN,)),
     "stream longer": (1, (AT_END, ONGOING), (AT_END, ONGOING)),
-    "stream shorter": (2, ("come apart", "rank 1: batch 0 of epoch 1"), ("rank 0: batch 5 of epoch 0",)),
+    "stream shorter": (2, ("come apart", "rank 1: the end of epoch 0"), ("rank 0: batch 5 of epoch 0",)),
 }
 
 
@@ -113,3 +114,56 @@ def test_all_ranks_leave_and_name_who_is_missing(placement: str, fault: str, tmp
         assert outcome.seconds < BOUND, outcomes
         for text in texts:
             assert text in str(outcome.error), outcomes
+
+
+class Talkative(Faulty):
+    """Ranks gather by themselves what they have measured: at the end of a validation, and of an epoch."""
+
+    def __init__(self, rank: int, fault: str, validates: bool) -> None:
+        super().__init__(rank, fault)
+        self.validates = validates
+        self.mean = MeanMetric()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(TOKENS[: 4 if self.validates else 0]), batch_size=2)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        if self.fault == "kill in validation" and self.rank == 1:
+            kill_this_rank()
+        self.mean.update(Module.training_step(self, batch))
+        self.log("mean", self.mean)
+
+    def on_train_epoch_end(self) -> None:
+        self.all_gather(torch.ones(1))
+
+
+def _train_talkative(rank: int, fault: str, validates: bool) -> list[str]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = Talkative(rank, fault, validates)
+    options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    trainer = trainer_on_rank(rank, 2, kind=lambda **process: strategy_of("shard", module, **process), **options)
+    try:
+        trainer.fit(module)
+    except RuntimeError as error:
+        return [str(error), *getattr(error, "__notes__", [])]
+    return []
+
+
+@pytest.mark.parametrize(("fault", "longer"), [("stream longer", 1), ("stream shorter", 0)])
+@pytest.mark.parametrize("validates", [True, False])
+def test_ranks_that_gather_behind_their_last_batch_come_apart(
+    fault: str, longer: int, validates: bool, tmp_path: Path
+) -> None:
+    place = "validation after batch 5 of epoch 0" if validates else "the end of epoch 0"
+    for outcome in run_ranks(_train_talkative, 2, tmp_path, fault, validates):
+        assert outcome.seconds < BOUND
+        assert f"rank {longer}: batch 5 of epoch 0" in outcome.value[0]
+        assert f"rank {1 - longer}: {place}" in outcome.value[0]
+
+
+def test_who_is_missing_in_a_collective_of_users_is_noted(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_talkative, 2, tmp_path, "kill in validation", True)
+    assert first.seconds < BOUND
+    assert second.error == "killed"
+    assert first.value[1].startswith(f"Training at step 4 ends on rank 0: {GONE}"), first
