@@ -54,8 +54,8 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
             if other[what] != everywhere[0][what]:
                 raise ValueError(
                     f"The ranks have different {what}: rank 0 has {everywhere[0][what]}, rank {rank} has "
-                    f"{other[what]}. All ranks must build the same model, with the same packages on the same kind of "
-                    "device."
+                    f"{other[what]}. All ranks must build the same model, with the same settings and packages, on the "
+                    "same kind of device."
                 )
 
 

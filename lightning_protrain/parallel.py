@@ -74,6 +74,7 @@ class DataParallelStrategy(ProcessStrategy):
         if self.is_distributed:
             self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
             if (module := self.lightning_module) is not None:
+                refuse_differences(self._wanted.settings(module.trainer))
                 self._sigterm.listen(module.trainer)
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.peers import PeerAccess
@@ -82,6 +83,15 @@ class Parallelism:
                 f'gather="device" makes chunks of parts that ranks share, and under sharding="{self.sharding}" they '
                 'share none. Set sharding="shard" or "auto", or leave `gather` out.'
             )
+
+    def settings(self, trainer: Trainer) -> dict[str, str]:
+        """What decides in which collectives ranks meet, so that it is the same on all of them: by name, in plural."""
+        found = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "ddp"}
+        found |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
+        found["ddp_comm_hook"] = "none" if self.ddp.comm_hook is None else "one"
+        of_trainer = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+        found |= {name: repr(getattr(trainer, name)) for name in of_trainer}
+        return {f"values of {name}": value for name, value in found.items()}
 
     def ways(self, num_nodes: int) -> tuple[Parallelism, ...]:
         """What is left open of what machines divide, decided: in the order in which it is tried.

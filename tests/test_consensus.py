@@ -99,7 +99,7 @@ def test_three_ranks_agree_or_all_of_them_say_who_differs(tmp_path: Path) -> Non
     assert "Trainer(limit_val_batches=...)" in loaders
     assert models == (
         "The ranks have different models: rank 0 has abcFalse, rank 2 has abcTrue. All ranks must build the same "
-        "model, with the same packages on the same kind of device."
+        "model, with the same settings and packages, on the same kind of device."
     )
     assert batches == (
         "The ranks have different numbers of training batches (rank 0: 5, rank 1: 6, rank 2: 5), and the step after "

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_protrain import ProTrainStrategy
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
-from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank
+from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 
 TOKENS = torch.randint(VOCABULARY, (20, 9), generator=torch.Generator().manual_seed(3))
 
@@ -114,6 +115,43 @@ def test_all_ranks_leave_and_name_who_is_missing(placement: str, fault: str, tmp
         assert outcome.seconds < BOUND, outcomes
         for text in texts:
             assert text in str(outcome.error), outcomes
+
+
+SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("sharding: rank 0 has 'shard', rank 1 has 'replicate'", {"sharding": "replicate"}, {}),
+    ("reduce_dtype: rank 0 has None, rank 1 has 'bfloat16'", {"reduce_dtype": "bfloat16"}, {}),
+    ("adapter_grad_sync: rank 0 has 'auto', rank 1 has 'flat'", {"adapter_grad_sync": "flat"}, {}),
+    ("static_graph: rank 0 has False, rank 1 has True", {"static_graph": True}, {}),
+    ("ddp_comm_hook: rank 0 has none, rank 1 has one", {"ddp_comm_hook": print}, {}),
+    ("gradient_clip_val: rank 0 has None, rank 1 has 0.1", {}, {"gradient_clip_val": 0.1}),
+    ("accumulate_grad_batches: rank 0 has 1, rank 1 has 3", {}, {"accumulate_grad_batches": 3}),
+]
+
+
+def _set_up(rank: int) -> list[str]:
+    torch.set_num_threads(1)
+    said = []
+    for _, ours, options in SETTINGS:
+        torch.manual_seed(0)
+        module = Module("full")
+        given = {"sharding": "shard", "plan": "offload", "monitor": False, **(ours if rank else {})}
+        trainer = trainer_on_rank(
+            rank,
+            2,
+            kind=lambda given=given, **process: ProTrainStrategy(**given, **process),
+            max_steps=1,
+            **(options if rank else {}),
+        )
+        with pytest.raises(ValueError, match="The ranks have different") as raised:
+            trainer.fit(module)
+        said.append(str(raised.value))
+    return said
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
+    for said in values(run_ranks(_set_up, 2, tmp_path)):
+        for message, (setting, *_) in zip(said, SETTINGS, strict=True):
+            assert f"The ranks have different values of {setting}." in message
 
 
 class Talkative(Faulty):
