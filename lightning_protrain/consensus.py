@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
@@ -19,18 +20,65 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm import Ranks
 
 
-def describe_rank(layout: ModelLayout, device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
-    """What this rank trains, and with what: equal on all ranks that may train together."""
+def refuse_others(
+    layout: ModelLayout,
+    device_type: str,
+    precision: str,
+    choice: Plan | str = "auto",
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Every rank calls it with what it trains, and with what.
+
+    Raises:
+        ValueError: Some rank has something else than rank 0; raised on all.
+    """
+    refuse_differences(describe_rank(device_type, precision, choice))
+    _refuse_other_models(layout)
+    refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
+
+
+def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
+    """What this rank trains with: equal on all ranks that may train together."""
     plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
-    parts = [f"{info.fqn} {info.dtype}{list(info.shape)} {info.trainable}" for info in layout.parameters]
     return {
         "versions": _versions(),
         "device types": device_type,
         "precisions": precision,
         "choices of a plan": plan,
-        "numbers of parameters": str(len(parts)),
-        "models": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12],
     }
+
+
+def _describe_optimizer(optimizer: Optimizer) -> str:
+    """Its class and what it does with each group of parameters."""
+    groups = (
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        | {"parameters": len(group["params"])}
+        for group in optimizer.param_groups
+    )
+    return f"{type(optimizer).__name__} with {', '.join(map(repr, groups))}"
+
+
+def _refuse_other_models(layout: ModelLayout) -> None:
+    """Names the first parameter that another rank has not, has otherwise, or does not train."""
+    mine = {
+        info.fqn: f"{info.dtype}{list(info.shape)}, {'trained' if info.trainable else 'frozen'}"
+        for info in layout.parameters
+    }
+    if len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()))) == 1:
+        return
+    first, *others = gather(mine)
+    for rank, other in enumerate(others, 1):
+        if [*other.items()] != [*first.items()]:
+            names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            here, there = (
+                f"{names[0]!r} is {of[names[0]]}" if names and names[0] in of else f"{len(of)} parameters, not this one"
+                for of in (first, other)
+            )
+            what = f"Rank 0: {here}; rank {rank}: {there}" if names else "The same parameters are in another order"
+            raise ValueError(
+                f"The ranks have different models ({len(names)} of {len({**first, **other})} parameters differ). "
+                f"{what}. All ranks must build the same model and train the same part of it."
+            )
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain.consensus import describe_rank, refuse_differences, refuse_uneven, say_if_weights_differ
+from lightning_protrain.consensus import refuse_differences, refuse_others, refuse_uneven, say_if_weights_differ
 from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
@@ -240,7 +240,7 @@ class DataParallelStrategy(ProcessStrategy):
         """
         if self._ranks is None:
             return
-        refuse_differences(describe_rank(layout, self.root_device.type, self.precision_plugin.precision, choice))
+        refuse_others(layout, self.root_device.type, self.precision_plugin.precision, choice, self.optimizers)
         self._waiting, self._has_outlines = self.find_waiting(model, self._ranks), False
         if not self._waiting:
             say_if_weights_differ(model)

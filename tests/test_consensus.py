@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +15,7 @@ from lightning_protrain.consensus import (
     decide,
     describe_rank,
     refuse_differences,
+    refuse_others,
     refuse_uneven,
     say_if_weights_differ,
 )
@@ -25,36 +25,80 @@ from tests.plans import preset
 from tests.ranks import run_ranks, values
 
 
-def facts(model: nn.Module, device_type: str = "cpu", precision: str = "32-true") -> dict[str, str]:
-    return describe_rank(describe_model(model), device_type, precision)
-
-
 def _frozen() -> nn.Module:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     return model
 
 
-# What differs from `nn.Linear(3, 2)`, and under which names.
-MODELS: list[tuple[Callable[[], nn.Module], set[str]]] = [
-    (lambda: nn.Linear(3, 2), set()),
-    (lambda: nn.Linear(2, 3), {"models"}),
-    (lambda: nn.Linear(3, 2, bias=False), {"models", "numbers of parameters"}),
-    (lambda: nn.Linear(3, 2).bfloat16(), {"models"}),
-    (_frozen, {"models"}),
-    (lambda: nn.Sequential(nn.Linear(3, 2)), {"models"}),
+def _turned() -> nn.Module:
+    """The same parameters, described in another order."""
+    model = nn.Linear(3, 2)
+    bias = model._parameters.pop("bias")
+    model._parameters = {"bias": bias, "weight": model.weight}
+    return model
+
+
+# What differs from `nn.Linear(3, 2)`, and how that is said.
+MODELS: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.Linear(3, 2), ""),
+    (
+        lambda: nn.Linear(2, 3),
+        "(2 of 2 parameters differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 'weight' is float32[3, 2]",
+    ),
+    (
+        lambda: nn.Linear(3, 2, bias=False),
+        "(1 of 2 parameters differ). Rank 0: 'bias' is float32[2], trained; rank 1: 1 parameters, not",
+    ),
+    (lambda: nn.Linear(3, 2).bfloat16(), "rank 1: 'weight' is bfloat16[2, 3], trained"),
+    (
+        _frozen,
+        "(1 of 2 parameters differ). Rank 0: 'bias' is float32[2], trained; rank 1: 'bias' is float32[2], frozen",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        "(4 of 4 parameters differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 2 parameters",
+    ),
+    (_turned, "(0 of 2 parameters differ). The same parameters are in another order"),
+]
+# The same of `torch.optim.AdamW`.
+OPTIMIZERS: list[tuple[Callable[[nn.Module], list[torch.optim.Optimizer]], str]] = [
+    (lambda model: [torch.optim.AdamW(model.parameters())], ""),
+    (lambda model: [torch.optim.AdamW(model.named_parameters())], ""),
+    (lambda model: [torch.optim.SGD(model.parameters())], "rank 1 has SGD with {'lr': 0.001"),
+    (lambda model: [torch.optim.AdamW(model.parameters(), lr=0.5)], "rank 1 has AdamW with {'lr': 0.5"),
+    (lambda model: [torch.optim.AdamW([model.weight])], "'parameters': 1}"),
+    (lambda model: [], "rank 1 has none"),
 ]
 
 
-@pytest.mark.parametrize(("make", "different"), MODELS)
-def test_a_rank_is_described_by_what_must_be_equal(make: Callable[[], nn.Module], different: set[str]) -> None:
-    first, second = facts(nn.Linear(3, 2)), facts(make())
-    assert list(first) == list(second)
-    assert {what for what in first if first[what] != second[what]} == different
+def _compare(rank: int) -> tuple[list[str], list[str]]:
+    """What is said on this rank of other models and of other optimizers; the last rank has them."""
+    models, optimizers = [], []
+    for make, _ in MODELS:
+        layout = describe_model(make() if rank else nn.Linear(3, 2))
+        models.append(_attempt(lambda layout=layout: refuse_others(layout, "cpu", "32-true")))
+    model = nn.Linear(3, 2)
+    for among, _ in OPTIMIZERS:
+        own = (among if rank else OPTIMIZERS[0][0])(model)
+        how = describe_model(model), "cpu", "32-true", "auto", own
+        optimizers.append(_attempt(lambda how=how: refuse_others(*how)))
+    return models, optimizers
+
+
+def test_other_models_and_optimizers_are_named_on_all_ranks(tmp_path: Path) -> None:
+    found, second = values(run_ranks(_compare, 2, tmp_path))
+    assert found == second
+    for said, (_, expected) in zip(found[0], MODELS, strict=True):
+        assert said.startswith("The ranks have different models" if expected else "None"), said
+        assert expected in said
+    for said, (_, expected) in zip(found[1], OPTIMIZERS, strict=True):
+        assert said.startswith("The ranks have different optimizers: rank 0 has AdamW" if expected else "None"), said
+        assert expected in said
 
 
 def test_a_rank_is_described_by_its_device_precision_and_packages() -> None:
-    found = facts(nn.Linear(3, 2), "cuda", "bf16-mixed")
+    found = describe_rank("cuda", "bf16-mixed")
     assert (found["device types"], found["precisions"]) == ("cuda", "bf16-mixed")
     assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"]
 
