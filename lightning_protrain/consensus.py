@@ -49,9 +49,10 @@ def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto")
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
-    """Its class and what it does with each group of parameters."""
+    """Its class and what it does with each group of parameters; of objects that are no values nothing is known."""
+    plain = int | float | str | tuple | None
     groups = (
-        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        {name: value for name, value in group.items() if isinstance(value, plain)}
         | {"parameters": len(group["params"])}
         for group in optimizer.param_groups
     )

@@ -65,6 +65,7 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
 OPTIMIZERS: list[tuple[Callable[[nn.Module], list[torch.optim.Optimizer]], str]] = [
     (lambda model: [torch.optim.AdamW(model.parameters())], ""),
     (lambda model: [torch.optim.AdamW(model.named_parameters())], ""),
+    (lambda model: [torch.optim.AdamW([{"params": [*model.parameters()], "note": object()}])], ""),
     (lambda model: [torch.optim.SGD(model.parameters())], "rank 1 has SGD with {'lr': 0.001"),
     (lambda model: [torch.optim.AdamW(model.parameters(), lr=0.5)], "rank 1 has AdamW with {'lr': 0.5"),
     (lambda model: [torch.optim.AdamW([model.weight])], "'parameters': 1}"),
