@@ -18,7 +18,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.comm import Communicator
 from tests.distributed import test_parity
 from tests.distributed.test_checkpoints import Same
-from tests.distributed.test_overlap import accumulating, differing, slow_steps
+from tests.distributed.test_overlap import accumulating, differing, module_of, slow_steps
 from tests.distributed.test_parity import KINDS, Module
 from tests.plans import half
 from tests.ranks import run_ranks, values
@@ -100,11 +100,6 @@ def fit(
     trainer = trainer_of(rank, module, case, **options)
     trainer.fit(module, ckpt_path=path)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, trainer
-
-
-def module_of(kind: str = "full", cls: type[Module] = Module) -> Module:
-    torch.manual_seed(0)
-    return cls(kind)
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
