@@ -94,13 +94,13 @@ def trainer_on_rank(
     """A Trainer with DDP, or another kind of parallel strategy, for a rank of `run_ranks`."""
     strategy = kind(process_group_backend="gloo")
     strategy.cluster_environment = _Environment(rank, world_size)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **options})
+    return quiet_trainer(devices=world_size, strategy=strategy, **options)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """A Trainer on the CPU that shows and saves nothing, unless it is told to."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", **{**quiet, **options})
 
 
 class _Environment(LightningEnvironment):

@@ -131,7 +131,7 @@ def _again(rank: int, folder: str) -> list[Any]:
         ways = [_way(module, trainer)]
         (tested,) = trainer.test(module, verbose=False)
         ways.append(_way(module, trainer))
-        trainer.fit_loop.epoch_loop.max_steps = 8
+        trainer.fit_loop.epoch_loop.max_steps = 6
         trainer.fit(module)
         found.append((ways, tested["loss"], _way(module, trainer)))
     return found

@@ -137,10 +137,12 @@ def train(rank: int, world_size: int, case: str, folder: Path, placement: str, k
 
 
 def differences(rank: int, world_size: int, case: str, folder: Path, placements: tuple[str, ...]) -> list[str]:
+    """What differs from ranks that each load everything; those of two ranks sum in the same order in all placements."""
     torch.set_num_threads(1)
     wrong = []
     for placement in placements:
-        before, wanted = train(rank, world_size, case, folder, placement, Everywhere)
+        if placement == placements[0] or world_size > 2:
+            before, wanted = train(rank, world_size, case, folder, placement, Everywhere)
         after, found = train(rank, world_size, case, folder, placement, Once)
         wrong += [f"{placement}: {name}" for name in wanted.keys() ^ found.keys()]
         wrong += [f"{placement}: {name}" for name in wanted if not torch.equal(wanted[name], found[name])]

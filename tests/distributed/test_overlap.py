@@ -26,7 +26,7 @@ from tests.distributed.test_parity import KINDS, VOCABULARY, Module
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values
 
-STEPS = 5
+STEPS = 4
 CLIP = {"gradient_clip_val": 0.1}
 
 
@@ -64,7 +64,8 @@ def fit(
 
 
 def module_of(kind: str = "full", cls: type[Module] = Module) -> Module:
-    torch.manual_seed(0)
+    # What `torch.manual_seed` seeds beside this it has no device for, and formats the stack.
+    torch.default_generator.manual_seed(0)
     return cls(kind)
 
 
@@ -100,11 +101,18 @@ def accumulating(micro_batches: int) -> dict[str, int]:
     return {"accumulate_grad_batches": micro_batches, "max_steps": STEPS if micro_batches == 1 else 3}
 
 
-def _compare(rank: int, world_size: int, kind: str, placements: list[str], accumulations: list[int]) -> list[str]:
+def _compare(
+    rank: int,
+    world_size: int,
+    kind: str,
+    placements: list[str],
+    accumulations: list[int],
+    ways: list[tuple[str, dict[str, Any]]],
+) -> list[str]:
     """What differs from DDP, on more than two ranks from steps that are not overlapped."""
     wrong, wanted = [], {}
     plain = None if world_size == 2 else "off"
-    for accumulate, placement, (overlap, clipping) in product(accumulations, placements, WAYS):
+    for accumulate, placement, (overlap, clipping) in product(accumulations, placements, ways):
         given = {**accumulating(accumulate), **clipping}
         known = f"{given} {plain and placement}"
         if known not in wanted:
@@ -118,19 +126,20 @@ def _compare(rank: int, world_size: int, kind: str, placements: list[str], accum
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_ddp(kind: str, tmp_path: Path) -> None:
-    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, ["shard"], [1, 3])) == [[], []]
+    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, ["shard"], [1, 3], WAYS)) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_ddp_in_other_places(kind: str, tmp_path: Path) -> None:
     placements = ["shard half", "replicate", "replicate half"]
-    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, placements, [1, 3])) == [[], []]
+    ways: list[tuple[str, dict[str, Any]]] = [("backward", {}), ("forward", CLIP)]
+    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, placements, [1, 3], ways)) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("tied", marks=pytest.mark.slow)])
 def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Path) -> None:
-    assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1])) == [[]] * 4
+    assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1], WAYS)) == [[]] * 4
 
 
 class TwoMachines(LightningEnvironment):

@@ -109,7 +109,8 @@ class Found(NamedTuple):
 
 
 def train(rank: int, world_size: int, case: Case, seed: int = 0) -> tuple[dict[str, Tensor], L.Trainer]:
-    torch.manual_seed(seed)
+    # What `torch.manual_seed` seeds beside this it has no device for, and formats the stack.
+    torch.default_generator.manual_seed(seed)
     module = Module(case.kind)
     options: dict[str, Any] = {"accumulate_grad_batches": case.accumulate, "max_steps": STEPS}
     if case.clip is not None:

@@ -1,0 +1,38 @@
+"""Before ranks are forked: what the first run of a process does once, so that each of them need not do it again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from lightning.fabric.utilities.registry import _load_external_callbacks
+from lightning.pytorch.trainer.connectors import callback_connector
+
+from lightning_protrain import consensus
+from tests.distributed.test_parity import Module, strategy_of
+from tests.parity import CLIPPING
+from tests.ranks import quiet_trainer
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _first_runs() -> Iterator[None]:
+    """Imports, compiles and reads what a rank takes a tenth of a second for."""
+    environment = dict(os.environ)
+    consensus._versions()
+    # Lightning reads the entry points of all packages for each Trainer.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callback_connector, "_load_external_callbacks", cache(_load_external_callbacks))
+        # Where there is a GPU, backward starts threads, and who has them cannot be forked.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for kind in () if torch.cuda.is_available() else ("full", "lora"):
+                module = Module(kind)
+                options = {"strategy": strategy_of("shard", module), "max_steps": 2, **CLIPPING["norm"]}
+                quiet_trainer(devices=1, **options).fit(module)
+        os.environ.clear()
+        os.environ.update(environment)
+        yield
