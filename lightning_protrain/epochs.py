@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.states import TrainerFn
@@ -42,6 +43,13 @@ def validation_place(trainer: Trainer) -> str:
         return ""
     trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return f"validation after batch {trained} of epoch {trainer.current_epoch}"
+
+
+def length_is_known(trainer: Trainer) -> bool:
+    """Whether all loaders of a fit that has begun say how many batches they have; a limit says it of none."""
+    loaders = trainer.fit_loop._combined_loader
+    assert loaders is not None
+    return all(sized_len(each) is not None for each in loaders.flattened)
 
 
 def _end_epoch(loop: _FitLoop, meet: Callable[[str], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_protrain.epochs import length_is_known
 from lightning_protrain.fsdp_refusals import refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     load_optimizer_parts,
@@ -45,14 +47,16 @@ from lightning_protrain.fsdp_state import (
 )
 from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, mixed_precision, point_to_parts
 from lightning_protrain.fsdp_units import POLICIES, Policy, choose_checkpointed, choose_units, refuse_unshardable
+from lightning_protrain.meetings import MeetingStrategy
 from lightning_protrain.peers import PeerAccess, peers_found
+from lightning_protrain.runtime.comm import find_meeting
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
 
 # Methods of a LightningModule that compute with its weights, besides `forward`.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
-class ProTrainFSDP2Strategy(ModelParallelStrategy):
+class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all ranks with FSDP2, without the user's `configure_model`.
 
     No name of a parameter or module changes, and checkpoints are those of a plain Trainer.
@@ -113,6 +117,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
         self._has_stepped = False
+        # Whether gradients are added up in this batch; and whether some rank does not know how many there are.
+        self._accumulates = False
+        self._is_open_ended = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -130,6 +137,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
+        if self.world_size > 1:
+            self._ranks = find_meeting(self.local_rank, self.num_processes, self._timeout)
+            if self.lightning_module is not None:
+                self._sigterm.listen(self.lightning_module.trainer)
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is None and self._cpu_offload and self.root_device.type == "cuda":
@@ -241,7 +252,17 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     # --- running ------------------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.lightning_module is not None:
+            self._is_open_ended = self._meet("the first epoch", not length_is_known(self.lightning_module.trainer))
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = cast(LightningModule, self.lightning_module).trainer
+        if self._is_open_ended and (trainer.accumulate_grad_batches > 1 or trainer.num_training_batches < math.inf):
+            # A rank steps with its last batch, where others may accumulate; up to a limit, it does not even know of it.
+            batch = f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
+            self._meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
         return self._run(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,17 +279,27 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._has_stepped = True
-        with explained():
+        with self.explaining(), explained():
             return step(*args, **kwargs)
 
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.explaining():
+            return super().backward(*args, **kwargs)
+
+    def _describe_step(self, trainer: Trainer, batch: str) -> str:
+        # Every batch has collectives, also those that end no step.
+        return f"{super()._describe_step(trainer, batch)} in {batch}"
+
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         # Left in the middle of a step, weights would be seen gathered, and the next step would take it for its own.
         reset = getattr(self.model, "reset_iter_state", None)  # Not before torch 2.12.
         if self._has_stepped and reset is not None:
             reset()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+        with self.explaining():  # A norm to clip by is one of all ranks.
+            result = super().optimizer_step(*args, **kwargs)
         self._free()  # A forward between backward and step has gathered what is old now.
         return result
 
@@ -291,9 +322,11 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         """Around each micro-batch of an accumulation but the last: gradients are added up, and not reduced."""
         model = cast(FSDPModule, self.model)
         model.set_requires_gradient_sync(self._sync_each_batch)
+        self._accumulates = True
         try:
             yield
         finally:
+            self._accumulates = False
             model.set_requires_gradient_sync(True)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

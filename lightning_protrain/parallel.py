@@ -14,13 +14,12 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain.consensus import refuse_differences, refuse_others, refuse_uneven, say_if_weights_differ
-from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
+from lightning_protrain.consensus import refuse_differences, refuse_others, say_if_weights_differ
+from lightning_protrain.meetings import MeetingStrategy
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
 from lightning_protrain.parallelism import Parallelism, gathers_parts
@@ -31,9 +30,7 @@ from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
-from lightning_protrain.runtime.attendance import is_of_collective
 from lightning_protrain.runtime.comm import Ranks, find_ranks
-from lightning_protrain.sigterm import SigtermNote
 from lightning_protrain.wishes import Wishes
 
 # Of one message.
@@ -41,7 +38,7 @@ _BUFFER_BYTES = 250 << 20
 _T = TypeVar("_T")
 
 
-class DataParallelStrategy(ProcessStrategy):
+class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
     """Each rank trains on its own part of the data; gradients are averaged once in an optimizer step.
 
     Args:
@@ -54,7 +51,6 @@ class DataParallelStrategy(ProcessStrategy):
         self._forward_redirection = _DDPForwardRedirection()
         self._wanted = parallelism
         self._parallelism = parallelism.ways(1)[0]
-        self._ranks: Ranks | None = None
         self._flat: FlatAverage | None = None
         # Who has stepped parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
         self._owners: dict[int, int] = {}
@@ -62,7 +58,6 @@ class DataParallelStrategy(ProcessStrategy):
         self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
-        self._sigterm = SigtermNote()
         # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
@@ -84,11 +79,6 @@ class DataParallelStrategy(ProcessStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision = as_protrain_precision(plugin)
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """Who trains together; None if there is one rank, or before the processes have met."""
-        return self._ranks
 
     def ranks_under(self, plan: Plan, module: LightningModule) -> Ranks | None:
         """Who trains together under a plan, and whether they gather what they share; every rank calls it.
@@ -320,81 +310,15 @@ class DataParallelStrategy(ProcessStrategy):
 
         return step
 
-    def on_train_start(self) -> None:
-        """Refuses epochs of different lengths before the first batch."""
-        module = self.lightning_module
-        if self._ranks is not None and module is not None:
-            refuse_uneven(module.trainer.num_training_batches, "training")
-            meet_in_epochs(module.trainer, self._meet_before_batch, self._meet)
-            self._sigterm.wait_for_others()
-
-    def _meet_before_batch(self) -> None:
-        """Waits until all ranks are about to train the same batch; if one is told to end, all do.
-
-        Raises:
-            SIGTERMException: One is.
-        """
-        module = self.lightning_module
-        assert module is not None
-        assert self._ranks is not None
-        trainer = module.trainer
-        self._ranks.attendance.doing = f"Training at step {trainer.global_step}"
-        what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
-        if self._meet(what, trainer.received_sigterm or self._sigterm.received):
-            raise SIGTERMException
-
-    def on_validation_start(self) -> None:
-        """Waits for all ranks in a fit: metrics do, and name nobody."""
-        if self.lightning_module is not None and (place := validation_place(self.lightning_module.trainer)):
-            self._meet(place)
-
-    def on_train_end(self) -> None:
-        """Waits for the last epoch of all ranks."""
-        self._meet("the end of training")
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks."""
-        self._meet("a barrier")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has."""
-        self._meet("a broadcast")
-        return super().broadcast(obj, src)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
         if isinstance(tensor, Tensor) and group is None:
             self._meet("a reduction")
         return super().reduce(tensor, group, reduce_op)
 
-    def _meet(self, what: str, flag: bool = False) -> bool:
-        """Waits until all ranks are at the same point, see [Note: Attendance], and says whether one has a flag set."""
-        if self._ranks is None:
-            return flag
-        return self._ranks.meet(what, flag)
-
-    def explain(self, error: RuntimeError) -> RuntimeError:
-        """Who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
-        if self._ranks is None or not is_of_collective(error):
-            return error
-        return self._ranks.attendance.explain()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one is missing, and the user who was missing here."""
-        if self._ranks is not None:
-            attendance = self._ranks.attendance
-            if is_of_collective(exception) and not attendance.has_explained(exception):
-                exception.add_note(str(attendance.explain()))  # Of a user's collective, or a metric's.
-            at = attendance.doing[0].lower() + attendance.doing[1:]
-            attendance.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
-
     def teardown(self) -> None:
         """The model is the user's alone again."""
         self._flat = None
-        self._sigterm.close()
-        module = self.lightning_module
-        if module is not None and module._trainer is not None:
-            meet_no_more(module.trainer)
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         super().teardown()

@@ -61,7 +61,10 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "fsdp_state": (),
     "fsdp_steps": ("runtime.recompute",),
     "fsdp_refusals": ("callbacks.export",),
-    "fsdp2": ("fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "peers", "runtime.recompute"),
+    "fsdp2": (
+        *("epochs", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "meetings", "peers"),
+        *("runtime.comm", "runtime.recompute"),
+    ),
     "wishes": ("planner", "profiler.blocks", "profiler.machine"),
     "processes": ("companions", "device", "device_peers", "peers"),
     "consensus": ("callbacks.ranks", "planner.free_memory", "planner.plan", "profiler.records", "runtime.comm"),
@@ -71,11 +74,12 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "replicas": (),
     "sigterm": (),
     "epochs": (),
+    "meetings": ("consensus", "epochs", "runtime.attendance", "runtime.comm", "sigterm"),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
     "parallel": (
         "consensus",
-        "epochs",
+        "meetings",
         "outline",
         "overlap",
         "parallelism",
@@ -85,10 +89,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
         "profiler.records",
         "replicas",
         "runtime.apply",
-        "runtime.attendance",
         "runtime.comm",
         "runtime.owners",
-        "sigterm",
         "wishes",
     ),
     "batches": ("profiler.model",),
@@ -121,7 +123,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "epochs", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
+    "sigterm", "epochs", "meetings", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
 # The only imports inside functions: dependencies that may be absent, with the reason.

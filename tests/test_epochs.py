@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
+from lightning_protrain.epochs import length_is_known, meet_in_epochs, meet_no_more, validation_place
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -60,3 +64,26 @@ def test_a_validation_by_itself_is_nowhere() -> None:
     model = Speaker()
     Trainer(accelerator="cpu", devices=1, limit_val_batches=1, **QUIET).validate(model, verbose=False)
     assert model.notes == [""]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Nobody knows before how many rows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("limit", [1, 1.0])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_one_loader_of_several_without_a_length_leaves_it_unknown(is_known: bool, limit: float) -> None:
+    model, found = BoringModel(), []
+    known = model.train_dataloader()
+
+    def training_step(batch: dict[str, Tensor], batch_idx: int) -> Any:
+        found.append(length_is_known(model.trainer))
+        return BoringModel.training_step(model, batch["a"], batch_idx)
+
+    model.training_step = training_step  # type: ignore[method-assign]
+    loaders = {"a": known, "b": known if is_known else DataLoader(Stream())}
+    Trainer(accelerator="cpu", devices=1, max_steps=1, limit_train_batches=limit, **QUIET).fit(model, loaders)
+    assert found == [is_known]

@@ -169,47 +169,6 @@ def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
 
 
-@pytest.mark.parametrize(
-    ("error", "is_of_collective"),
-    [
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
-        (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
-        (dist.DistBackendError("NCCL error"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("Connection closed by peer"), False),
-    ],
-)
-def test_errors_of_collectives_are_explained(error: Any, is_of_collective: bool) -> None:
-    strategy = strategy_with("shard", 2, 2)
-    said = RuntimeError("rank 1 is gone")
-    strategy._ranks = SimpleNamespace(attendance=SimpleNamespace(explain=lambda: said))  # type: ignore[assignment]
-    assert strategy.explain(error) is (said if is_of_collective else error)
-    strategy._ranks = None
-    assert strategy.explain(error) is error
-
-
-def test_a_rank_that_fails_says_where() -> None:
-    notes: list[str] = []
-    strategy = strategy_with("shard", 2, 2)
-    said = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
-    attendance = SimpleNamespace(
-        doing="Training at step 3",
-        leave=notes.append,
-        explain=lambda: said,
-        has_explained=lambda error: "ends on rank 0" in str(error),
-    )
-    strategy._ranks = SimpleNamespace(attendance=attendance)  # type: ignore[assignment]
-    strategy.on_exception(KeyError("x"))
-    assert notes == ["failed (training at step 3) with KeyError: 'x'"]
-    for error, explained in (
-        (RuntimeError("Connection closed by peer"), [str(said)]),
-        (RuntimeError("Training at step 3 ends on rank 0: Connection closed by peer"), []),
-        (RuntimeError("shapes"), []),
-    ):
-        strategy.on_exception(error)
-        assert getattr(error, "__notes__", []) == explained
-
-
 @pytest.mark.parametrize("plan", ["resident", "offload"])
 def test_backward_takes_no_other_thread(plan: str) -> None:
     """What is on a GPU would get one of its own, see [Note: One thread]."""

@@ -53,7 +53,7 @@ class Ranks:
         local_rank: Of the ranks of this node.
         local_size: Number of the ranks of each node.
         everyone: A group of all ranks for gradients of chunks: buckets of DDP, in the default group, come in an order
-            of their own, which may be another one on each rank (`find_unused_parameters`).
+            of their own, which may be another one on each rank (`find_unused_parameters`). None: ranks only meet.
         node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
         sending: The group of `peers` for new weights in host memory, which come from threads of their own, where nodes
@@ -75,7 +75,7 @@ class Ranks:
     local_size: int
     attendance: Attendance
     meeting: Any
-    everyone: Any
+    everyone: Any = None
     node: Any = None
     peers: Any = None
     gathering: Any = None
@@ -202,20 +202,29 @@ def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = Non
         local_size: Processes of every node; they have consecutive ranks.
         timeout: The longest that a collective may take; None: what PyTorch gives it.
     """
+    ranks = replace(find_meeting(local_rank, local_size, timeout), everyone=dist.new_group(timeout=timeout))
+    if local_size == ranks.world_size:
+        return ranks
+    first_ranks = range(0, ranks.world_size, local_size)
+    # Every rank makes every group: making one is a collective of all.
+    nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
+    peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
+    return replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
+
+
+def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
+    """Makes the group of ranks that meet, and average nothing by groups of ours; every rank calls it.
+
+    Args:
+        local_rank: As in `find_ranks`.
+        local_size: As in `find_ranks`.
+        timeout: As in `find_ranks`.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meeting = dist.new_group(backend="gloo", timeout=timeout)
     # Under a name of their own: what ranks have noted in a run before is none of this one's.
     notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
-    attendance = Attendance(notes, rank, world_size)
-    everyone = dist.new_group(timeout=timeout)
-    if local_size == world_size:
-        return Ranks(rank, world_size, local_rank, local_size, attendance, meeting, everyone)
-    first_ranks = range(0, world_size, local_size)
-    # Every rank makes every group: making one is a collective of all.
-    nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
-    peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
-    node, mine = nodes[rank // local_size], peers[local_rank]
-    return Ranks(rank, world_size, local_rank, local_size, attendance, meeting, everyone, node, mine)
+    return Ranks(rank, world_size, local_rank, local_size, Attendance(notes, rank, world_size), meeting)
 
 
 class Communicator:

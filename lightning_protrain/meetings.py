@@ -1,0 +1,132 @@
+"""The part of a strategy that lets ranks wait for each other where one that fails, is gone or has ended is named."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_protrain.consensus import refuse_uneven
+from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
+from lightning_protrain.runtime.attendance import is_of_collective
+from lightning_protrain.runtime.comm import Ranks
+from lightning_protrain.sigterm import SigtermNote
+
+
+class MeetingStrategy(ParallelStrategy):
+    """Ranks meet before each batch and behind the last one of an epoch; those that leave tell the others why.
+
+    Who they are is set by the strategy that mixes this in, in `setup_environment`.
+
+    Args:
+        args, kwargs: Of the next class.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks: Ranks | None = None
+        self._sigterm = SigtermNote()
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Who trains together; None if there is one rank, or before the processes have met."""
+        return self._ranks
+
+    def on_train_start(self) -> None:
+        """Refuses epochs of different lengths before the first batch."""
+        module = self.lightning_module
+        if self._ranks is not None and module is not None:
+            refuse_uneven(module.trainer.num_training_batches, "training")
+            meet_in_epochs(module.trainer, self._meet_before_batch, self._meet)
+            self._sigterm.wait_for_others()
+
+    def _meet_before_batch(self) -> None:
+        """Waits until all ranks are about to train the same batch; if one is told to end, all do.
+
+        Raises:
+            SIGTERMException: One is.
+        """
+        module = self.lightning_module
+        assert module is not None
+        assert self._ranks is not None
+        trainer = module.trainer
+        what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
+        self._ranks.attendance.doing = self._describe_step(trainer, what)
+        if self._meet(what, trainer.received_sigterm or self._sigterm.received):
+            raise SIGTERMException
+
+    def _describe_step(self, trainer: Trainer, batch: str) -> str:
+        """What this rank is about to do, for errors here and on other ranks.
+
+        Args:
+            trainer: That fits.
+            batch: That comes next: `"batch 3 of epoch 0"`.
+        """
+        return f"Training at step {trainer.global_step}"
+
+    def on_validation_start(self) -> None:
+        """Waits for all ranks in a fit: metrics do, and name nobody."""
+        if self.lightning_module is not None and (place := validation_place(self.lightning_module.trainer)):
+            self._meet(place)
+
+    def on_train_end(self) -> None:
+        """Waits for the last epoch of all ranks."""
+        self._meet("the end of training")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks."""
+        self._meet("a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` has."""
+        self._meet("a broadcast")
+        return super().broadcast(obj, src)  # type: ignore[safe-super]  # The next class has it.
+
+    def _meet(self, what: str, flag: bool = False) -> bool:
+        """Waits until all ranks are at the same point, see [Note: Attendance], and says whether one has a flag set."""
+        if self._ranks is None:
+            return flag
+        return self._ranks.meet(what, flag)
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
+        if self._ranks is None or not is_of_collective(error):
+            return error
+        return self._ranks.attendance.explain()
+
+    @contextmanager
+    def explaining(self) -> Generator[None]:
+        """Within it a collective that fails names who was missing, once.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._ranks is None or self._ranks.attendance.has_explained(error):
+                raise
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one is missing, and the user who was missing here."""
+        if self._ranks is not None:
+            attendance = self._ranks.attendance
+            if is_of_collective(exception) and not attendance.has_explained(exception):
+                exception.add_note(str(attendance.explain()))  # Of a user's collective, or a metric's.
+            at = attendance.doing[0].lower() + attendance.doing[1:]
+            attendance.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        """The loops and the signals of the Trainer are as they were."""
+        self._sigterm.close()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            meet_no_more(module.trainer)
+        super().teardown()
