@@ -33,7 +33,10 @@ def refuse_others(
         ValueError: Some rank has something else than rank 0; raised on all.
     """
     refuse_differences(describe_rank(device_type, precision, choice))
-    _refuse_other_models(layout)
+    kinds = {True: "trained", False: "frozen"}
+    refuse_other_models(
+        {info.fqn: f"{info.dtype}{list(info.shape)}, {kinds[info.trainable]}" for info in layout.parameters}
+    )
     refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
 
 
@@ -59,26 +62,30 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} with {', '.join(map(repr, groups))}"
 
 
-def _refuse_other_models(layout: ModelLayout) -> None:
-    """Names the first parameter that another rank has not, has otherwise, or does not train."""
-    mine = {
-        info.fqn: f"{info.dtype}{list(info.shape)}, {'trained' if info.trainable else 'frozen'}"
-        for info in layout.parameters
-    }
+def refuse_other_models(mine: Mapping[str, str]) -> None:
+    """Every rank calls it with what its model consists of.
+
+    Args:
+        mine: By names of its tensors, in order, what each of them is.
+
+    Raises:
+        ValueError: Some rank has others than rank 0; raised on all, with the first one.
+    """
     if len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()))) == 1:
         return
-    first, *others = gather(mine)
+    first, *others = gather(dict(mine))
     for rank, other in enumerate(others, 1):
         if [*other.items()] != [*first.items()]:
-            names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            every = {**first, **other}
+            names = [name for name in every if first.get(name) != other.get(name)]
             here, there = (
-                f"{names[0]!r} is {of[names[0]]}" if names and names[0] in of else f"{len(of)} parameters, not this one"
+                f"{names[0]!r} is {of[names[0]]}" if names and names[0] in of else f"{len(of)} tensors, not this one"
                 for of in (first, other)
             )
-            what = f"Rank 0: {here}; rank {rank}: {there}" if names else "The same parameters are in another order"
+            what = f"Rank 0: {here}; rank {rank}: {there}" if names else "The same tensors are in another order"
             raise ValueError(
-                f"The ranks have different models ({len(names)} of {len({**first, **other})} parameters differ). "
-                f"{what}. All ranks must build the same model and train the same part of it."
+                f"The ranks have different models ({len(names)} of {len(every)} tensors differ). {what}. All ranks "
+                "must build the same model and train the same part of it."
             )
 
 

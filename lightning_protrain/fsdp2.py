@@ -35,12 +35,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_protrain.consensus import refuse_other_models
 from lightning_protrain.epochs import length_is_known
 from lightning_protrain.fsdp_refusals import refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
+    describe_tensors,
     load_optimizer_parts,
     load_parts,
-    refuse_different_models,
     spread,
     whole_optimizer_state,
     whole_states,
@@ -208,7 +209,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
 
     def _shard(self, model: LightningModule) -> None:
         refuse_sharded(model)
-        refuse_different_models(model)
+        refuse_other_models(describe_tensors(model))
         self.precision_plugin.convert_module(model)
         units = choose_units(model, self._policy, self._min_num_params)
         refuse_unshardable(model, units)

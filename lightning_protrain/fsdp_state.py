@@ -12,31 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 
-def refuse_different_models(model: nn.Module) -> None:
-    """Compares the parameters and buffers of all ranks with those of rank 0; every rank calls it.
-
-    Raises:
-        ValueError: On all ranks, if the model of one is another.
-    """
-    mine = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trained' if tensor.requires_grad else 'frozen'}"
+def describe_tensors(model: nn.Module) -> dict[str, str]:
+    """What each parameter and each buffer is, by all names that it has."""
+    return {
+        name: f"{tensor.dtype}{list(tensor.shape)}, {'trained' if tensor.requires_grad else 'frozen'}"
         for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers())
         for name, tensor in tensors
-    ]
-    shared: list[list[str]] = [mine]
-    dist.broadcast_object_list(shared, src=0)
-    first = shared[0]
-    pairs = zip(mine + [""] * len(first), first + [""] * len(mine), strict=True)
-    differences: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        differences, next((f"{a or 'nothing'}, not {b or 'nothing'}" for a, b in pairs if a != b), None)
-    )
-    for rank, difference in enumerate(differences):
-        if difference is not None:
-            raise ValueError(
-                f"The model of rank {rank} is not that of rank 0: it has {difference}. Build the same model on all "
-                "ranks; nothing in it may depend on the rank."
-            )
+    }
 
 
 def spread(tensors: Iterable[Tensor], device: torch.device) -> None:

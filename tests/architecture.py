@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "fsdp_steps": ("runtime.recompute",),
     "fsdp_refusals": ("callbacks.export",),
     "fsdp2": (
-        *("epochs", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "meetings", "peers"),
+        *("consensus", "epochs", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "meetings", "peers"),
         *("runtime.comm", "runtime.recompute"),
     ),
     "wishes": ("planner", "profiler.blocks", "profiler.machine"),

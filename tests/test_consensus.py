@@ -44,22 +44,22 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: nn.Linear(3, 2), ""),
     (
         lambda: nn.Linear(2, 3),
-        "(2 of 2 parameters differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 'weight' is float32[3, 2]",
+        "(2 of 2 tensors differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 'weight' is float32[3, 2]",
     ),
     (
         lambda: nn.Linear(3, 2, bias=False),
-        "(1 of 2 parameters differ). Rank 0: 'bias' is float32[2], trained; rank 1: 1 parameters, not",
+        "(1 of 2 tensors differ). Rank 0: 'bias' is float32[2], trained; rank 1: 1 tensors, not",
     ),
     (lambda: nn.Linear(3, 2).bfloat16(), "rank 1: 'weight' is bfloat16[2, 3], trained"),
     (
         _frozen,
-        "(1 of 2 parameters differ). Rank 0: 'bias' is float32[2], trained; rank 1: 'bias' is float32[2], frozen",
+        "(1 of 2 tensors differ). Rank 0: 'bias' is float32[2], trained; rank 1: 'bias' is float32[2], frozen",
     ),
     (
         lambda: nn.Sequential(nn.Linear(3, 2)),
-        "(4 of 4 parameters differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 2 parameters",
+        "(4 of 4 tensors differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 2 tensors",
     ),
-    (_turned, "(0 of 2 parameters differ). The same parameters are in another order"),
+    (_turned, "(0 of 2 tensors differ). The same tensors are in another order"),
 ]
 # The same of `torch.optim.AdamW`.
 OPTIMIZERS: list[tuple[Callable[[nn.Module], list[torch.optim.Optimizer]], str]] = [
