@@ -253,6 +253,10 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
 
     # --- running ------------------------------------------------------------------------------------------------------
 
+    @property
+    def evaluates_together(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.lightning_module is not None:
@@ -307,11 +311,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         self._free()
 
-    def on_test_end(self) -> None:
-        self._free()
-
-    def on_predict_end(self) -> None:
-        self._free()
+    on_test_end = on_predict_end = on_validation_end
 
     def _free(self) -> None:
         """Without a backward pass nothing frees what the model itself holds, and others would see it gathered."""

@@ -68,10 +68,33 @@ class MeetingStrategy(ParallelStrategy):
         """
         return f"Training at step {trainer.global_step}"
 
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether each batch of an evaluation has collectives, so that ranks need as many of them."""
+        return False
+
     def on_validation_start(self) -> None:
-        """Waits for all ranks in a fit: metrics do, and name nobody."""
-        if self.lightning_module is not None and (place := validation_place(self.lightning_module.trainer)):
-            self._meet(place)
+        """Waits for all ranks in a fit: metrics do, and name nobody. Refuses evaluations of different lengths."""
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            if place := validation_place(trainer):
+                self._meet(place)
+            counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            self._refuse_uneven_evaluation(counts, "validation")
+
+    def on_test_start(self) -> None:
+        """Refuses evaluations of different lengths."""
+        if self.lightning_module is not None:
+            self._refuse_uneven_evaluation(self.lightning_module.trainer.num_test_batches, "test")
+
+    def on_predict_start(self) -> None:
+        """The same."""
+        if self.lightning_module is not None:
+            self._refuse_uneven_evaluation(self.lightning_module.trainer.num_predict_batches, "prediction")
+
+    def _refuse_uneven_evaluation(self, counts: Any, kind: str) -> None:
+        if self._ranks is not None and self.evaluates_together:
+            refuse_uneven(counts, kind)
 
     def on_train_end(self) -> None:
         """Waits for the last epoch of all ranks."""

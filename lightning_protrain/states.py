@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.failures import failing_together
 from lightning_protrain.callbacks.ranks import gather
-from lightning_protrain.consensus import refuse_uneven
 from lightning_protrain.divided import WholeWeights, refuse_combinations, whole_on_first
 from lightning_protrain.earlier import EarlierRows, divided_by_run, forget_values, refuse_divided
 from lightning_protrain.outline import read_rows
@@ -256,27 +255,10 @@ class StatesStrategy(DataParallelStrategy):
             if earlier is not None:
                 earlier.put_back(module)
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None:
-            counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-            self._refuse_uneven(counts, "validation")
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        if self.lightning_module is not None:
-            self._refuse_uneven(self.lightning_module.trainer.num_test_batches, "test")
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        if self.lightning_module is not None:
-            self._refuse_uneven(self.lightning_module.trainer.num_predict_batches, "prediction")
-
-    def _refuse_uneven(self, counts: Any, kind: str) -> None:
-        """Ranks that fetch together need as many batches each."""
-        if self._runtime is not None and self._runtime.replaced:
-            refuse_uneven(counts, kind)
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether ranks fetch rows of each other, so that they need as many batches each."""
+        return self._runtime is not None and bool(self._runtime.replaced)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._finish_updates()

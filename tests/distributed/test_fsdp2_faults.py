@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
-from tests.distributed.test_faults import AT_END, GONE, ONGOING, UNEVEN, Faulty
+from tests.distributed.test_faults import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.ranks import BOUND, run_ranks, trainer_on_rank
 from tests.test_sigterm import PLACES, SOON, Told
 
@@ -77,6 +78,31 @@ def test_all_ranks_leave_and_name_who_is_missing(fault: str, tmp_path: Path) -> 
         assert outcome.seconds < BOUND, outcomes
         for text in texts:
             assert text in str(outcome.error), outcomes
+
+
+class Evaluated(Faulty):
+    """Computes its loss wherever it is asked for."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor | None:
+        return self.training_step(batch, batch_idx)
+
+    test_step = predict_step = validation_step
+
+
+def _evaluate(rank: int, policy: str, how: str) -> bool:
+    torch.set_num_threads(1)
+    kind = partial(ProTrainFSDP2Strategy, policy=policy)
+    trainer = trainer_on_rank(rank, 2, kind, num_sanity_val_steps=0, use_distributed_sampler=False)
+    getattr(trainer, how)(Evaluated(0, ""), DataLoader(TensorDataset(TOKENS[: 4 + rank]), batch_size=1))
+    return True
+
+
+@pytest.mark.parametrize("policy", ["transformer", "size", "none"])
+@pytest.mark.parametrize(("how", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "prediction")])
+def test_evaluations_of_different_lengths_are_refused(how: str, kind: str, policy: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(_evaluate, 2, tmp_path, policy, how):
+        told = f"ValueError: The ranks have different numbers of {kind} batches (rank 0: 4, rank 1: 5)"
+        assert (outcome.error or "").startswith(told), outcome
 
 
 def _train_told(rank: int, who: int, place: str) -> Any:
