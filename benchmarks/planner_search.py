@@ -45,6 +45,7 @@ LOOPS = {
     "overlap off": Training("off"),
     "overlap backward": Training("backward"),
     "overlap forward": Training("forward"),
+    "overlap forward, clipping": Training("forward", clips=True),
     "overlap forward, clipping, 3 micro-batches": Training("forward", 3, clips=True),
 }
 # Those for which all plans can be tried.
