@@ -33,19 +33,17 @@ class Levels:
     Attributes:
         forward: The highest level in forward, of the segments before each and of all, (U, S + 1).
         forward_streamed: The highest of each segment and those after it if all weights are streamed.
-        forward_credit: What is not there for that: casts of the segments before.
         backward: Levels in backward.
         backward_streamed: The same if all weights are streamed.
-        backward_credit: As `forward_credit`.
+        credit: What is not there for that: casts of the segments before.
         reserve: For blocks that have not run, (U,).
     """
 
     forward: Integers
     forward_streamed: Integers
-    forward_credit: Integers
     backward: Integers
     backward_streamed: Integers
-    backward_credit: Integers
+    credit: Integers
     reserve: Integers
 
     def beside(self, others: Levels) -> Levels:
@@ -92,9 +90,8 @@ class Activations:
         self._gradients = _Gradients(self._positions, sizes)
         self._temporaries = _temporaries(sizes, foreach)
         self._held = _held(sizes) if asynchronous else np.zeros(len(sizes.nbytes) + 1, dtype=np.int64)
-        streamed = frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
-        self._casts = self._positions.casts(streamed)
-        self._first_streamed = _first_streamed(self._positions, sizes, streamed)
+        self._casts = self._positions.castable
+        self._first_streamed = _first_streamed(self._positions, sizes, layout.low)
         self._highest, self._without_casts = self._backward_levels(selective)
         self._kept_peaks = self._forward_peaks(selective)
 
@@ -128,10 +125,10 @@ class Activations:
         if self._casts.any():
             # From there on no casts are made, and those before are still there.
             since = self._first_streamed[persistent]
-            streamed = levels.forward_streamed[pair, since] + levels.forward_credit[pair, since]
+            streamed = levels.forward_streamed[pair, since] + levels.credit[pair, since]
             forward = np.maximum(levels.forward[pair, since], streamed)
             streamed = levels.backward_streamed.take(pair, axis=0)
-            streamed += levels.backward_credit[pair, since][:, None]
+            streamed += levels.credit[pair, since][:, None]
             np.copyto(backward, streamed, where=np.arange(backward.shape[1]) >= since[:, None])
         else:
             forward = levels.forward[pair, -1]
@@ -166,39 +163,29 @@ class Activations:
         if selects is not None:
             freed -= np.where(selects, at.products[:, None], 0)
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
-        forward, before_it, own = self._forward(checkpoints, swaps, selects, there + at.window(freed, swaps))
-        backward, before_that = self._backward(checkpoints, swaps, there)
+        kept = np.where(self._inside, np.clip(np.minimum(self._casts, saved), 0, None), self._casts) * at.reached
+        credit = before(np.where(checkpoints | swaps, 0, kept[:, None]))
+        forward, own = self._forward(checkpoints, selects, there + at.window(freed, swaps))
+        backward = self._backward(swaps, there)
         highest = np.full((len(forward) + 1, forward.shape[1]), np.iinfo(np.int64).min)
         np.maximum.accumulate(forward, axis=0, out=highest[1:])
-        streamed = np.maximum.accumulate((forward - own - before_it)[::-1], axis=0)[::-1]
-        found = (
-            highest,
-            streamed,
-            before_it,
-            backward,
-            backward - before_that - self._without_casts[:, None],
-            before_that,
-        )
+        streamed = np.maximum.accumulate((forward - own - credit)[::-1], axis=0)[::-1]
+        found = highest, streamed, backward, backward - credit - self._without_casts[:, None], credit
         return Levels(*(np.ascontiguousarray(levels.T) for levels in (*found, reserve)))
 
-    def _forward(
-        self, checkpoints: Flags, swaps: Flags, selects: Flags | None, there: Integers
-    ) -> tuple[Integers, Integers, Integers]:
-        """Levels in forward, (S, U), and what is not there if all weights are streamed: casts before, and own ones.
+    def _forward(self, checkpoints: Flags, selects: Flags | None, there: Integers) -> tuple[Integers, Integers]:
+        """Levels in forward, (S, U), and casts of their own, which are not there if all weights are streamed.
 
         `there` is what comes on top of the profile's levels, or goes off them.
         """
-        at, inside, saved = self._positions, self._inside, self._positions.checkpoint_saving
+        at = self._positions
         (kept_peak, kept_own), (selective, selective_own) = self._kept_peaks
         levels = np.where(checkpoints, at.unsaved_peak[:, None], kept_peak)
         own = np.where(checkpoints, at.unsaved_casts[:, None], kept_own)
         if selects is not None:
             levels, own = np.where(selects, selective, levels), np.where(selects, selective_own, own)
         levels += there
-        casts = self._casts * at.reached
-        kept = np.where(inside, np.clip(np.minimum(casts, saved), 0, None), casts)
-        nothing = np.zeros_like(saved)
-        return levels, before(_choose(checkpoints, swaps, nothing, nothing, kept)), own
+        return levels, own
 
     def _forward_peaks(self, selective: bool) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
         """Levels in forward if everything or all products are kept, and what they lose without own casts, (S, 1) each.
@@ -224,16 +211,13 @@ class Activations:
         without = np.where(inside, np.maximum(kept - at.backward_casts, again_without), kept - at.backward_casts)
         return highest[:, None], highest - without
 
-    def _backward(self, checkpoints: Flags, swaps: Flags, there: Integers) -> tuple[Integers, Integers]:
-        """Levels in backward, (S, U), and casts before, as in forward."""
-        at, inside, saved = self._positions, self._inside, self._positions.checkpoint_saving
+    def _backward(self, swaps: Flags, there: Integers) -> Integers:
+        """Levels in backward, (S, U)."""
+        at = self._positions
         levels = self._highest + there
         levels += at.window(at.swap_bytes[:, None], swaps)
         levels += np.where(swaps, at.copies()[:, None], 0)
-        credit = np.where(inside, np.clip(np.minimum(self._casts, saved), 0, None), self._casts)
-        nothing = np.zeros_like(saved)
-        chosen = _choose(checkpoints, swaps, nothing, nothing, credit * at.reached)
-        return levels, before(chosen)
+        return levels
 
     def _held_anyway(self, checkpoints: Flags) -> Integers:
         """What recomputations would keep if all blocks were recomputed, (S, U)."""

@@ -26,12 +26,11 @@ Probe = Callable[[Integers, Integers], Integers]
 # Corners (D, K), (D, K) to those of what is left of each box, where only points that are not allowed are cut off.
 Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # About so many boxes are evaluated at one time: enough to hide what a round costs, few enough to learn between rounds.
-# After some rounds they are too few.
-BATCH = 144
+# After some rounds they are too few, and twice as many are taken, up to the most.
+BATCH, MOST, PATIENCE = 144, 576, 3
 PIECES = 8
 # Points are tried in so many of the boxes that are divided: those with the smallest bounds.
 PROBED = 4
-PATIENCE, MOST_DOUBLINGS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def minimize(
         if not keep.size:
             break
         order = keep[np.lexsort((*low[::-1, keep], bounds[keep]))]
-        size = batch << min(rounds // PATIENCE, MOST_DOUBLINGS)
+        size = max(min(batch << (rounds // PATIENCE), MOST), batch)
         num_parents = min(order.size, max(size // PIECES, 1))
         chosen, rest = order[:num_parents], order[num_parents:]
         waiting = low[:, rest], high[:, rest], bounds[rest]

@@ -167,18 +167,18 @@ class Candidates:
         cast = self._gradients.amount(CAST, begin) if self._casts else nothing
         added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
         begin = self._steps.begin(persistent)
-        stepped = self._steps.amount(STEPPED, begin) if training.clips else nothing
-        rate_forward = np.where(_near(swapped), come.upload_beside, come.upload)
+        touched = (self._steps.amount(STEPPED, begin) if training.clips else nothing) / machine.host_memory
+        # Where the link is in use the other way.
+        leaving, landing, coming = _near(swapped), _near(download), _near(backs.nbytes + swapped)
+        rate_forward = np.where(leaving, come.upload_beside, come.upload)
         rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
-        rate_backward = np.where(_near(download), come.upload_beside, come.upload)
-        rate_back = np.where(_near(download), machine.upload_beside, machine.upload)
-        rate_download = np.where(_near(backs.nbytes + swapped), machine.download_beside, machine.download)
+        rate_backward = np.where(landing, come.upload_beside, come.upload)
+        rate_back = np.where(landing, machine.upload_beside, machine.upload)
+        rate_download = np.where(coming, machine.download_beside, machine.download)
         host_step = self._steps.amount(NUMEL, begin) / machine.host_step
         if training.overlap == "off":
             host_step = host_step + self._steps.amount(COPIED, begin) / machine.host_memory
-        stall, drain, landed, carry, ready, ready_behind = self._holding(
-            persistent, self._room[fewest], loose, rate_download
-        )
+        stall, drain, landed, carry, ready, ready_behind = self._holding(persistent, self._room[fewest], loose, coming)
         return Columns(
             compute_forward=self._forward,
             recompute=recomputes * (self._recomputed if selects is None else self._again(selects)),
@@ -198,10 +198,10 @@ class Candidates:
             ready_behind=ready_behind,
             land=cast / machine.host_memory,
             add=added / machine.host_memory,
-            norm=NORM * stepped / machine.host_memory,
-            scale=SCALE * stepped / machine.host_memory,
+            norm=NORM * touched,
+            scale=SCALE * touched,
             host_step=host_step,
-            tail=self._tail(ups, persistent, rate_forward),
+            tail=self._tail(ups, persistent, rate_forward, leaving),
             swap_out=swapped / rate_out,
             swap_in=swapped / rate_back,
             device_step=self._device_step(fewest),
@@ -211,7 +211,7 @@ class Candidates:
         """Seconds to run a position again, (P, K)."""
         return np.where(selects, self._selective, self._recomputed)
 
-    def _holding(self, persistent: Integers, room: Integers, loose: Flags, rates: Seconds) -> Seconds:
+    def _holding(self, persistent: Integers, room: Integers, loose: Flags, beside: Flags) -> Seconds:
         """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.
 
         Where all plans of a set have uploads at their side, so has the set.
@@ -219,8 +219,7 @@ class Candidates:
         # Many differ in nothing that counts here.
         keys = (room * (len(self._sizes) + 1) + persistent) * 2 + loose
         table, which = self._held.of(keys)
-        chosen = which + np.where(rates == self._hardware.download_beside, table.shape[-1], 0)
-        flat = np.arange(len(rates))[:, None] * (2 * table.shape[-1]) + chosen
+        flat = beside * table.shape[-1] + (self._places * (2 * table.shape[-1]) + which)
         return table.reshape(len(table), -1).take(flat, axis=1)
 
     def _holding_of(self, keys: Integers) -> Seconds:
@@ -243,13 +242,13 @@ class Candidates:
                 ups.tails[..., column] = walked[1]
         return ups, backs
 
-    def _tail(self, ups: _Uploads, persistent: Integers, rates: Seconds) -> Seconds:
+    def _tail(self, ups: _Uploads, persistent: Integers, rates: Seconds, near: Flags) -> Seconds:
         """From when the steps of a position have ended until its uploads have, (P, K)."""
         if ups.tails is None:
             return ups.nbytes / rates
         alone, beside = ups.tails
-        found: Seconds = np.where(rates == self._incoming.upload_beside, beside, alone)
-        found[0] += self._pinned_bytes[persistent] / np.broadcast_to(rates, found.shape)[0]
+        found: Seconds = np.where(near, beside, alone)
+        found[0] += self._pinned_bytes[persistent] / rates[0]
         return found
 
     def _walk(self, persistent: int, buffers: int) -> tuple[Integers, Seconds | None]:

@@ -46,7 +46,7 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
         for fqn in unit.parameters:
             used_by = users[fqn]
             if used_by[0] == unit.name:
-                info = layout.parameter(fqn)
+                info = layout.by_name[fqn]
                 kind = (info.dtype, info.streamed_dtype, info.trainable, used_by)
                 if kind != latest:
                     latest, group = kind, groups.setdefault(kind, [])

@@ -89,8 +89,9 @@ class Footprint:
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
-        # The fewest offloaded chunks of each layout of policies, and from where on they were sought.
-        self._fewest = np.full((2, 0), UNKNOWN, dtype=np.int64)
+        # The fewest offloaded chunks of each layout of policies, from where on they were sought, and what is known of
+        # them otherwise.
+        self._fewest = np.full((3, 0), UNKNOWN, dtype=np.int64)
         self._width = len(steps) + 1
         self._column = np.full((len(places) + 1) * self._width, -1, dtype=np.int64)
         self._rank = np.full(num_blocks + 1, num_blocks, dtype=np.int64)
@@ -125,19 +126,19 @@ class Footprint:
 
     def recomputes(self, num_swap: Integers, num_steps: Integers) -> Flags:
         """Which blocks recompute, as a whole or but for their products, (B + 1, K)."""
-        recomputes: Flags = ~self.swaps(num_swap) & (self._begin[:, num_swap] < num_steps)
+        recomputes: Flags = ~self.swaps(num_swap) & (self._begin.take(num_swap, axis=1) < num_steps)
         return recomputes
 
     def selects(self, num_swap: Integers, num_steps: Integers) -> Flags | None:
         """Which of these keep their products, (B + 1, K); None: none does, whatever the number."""
         if not self._selects:
             return None
-        selects: Flags = self.recomputes(num_swap, num_steps) & (self._end[:, num_swap] >= num_steps)
+        selects: Flags = self.recomputes(num_swap, num_steps) & (self._end.take(num_swap, axis=1) >= num_steps)
         return selects
 
     def swapped(self, num_swap: Integers, persistent: Integers) -> Integers:
         """Host bytes that each block swaps, (B + 1, K)."""
-        return np.where(self.swaps(num_swap), self.swap_bytes[:, persistent], 0)
+        return np.where(self.swaps(num_swap), self.swap_bytes.take(persistent, axis=1), 0)
 
     def device(self, num_swap: Integers, num_steps: Integers, fewest: Integers, point: Flags) -> Integers:
         """Bytes on the device but for chunk buffers, (K,).
@@ -167,17 +168,20 @@ class Footprint:
                 every call.
         """
         levels, columns = self._levels_of(num_swap, num_steps)
-        more = levels.reserve.size - self._fewest.shape[1]
-        self._fewest = found, since = np.pad(self._fewest, ((0, 0), (0, more)), constant_values=UNKNOWN)
+        more = np.full((3, levels.reserve.size - self._fewest.shape[1]), [[UNKNOWN], [UNKNOWN], [0]])
+        self._fewest = found, since, least = np.concatenate((self._fewest, more), axis=1)
         if (new := np.flatnonzero(since[columns] > known)).size:
             chosen = columns[new]
             np.minimum.at(since, chosen, known[new])
-            found[chosen] = self._search_fewest(levels, chosen, num_swap[new], since[chosen], budget, beside)
+            sought = np.maximum(since[chosen], least[chosen])
+            found[chosen] = self._search_fewest(levels, chosen, num_swap[new], sought, budget, beside)
         return np.maximum(found[columns], known)
 
-    def forget(self) -> None:
-        """Forgets the fewest offloaded chunks: what has to fit beside is another from now on."""
-        self._fewest[:] = UNKNOWN
+    def tighten(self) -> None:
+        """Forgets the fewest offloaded chunks: more has to fit beside from now on, so that they are as many or more."""
+        found, since, least = self._fewest
+        least[:] = np.where((since < UNKNOWN) & (found > since), found, least)
+        found[:] = since[:] = UNKNOWN
 
     def _search_fewest(
         self, levels: Levels, columns: Integers, num_swap: Integers, known: Integers, budget: int, beside: Integers

@@ -47,6 +47,7 @@ class Positions:
         forward_casts: What own casts, if none is made, take off `forward_peak`; 0 where one is made anyway.
         unsaved_casts: The same of `unsaved_peak`.
         backward_casts: The same of `backward_peak`.
+        castable: Bytes of copies that are not made if all weights that can come in the dtype in which they are used do.
         own_gradients: What gradients add to the peak of the backward in which they are made, if they stay.
         checkpoint_saving: As in `Segment`.
         newly_held: What the segment is given and a recomputation alone keeps, where no earlier one was given it.
@@ -75,6 +76,7 @@ class Positions:
     forward_casts: Integers
     unsaved_casts: Integers
     backward_casts: Integers
+    castable: Integers
     own_gradients: Integers
     checkpoint_saving: Integers
     newly_held: Integers
@@ -113,15 +115,14 @@ class Positions:
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         block = [NOWHERE if entry.between else index_of.get(entry.unit, NOWHERE) for entry in segments]
         swap_bytes = profile.swap_bytes(streamed)
-        low = frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
-        own = np.array([_casts(it, low) for it in segments], dtype=np.int64)
-        only = np.array([all(fqn in low for fqn, _ in it.casts) for it in segments], dtype=np.bool_)
+        castable = np.array([_casts(it, layout.low) for it in segments], dtype=np.int64)
+        only = np.array([layout.low.issuperset(dict(it.casts)) for it in segments], dtype=np.bool_)
 
         def array(value: Callable[[Segment], int]) -> Integers:
             return np.array([value(segment) for segment in segments], dtype=np.int64)
 
         def own_casts(value: Callable[[Segment], int]) -> Integers:
-            return np.where(only, np.minimum(array(value), own), 0)
+            return np.where(only, np.minimum(array(value), castable), 0)
 
         held = array(lambda it: it.held_bytes)
         shared = np.where(_held_before(segments), held, 0)
@@ -135,6 +136,7 @@ class Positions:
             forward_casts=own_casts(lambda it: _less(it.forward.peak_bytes, it.forward.peak_without_casts)),
             unsaved_casts=own_casts(lambda it: _less(it.forward.unsaved_peak, it.forward.unsaved_peak_without_casts)),
             backward_casts=own_casts(lambda it: _less(it.backward.peak_bytes, it.backward.peak_without_casts)),
+            castable=castable,
             own_gradients=array(lambda it: max(it.peak_with_gradients - it.backward.peak_bytes, 0)),
             checkpoint_saving=array(lambda it: it.checkpoint_saving),
             newly_held=held - shared,
@@ -248,4 +250,4 @@ def _held_before(segments: Sequence[Segment]) -> Flags:
 
 
 def _casts(segment: Segment, names: frozenset[str]) -> int:
-    return sum(nbytes for fqn, nbytes in segment.casts if fqn in names)
+    return sum([nbytes for fqn, nbytes in segment.casts if fqn in names])

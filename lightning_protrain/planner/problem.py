@@ -265,8 +265,7 @@ def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
 def _places(problem: Problem, computes: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
     """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
     names = [block.name for block in problem.layout.blocks]
-    low = frozenset(info.fqn for info in problem.layout.parameters if info.streamed_dtype is not None)
-    swapped = problem.profile.swap_bytes(low)
+    swapped = problem.profile.swap_bytes(problem.layout.low)
     nbytes = [max(swapped.get(name, 0), 0) for name in names]
     able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
     rate = min(problem.hardware.upload, problem.hardware.download)

@@ -77,7 +77,8 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     seconds, best, evaluations, rounds = np.inf, None, 0, 0
     for space in spaces:
         below, tried = space.demand(seconds)
-        found = minimize(space.seconds, space.corner, *space.whole(), below=below, cut=space.cut, weights=space.weights)
+        low, high = space.whole()
+        found = minimize(space.seconds, space.corner, low, high, below, space.batch, space.cut, space.weights)
         evaluations, rounds = evaluations + tried + found.evaluations, rounds + (tried > 0) + found.rounds
         if found.point:
             seconds, best = found.value, (space, found.point)

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from mmap import PAGESIZE
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, swapped_bytes
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -50,7 +51,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Sizes:
         """Those of `chunks`, all of them offloaded."""
-        infos = [layout.parameter(fqn) for chunk in chunks for fqn in chunk.parameters]
+        infos = [layout.by_name[fqn] for chunk in chunks for fqn in chunk.parameters]
         chunk = np.repeat(np.arange(len(chunks)), [len(chunk.parameters) for chunk in chunks])
         numel, own = _integers(info.numel for info in infos), _integers(info.nbytes for info in infos)
         low = np.array([chunk.streamed_dtype is not None for chunk in chunks], dtype=np.bool_)
@@ -124,7 +125,7 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
     chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, count)
     call_of = np.repeat(every, [len(call.saved_casts) for call in calls])
     chunks = chunk_of[np.array([sizes.place[fqn] for call in calls for fqn, _ in call.saved_casts], dtype=np.int64)]
-    casts = np.array([swapped_bytes(cast) for call in calls for _, cast in call.saved_casts], dtype=np.int64)
+    casts = _swapped(np.array([cast for call in calls for _, cast in call.saved_casts], dtype=np.int64))
     # What is not streamed in another dtype counts for nothing, and stands behind all chunks, as the end of a call does.
     casts, chunks = np.append(np.where(chunks < count, casts, 0), 0 * every), np.append(chunks, 0 * every + count)
     call_of = np.append(call_of, every)
@@ -140,6 +141,11 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
         own = table[index_of[call.name]]
         np.maximum(own, call.swap_bytes - row, out=own)
     return table
+
+
+def _swapped(nbytes: Integers) -> Integers:
+    """`swapped_bytes` of many."""
+    return np.where(nbytes < PAGESIZE, 0, -(-nbytes // PAGESIZE) * PAGESIZE)
 
 
 def _integers(values: Iterable[int]) -> Integers:

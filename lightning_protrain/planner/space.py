@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.branch import Bound
+from lightning_protrain.planner.branch import BATCH, Bound
 from lightning_protrain.planner.clock import simulate
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan
@@ -167,6 +167,11 @@ class Space:
             return low, high
         return low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
 
+    @property
+    def batch(self) -> int:
+        """About how many boxes to evaluate at one time: where few are left, the way to the best is what takes long."""
+        return BATCH if self.packing.problem.training.overlap == "backward" else 2 * BATCH
+
     def demand(self, below: float) -> tuple[float, int]:
         """Leaves out what has too few buffers to be of interest, see [Note: Enough buffers]; asked for once, at first.
 
@@ -195,7 +200,7 @@ class Space:
         best = min(below, float(seconds.min(initial=np.inf)) + self._quantum)
         self._too_few = int(asked[bounds >= best].max(initial=0))
         self.__dict__.pop("_wanted", None)
-        self.packing.footprint.forget()
+        self.packing.footprint.tighten()
         return best, seconds.size + bounds.size
 
     def _grid(self, low: Integers, high: Integers) -> Integers:

@@ -146,9 +146,6 @@ class _Model:
         streamed = frozenset(fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters)
         self._at = Positions.of(profile, layout, streamed)
         self._casts = self._at.casts(streamed)
-        self._castable = self._at.casts(
-            frozenset(info.fqn for info in layout.parameters if info.streamed_dtype is not None)
-        )
         self._layout = layout
         self._plan = plan
         self._asynchronous = asynchronous
@@ -238,7 +235,7 @@ class _Model:
 
     def _own(self, casts: Integers) -> Integers:
         """Those of `casts`, the segments' own, that are not made."""
-        own: Integers = np.where(self._casts == self._castable, casts, 0)
+        own: Integers = np.where(self._casts == self._at.castable, casts, 0)
         return own
 
     def _freed(self) -> Integers:

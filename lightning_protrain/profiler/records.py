@@ -88,13 +88,19 @@ class ModelLayout:
     buffer_bytes: int
     lends_copies: bool = False
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[UnitInfo, ...]:
         """The units that carry an activation policy, in order."""
         return tuple(unit for unit in self.units if unit.is_block)
 
     @cached_property
-    def _by_name(self) -> dict[str, ParameterInfo]:
+    def low(self) -> frozenset[str]:
+        """First names of the parameters that are streamed in another dtype than their own."""
+        return frozenset(info.fqn for info in self.parameters if info.streamed_dtype is not None)
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterInfo]:
+        """All parameters by their first names."""
         return {info.fqn: info for info in self.parameters}
 
     def parameter(self, fqn: str) -> ParameterInfo:
@@ -103,7 +109,7 @@ class ModelLayout:
         Raises:
             KeyError: No parameter has that first name.
         """
-        return self._by_name[fqn]
+        return self.by_name[fqn]
 
     def streaming(self, names: Collection[str], dtype: str) -> ModelLayout:
         """The same model with the parameters `names` streamed in `dtype`."""
@@ -170,7 +176,7 @@ class UnitCall:
         """The same for `swap_bytes`."""
         if not streamed:
             return self.swap_bytes
-        return self.swap_bytes - sum(swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed)
+        return self.swap_bytes - sum([swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_protrain.planner import space
+from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing, Problem
 from tests.planner.brute import Candidate, all_candidates
@@ -85,3 +86,22 @@ def test_where_nothing_fits_nothing_is_left() -> None:
     found = [candidate for candidate in all_candidates(problem, Knobs()) if candidate.order[0] == 0]
     count = len(found[0].plan.chunks)
     assert set(fewest(problem, found, 0).values()) == {count + 1}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_was_known_does_not_matter_where_more_has_to_fit(seed: int) -> None:
+    source = random.Random(seed)
+    problem = random_problem(seed, 4, 8)
+    budget = source.choice([candidate.device for candidate in all_candidates(problem, Knobs())])
+
+    def sought(footprint: Footprint, known: int, more: int) -> list[int]:
+        beside = footprint.buffers.bytes(np.arange(count + 1), footprint.buffers.least) + more
+        return footprint.fewest_offloaded(swap, steps, np.full_like(swap, known), budget, beside).tolist()
+
+    footprint, fresh = (Packing(problem, problem.chunk_bytes[0], None).footprint for _ in range(2))
+    count = len(footprint.buffers.least) - 1
+    swap = np.repeat(np.arange(footprint.num_steps.size), footprint.num_steps + 1)
+    steps = np.concatenate([np.arange(number + 1) for number in footprint.num_steps])
+    sought(footprint, source.randint(0, count), 0)
+    footprint.tighten()
+    assert sought(footprint, 0, budget // 20) == sought(fresh, 0, budget // 20)

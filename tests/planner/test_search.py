@@ -6,18 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from lightning_protrain.planner import space
-from lightning_protrain.planner.branch import whole
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.search import KEPT_BYTES, NoFeasiblePlan, find, search
+from lightning_protrain.planner.training import Training
 from tests.planner.brute import Candidate, all_candidates, times
 from tests.planner.problems import (
     large_problem,
@@ -215,12 +215,12 @@ def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setattr(space.Space, "_boxes", corner)
     # Small batches, so that bounds matter.
-    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4, whole, None))
+    monkeypatch.setattr(space.Space, "batch", 4)
     assert failures(range(80))
 
 
 def test_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_protrain.planner.branch.minimize.__defaults__", (np.inf, 4, whole, None))
+    monkeypatch.setattr(space.Space, "batch", 4)
     assert not failures(range(25))
 
 
@@ -239,13 +239,18 @@ def test_what_fits_and_costs_nothing_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gibibytes", "head_calls", "most"), [(8, 1, 1100), (20, 1, 1200), (60, 1, 5100), (20, 8, 1200), (4, 8, 1000)]
-)
+    ("overlap", "gibibytes", "head_calls", "most"),
+    [("backward", 8, 1, 1100), ("backward", 20, 1, 1200), ("backward", 60, 1, 5100), ("backward", 20, 8, 1200),
+     ("backward", 4, 8, 1000), ("forward", 8, 1, 3200), ("forward", 20, 1, 3500), ("forward", 60, 1, 3100),
+     ("forward", 4, 8, 3400)],
+)  # fmt: skip
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_few_candidates_are_evaluated(gibibytes: int, head_calls: int, most: int, is_tied: bool) -> None:
+def test_few_candidates_are_evaluated(
+    overlap: Literal["backward", "forward"], gibibytes: int, head_calls: int, most: int, is_tied: bool
+) -> None:
     problem = with_budgets(large_problem(80, 25), gibibytes << 30, None)
     problem = with_calls_of_the_head(with_tied_head(problem) if is_tied else problem, head_calls)
-    found = find(problem, Knobs())
+    found = find(replace(problem, training=Training(overlap)), Knobs())
     num_chunks = 2002 if is_tied else 2004
     assert 0 < found.plan.num_offloaded_chunks < len(found.plan.chunks) == num_chunks
     assert Packing(problem, 1, None).candidates.in_order_from == (2 if is_tied else 0)
