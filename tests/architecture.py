@@ -126,10 +126,11 @@ MAY_IMPORT_LIGHTNING = (
     "sigterm", "epochs", "meetings", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
-# The only imports inside functions: dependencies that may be absent, with the reason.
+# The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
     "tensorboard": "extra `tensorboard`",
+    "datasets": "with pandas half a second and 80 MiB in each rank; only for Parquet and what that library wrote",
     "peft": "takes seconds, and bitsandbytes along; only for adapters",
 }
 AVOIDED_WORDS = {"helper", "helpers", "manager", "managers", "util", "utils", "wrapper", "wrappers"}

@@ -145,6 +145,7 @@ def test_importing_starts_no_device_and_needs_no_extra() -> None:
     program = (
         "import sys, torch\n"
         "threads = torch.get_num_threads()\n"
+        "sys.modules['datasets'] = None\n"
         "sys.modules['bitsandbytes'] = sys.modules['tensorboard'] = None\n"
         "import lightning_protrain, lightning_protrain.cli\n"
         "assert not torch.cuda.is_initialized()\n"

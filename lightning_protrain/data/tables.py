@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
-from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
 from lightning_protrain.data.conversations import MalformedRow
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BOM = b"\xef\xbb\xbf"
@@ -283,6 +284,9 @@ def open_table(path: Path) -> Table:
 
 
 def _open_parquet(path: Path) -> Table:
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
+
     try:
         return ArrowTable(Dataset.from_parquet(str(path)), str(path), path.parent)
     except (DatasetsError, OSError, ValueError) as error:

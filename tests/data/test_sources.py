@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -282,7 +284,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch, **splits: list[Any]) -> list[Any]:
             raise ValueError(f"Unknown split {name!r}. Should be one of {list(loaded)}.")
         return loaded[name].select(range(1)) if "[" in options["split"] else loaded[name]
 
-    monkeypatch.setattr(sources, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return asked
 
 
@@ -342,3 +344,16 @@ def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str,
     (tmp_path / name).write_text("prompt,response\na,b\n")
     with pytest.raises(ValueError, match=rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. Convert it"):
         load_splits(str(tmp_path / name))
+
+
+def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    program = (
+        "import sys\n"
+        "sys.modules['datasets'] = sys.modules['pandas'] = sys.modules['pyarrow'] = None\n"
+        "from lightning_protrain.data.sources import load_splits\n"
+        f"print(len(load_splits({str(path)!r})['train']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == f"{len(ROWS)}\n", result.stderr
