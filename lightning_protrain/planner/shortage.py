@@ -51,9 +51,18 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
     device, on_device = _least(spaces, "device", "anywhere")
     host, _ = _least(spaces, "host", "anywhere")
     if problem.device_bytes is not None and device > problem.device_bytes:
-        kind, sentences = NoFeasiblePlan, _device_sentences(problem, problem.device_bytes, on_device, device)
+        alone, condition = device, ""
+        if problem.host_bytes is not None and host <= problem.host_bytes:
+            # What is named has to work: what streams most may be too much for the host.
+            device, on_device = _least(spaces, "device", "fits_host")
+            condition = " if it is to fit the host" if device > alone else ""
+        kind = NoFeasiblePlan
+        sentences = _device_sentences(problem, problem.device_bytes, on_device, device, condition)
     elif problem.host_bytes is not None and host > problem.host_bytes:
-        sentences = _host_sentences(problem, problem.host_bytes, host)
+        alone = host
+        host, _ = _least(spaces, "host", "fits_device")
+        condition = " if it is to fit the device" if host > alone else ""
+        sentences = _host_sentences(problem, problem.host_bytes, host, condition)
     else:
         # Each would fit alone: what fits one of them is too much for the other.
         assert problem.device_bytes is not None
@@ -118,7 +127,7 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
             f"{format_bytes(budget - idle)} are left for them."
         )
     else:
-        without = format_bytes(idle + reserved)
+        without = format_bytes(min(idle, needed) + reserved)  # `idle` is an upper bound.
         sentences.append(f"A smaller batch would not help that plan: without any activations it needs {without}.")
     return sentences
 
@@ -169,9 +178,12 @@ def _dividing_sentences(problem: Problem) -> list[str]:
     ]
 
 
-def _host_sentences(problem: Problem, budget: int, needed: int) -> list[str]:
+def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) -> list[str]:
     return [
-        f"No plan fits: the host would need at least {format_bytes(needed)}, {format_bytes(budget)} are available.",
+        (
+            f"No plan fits: the host would need at least {format_bytes(needed)}{condition}, "
+            f"{format_bytes(budget)} are available."
+        ),
         f"{format_bytes(needed - budget)} are short.",
         *_sharing_sentences(problem),
         f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",

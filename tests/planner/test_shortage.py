@@ -16,8 +16,11 @@ from tests.planner.brute import all_candidates
 from tests.planner.problems import PAGE, random_problem
 
 
-def least(problem: Problem, what: str) -> int:
-    return min(getattr(candidate, what) for candidate in all_candidates(problem, Knobs()))
+def least(problem: Problem, what: str, within: str | None = None) -> int:
+    """The least bytes of any plan; `within` names the memory that it has to fit."""
+    budget = getattr(problem, f"{within}_bytes") if within is not None else 0
+    candidates = all_candidates(problem, Knobs())
+    return min(getattr(one, what) for one in candidates if within is None or getattr(one, within) <= budget)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -32,6 +35,40 @@ def test_the_refusal_names_what_would_do(seed: int, what: str) -> None:
             NoFeasiblePlan, match=rf"{what} would need at least .*\b{needed} bytes.*Raise {what}_memory"
         ):
             search(replace(problem, **{name: needed - 1}), Knobs())
+
+
+@pytest.mark.parametrize(("what", "other"), [("device", "host"), ("host", "device")])
+def test_what_would_do_fits_the_other_memory_too(what: str, other: str) -> None:
+    """What streams most takes the least of a device and the most of a host."""
+    differ = 0
+    for seed in range(10):
+        problem = random_problem(seed, 4, 8)
+        alone = least(problem, what)
+        tight = replace(problem, **{f"{other}_bytes": least(problem, other)})
+        needed = least(tight, what, other)
+        if not alone:
+            continue
+        message = refusal(replace(tight, **{f"{what}_bytes": alone - 1}), Knobs())
+        condition = f" if it is to fit the {other}" if needed > alone else ""
+        assert re.search(rf"{what} would need at least .*\b{needed} bytes\)?{condition}, ", message)
+        assert re.search(rf"Raise {what}_memory to .*\b{needed} bytes", message)
+        search(replace(tight, **{f"{what}_bytes": needed}), Knobs())
+        differ += needed > alone
+    assert differ > 2
+
+
+def test_what_a_plan_needs_without_activations_is_no_more_than_what_it_needs() -> None:
+    said = 0
+    for seed in range(30):
+        problem = random_problem(seed, 4, 8)
+        message = refusal(replace(problem, device_bytes=0), Knobs())
+        whole = re.search(r"would need at least .*?(\d+) bytes", message)
+        without = re.search(r"without any activations it needs .*?(\d+) bytes", message)
+        if without is not None:
+            assert whole is not None
+            assert int(without[1]) <= int(whole[1])
+            said += 1
+    assert said > 5
 
 
 @pytest.mark.parametrize(
