@@ -137,7 +137,7 @@ def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
     if not isinstance(data, SyntheticData):
         return None
     assert trainer.lightning_module is not None
-    return synthetic_batch(trainer.lightning_module, data.batch_size or 1, data.length)
+    return synthetic_batch(trainer.lightning_module, 1 if data.batch_size is None else data.batch_size, data.length)
 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:

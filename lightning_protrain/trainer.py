@@ -34,6 +34,7 @@ from lightning_protrain.strategy import ProTrainStrategy
 
 # A plan, or why there is none, by name of the hardware; `""` is this machine.
 Answers = Mapping[str, Plan | ValueError]
+NETWORK = "25GB"  # per second, between machines
 
 
 class PlanningTrainer(Trainer):
@@ -49,7 +50,7 @@ class PlanningTrainer(Trainer):
         host_cores: int | None = None,
         num_nodes: int = 1,
         gpu_link: str | None = None,
-        network: str = "25GB",
+        network: str = NETWORK,
         json: str | None = None,
         batch_size: int | None = None,
         length: int | None = None,
@@ -80,8 +81,8 @@ class PlanningTrainer(Trainer):
                 f"Plans are those of ProTrainStrategy, the Trainer has {type(self.strategy).__name__}. Set "
                 "trainer.strategy to protrain, or leave it out."
             )
-        for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores or 1), ("num_nodes", num_nodes)):
-            if type(value) is not int or value < 1:
+        for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores), ("num_nodes", num_nodes)):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: give a positive number.")
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
@@ -91,8 +92,9 @@ class PlanningTrainer(Trainer):
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
             profiles = [gpu_called(name, nbytes, host_cores or len(worker_cores())) for name in gpu]
             wholes = {profile.name: profile for profile in profiles}
-        elif host_memory != "auto" or host_cores is not None or num_gpus > 1:
-            raise ValueError("host_memory, host_cores and num_gpus say what else there is beside a `gpu`: give one.")
+        elif (host_memory, host_cores, num_gpus, gpu_link, network) != ("auto", None, 1, None, NETWORK):
+            named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
+            raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
         link, wire = parse_bytes(gpu_link) if gpu_link is not None else None, parse_bytes(network)
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):

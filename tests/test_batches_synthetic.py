@@ -45,6 +45,12 @@ def test_a_plan_needs_no_data(sizes: dict[str, int], tokens: int) -> None:
         assert plan.prediction.tokens_per_second == pytest.approx(tokens / plan.prediction.step_seconds)
 
 
+def test_a_batch_has_samples_and_tokens() -> None:
+    for name in ("batch_size", "length"):
+        found = plans(module(), SyntheticData(**{name: 0}))
+        assert all(f"{name}=0: give a whole number above zero" in str(answer) for answer in found.values())
+
+
 class Seen(Exception):
     """Has the batch."""
 

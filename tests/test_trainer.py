@@ -27,6 +27,7 @@ from tests.machines import CPU
 from tests.models import zoo
 
 CONFIG = "{model_type: llama, hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4}"
+BESIDE_A_GPU = {"num_gpus": 2, "host_memory": "1GiB", "gpu_link": "50GB", "network": "1GB"}
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 pytestmark = [
     pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
@@ -278,10 +279,9 @@ def test_a_planned_trainer_can_train() -> None:
     [
         ({"gpu": ["RTX 30900"]}, "No GPU 'RTX 30900' is in the catalogue.*RTX 3090"),
         ({"gpu": ["RTX 3090"], "num_gpus": 0}, "num_gpus=0: give a positive number"),
-        ({"gpu": ["RTX 3090"], "host_cores": -1}, "host_cores=-1: give a positive number"),
+        ({"gpu": ["RTX 3090"], "host_cores": 0}, "host_cores=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
-        ({"num_gpus": 2}, "say what else there is beside a `gpu`"),
-        ({"host_memory": "1GiB"}, "say what else there is beside a `gpu`"),
+        *(({name: value}, "say what else there is beside a `gpu`") for name, value in BESIDE_A_GPU.items()),
         ({"length": 64}, "batch_size and length are those of a batch that is made where there is no data"),
     ],
     ids=str,
