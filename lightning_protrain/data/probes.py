@@ -231,7 +231,7 @@ def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe
         for number, call in enumerate(calls)
     ]
     return Probe(
-        f"{results} call(s) of tools",
+        f"{results} call{'s' if results > 1 else ''} of tools",
         (
             _user("Ask about walnut."),
             {"role": "assistant", "content": content, "tool_calls": calls},

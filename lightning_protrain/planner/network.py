@@ -161,7 +161,7 @@ class Gathering:
     def __post_init__(self) -> None:
         """Of a rank alone nothing would come from others."""
         if self.ranks < 2:
-            raise ValueError(f"Chunks cannot be gathered from the parts of {self.ranks} rank(s).")
+            raise ValueError(f"Chunks cannot be gathered from the parts of fewer than two ranks: {self.ranks}.")
         if self.link is not None and (not math.isfinite(self.link) or self.link <= 0):
             raise ValueError(f"The rate of gathers is {self.link!r}: measure it again.")
 

@@ -160,8 +160,8 @@ def few_samples(samples: int, accumulate: int) -> Iterator[str]:
     samples *= accumulate
     if 0 < samples < FEW_SAMPLES:
         yield (
-            f"Warning: a step of {samples} sample(s) streams all weights for little computation. Give a larger batch, "
-            "or accumulate_grad_batches."
+            f"Warning: a step of {samples} sample{'s' if samples > 1 else ''} streams weights for little computation. "
+            "Give a larger batch, or accumulate_grad_batches."
         )
 
 

@@ -347,7 +347,7 @@ def test_more_than_was_predicted_is_said_once(factor: float, warned: int, tmp_pa
     assert all("Lower device_memory" in sentence and "(8388608 bytes)" in sentence for sentence in said)
 
 
-FEW = "Warning: a step of {} sample(s) streams all weights for little computation."
+FEW = "Warning: a step of {} samples streams weights for little computation."
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

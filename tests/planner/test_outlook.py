@@ -94,7 +94,8 @@ def test_few_samples_are_warned_of() -> None:
         few = replace(problem, profile=replace(problem.profile, samples=samples), training=training)
         prediction = predict(few, search(few, Knobs()), Knobs()).prediction
         assert prediction is not None
-        assert any(sentence.startswith("Warning: a step of") for sentence in prediction.advice) == warned
+        said = f"Warning: a step of {samples * accumulate} sample{'s' if accumulate > 1 else ''} streams weights"
+        assert any(sentence.startswith(said) for sentence in prediction.advice) == warned
 
 
 def test_more_memory_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
