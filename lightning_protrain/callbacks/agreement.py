@@ -1,6 +1,6 @@
 """What all ranks know at the end of a step, asked beside the step.
 
-[Note: Agreement]
+[Note: Facts]
 In every optimizer step the ranks put together a few facts, one byte each, over a group of their own on the host: the
 question is asked before the optimizer steps and answered after it, so that it runs beside the step, and no rank waits
 for a device. All get the same answer at the same step. What becomes true after the question belongs to the next step.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Asks which facts are true on at least one rank, see [Note: Agreement].
+    """Asks which facts are true on at least one rank, see [Note: Facts].
 
     Args:
         facts: Those of this rank; always as many.

@@ -1,6 +1,6 @@
 """What ranks tell each other around a checkpoint, so that nobody waits for a rank that has gone.
 
-[Note: Exchange]
+[Note: Store]
 A collective of a process group ends with the timeout of the group, half an hour by default, where a rank does not
 join it, and names nobody. A save may take as long on one rank while the others wait. So the ranks meet in the store
 that the group was made with: each lays down what it has to say, rank 0 collects it and lays down the whole. Meanwhile

@@ -1,7 +1,7 @@
 """A signal that announces the end of a job becomes an end of the run, with a checkpoint.
 
 A handler only writes down that a signal has come: what it means is agreed on by all ranks at the end of a step, see
-[Note: Agreement] in agreement.py.
+[Note: Facts] in agreement.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fingerprints of weights, and comparisons of their bits, of many weights at once.
 
-[Note: Side by side]
+[Note: Hashed at once]
 The SHA-256 of one tensor is made from its begin to its end. But hashing lets go of Python's lock, and so do PyTorch's
 kernels, so a model is hashed, or compared with another, on as many threads as the process has processors. To compare
 bits takes an eighth of what a fingerprint takes: where both are at hand, nothing is hashed.
@@ -45,7 +45,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What the function makes of each, in order, see [Note: Side by side]."""
+    """What the function makes of each, in order, see [Note: Hashed at once]."""
     items = list(items)
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(items))
     if threads < 2:

@@ -1,9 +1,9 @@
 """Finds the turns of conversations in token ids, from the markers of their roles.
 
-[Note: Turns] A turn begins with a start marker of its role. It goes to the first of: an end marker of its role, the
-next start marker of any role, a border. Borders are the ends of rows and of segments, and padding. What stands between
-turns belongs to nobody. An end marker may begin where the next start marker begins: then it is the terminator of the
-turn, and the begin of the next one.
+[Note: Turns by markers] A turn begins with a start marker of its role. It goes to the first of: an end marker of its
+role, the next start marker of any role, a border. Borders are the ends of rows and of segments, and padding. What
+stands between turns belongs to nobody. An end marker may begin where the next start marker begins: then it is the
+terminator of the turn, and the begin of the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_protrain.data.matching import Integers, MarkerTrie, Matches, Row,
 
 @dataclass(frozen=True)
 class Spans:
-    """Turns in order: arrays of one length, positions in the flattened ids, see [Note: Turns].
+    """Turns in order: arrays of one length, positions in the flattened ids, see [Note: Turns by markers].
 
     Attributes:
         start: First token of the start marker.
