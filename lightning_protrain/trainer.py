@@ -74,7 +74,8 @@ class PlanningTrainer(Trainer):
             length: Tokens of each of them; None: 1024, or as many as the model has positions for.
 
         Raises:
-            ValueError: The strategy is another one; an unknown GPU; nothing can be profiled; or no plan fits any GPU.
+            ValueError: The strategy is another one; an unknown GPU; no folder for `json`; nothing can be profiled; or
+                no plan fits any GPU.
         """
         if not isinstance(self.strategy, ProTrainStrategy):
             raise ValueError(
@@ -95,6 +96,7 @@ class PlanningTrainer(Trainer):
         elif (host_memory, host_cores, num_gpus, gpu_link, network) != ("auto", None, 1, None, NETWORK):
             named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
             raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
+        _check_folder("json", json)
         link, wire = parse_bytes(gpu_link) if gpu_link is not None else None, parse_bytes(network)
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):
@@ -129,14 +131,18 @@ class PlanningTrainer(Trainer):
             raise ValueError(f"preview shows what ChatDataModule trains, the data is a {type(datamodule).__name__}.")
         if num < 1:
             raise ValueError(f"num={num}: give a positive number.")
-        if html is not None and not Path(html).absolute().parent.is_dir():
-            raise ValueError(f"html={html!r}: there is no such folder. Make it, or correct the path.")
+        _check_folder("html", html)
         datamodule.prepare_data()
         datamodule.setup("fit")
         shown = datamodule.show(num)
         Console().print(render(shown, datamodule.reports))
         if html is not None:
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
+
+
+def _check_folder(name: str, path: str | None) -> None:
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{name}={path!r}: there is no such folder. Make it, or correct the path.")
 
 
 @dataclass(frozen=True)

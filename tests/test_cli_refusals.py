@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.data import datamodule
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -132,3 +133,16 @@ def test_a_program_that_makes_the_command_line_gets_the_error_with_the_key() -> 
     assert refusal.value.__notes__ == ["In the config: data.batch_size"]
     assert refusal.value.__cause__ is None
     assert refusal.value.__context__ is None
+
+
+def test_a_file_of_plans_without_a_folder_is_refused_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    Path("mine.yaml").write_text(yaml.safe_dump(config()))
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "plan", "--config=mine.yaml", "--json=no/plans.json"])
+    monkeypatch.setattr(PlanningTrainer, "fit", lambda *args, **kwargs: pytest.fail("it plans"))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = "lightning-protrain: json='no/plans.json': there is no such folder. Make it, or correct the path."
+    assert stop.value.code == f"{said}\nIn the config: json"
