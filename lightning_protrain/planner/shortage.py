@@ -58,6 +58,9 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
             condition = " if it is to fit the host" if device > alone else ""
         kind = NoFeasiblePlan
         sentences = _device_sentences(problem, problem.device_bytes, on_device, device, condition)
+        if problem.host_bytes is not None and host > problem.host_bytes:
+            available = format_bytes(problem.host_bytes)
+            sentences.append(f"The host is short as well: at least {format_bytes(host)}, {available} are available.")
     elif problem.host_bytes is not None and host > problem.host_bytes:
         alone = host
         host, _ = _least(spaces, "host", "fits_device")

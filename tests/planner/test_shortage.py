@@ -57,6 +57,19 @@ def test_what_would_do_fits_the_other_memory_too(what: str, other: str) -> None:
     assert differ > 2
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_both_are_named_where_both_are_short(seed: int) -> None:
+    problem = random_problem(seed, 4, 8)
+    device, host = least(problem, "device"), least(problem, "host")
+    assert device
+    assert host
+    said = r"The host is short as well: at least .*\b{} bytes.*, .*\b{} bytes.* are available"
+    message = refusal(replace(problem, device_bytes=device - 1, host_bytes=host - 1), Knobs())
+    assert re.search(said.format(host, host - 1), message)
+    assert "as well" not in refusal(replace(problem, device_bytes=device - 1, host_bytes=host), Knobs())
+    assert "as well" not in refusal(replace(problem, device_bytes=device - 1, host_bytes=None), Knobs())
+
+
 def test_what_a_plan_needs_without_activations_is_no_more_than_what_it_needs() -> None:
     said = 0
     for seed in range(30):
