@@ -40,6 +40,8 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
         raise ValueError(f"chunk_bytes is {chunk_bytes}; give a positive number of bytes, or None for no limit.")
     users = users_of(layout)
     chunks: list[ChunkPlan] = []
+    # Alike units are divided alike.
+    parts: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for unit in layout.units:
         groups: dict[tuple[str, str | None, bool, tuple[str, ...]], list[ParameterInfo]] = {}
         latest, group = None, []
@@ -52,8 +54,14 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
                     latest, group = kind, groups.setdefault(kind, [])
                 group.append(info)
         for (dtype, streamed, trainable, _), infos in groups.items():
-            for members, nbytes in _split(infos, chunk_bytes):
-                chunks.append(ChunkPlan(members, unit.name, dtype, trainable, nbytes, False, streamed))
+            sizes = tuple([info.streamed_nbytes for info in infos])
+            if sizes not in parts:
+                parts[sizes] = list(_split(sizes, chunk_bytes))
+            names = tuple([info.fqn for info in infos])
+            chunks += [
+                ChunkPlan(names[begin:end], unit.name, dtype, trainable, nbytes, False, streamed)
+                for begin, end, nbytes in parts[sizes]
+            ]
     return tuple(chunks)
 
 
@@ -65,18 +73,16 @@ def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> Chu
     return replace(chunk, resident=resident, nbytes=nbytes, streamed_dtype=streamed_dtype)
 
 
-def _split(infos: Sequence[ParameterInfo], chunk_bytes: int | None) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Names and bytes of the chunks that `infos` fill, in order."""
-    members: list[str] = []
-    filled = 0
-    for info in infos:
-        size = -(-info.streamed_nbytes // ALIGNMENT) * ALIGNMENT
-        if members and chunk_bytes is not None and filled + size > chunk_bytes:
-            yield tuple(members), filled
-            members, filled = [], 0
-        members.append(info.fqn)
+def _split(sizes: Sequence[int], chunk_bytes: int | None) -> Iterator[tuple[int, int, int]]:
+    """The first parameter, the one after the last, and the bytes of each chunk that parameters of these bytes fill."""
+    begin = filled = 0
+    for index, nbytes in enumerate(sizes):
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if index > begin and chunk_bytes is not None and filled + size > chunk_bytes:
+            yield begin, index, filled
+            begin, filled = index, 0
         filled += size
-    yield tuple(members), filled
+    yield begin, len(sizes), filled
 
 
 def chunks_of(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:

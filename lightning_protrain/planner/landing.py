@@ -86,7 +86,8 @@ def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float
     modules = [fqn.rpartition(".")[0] for fqn in gradients]
     sums = list(accumulate(numels))
     ends = dict(zip(modules, sums, strict=True))
-    return [ends[module] / max(sums[-1], 1) for module in modules]
+    whole = max([1, *sums[-1:]])
+    return [ends[module] / whole for module in modules]
 
 
 class Landings:
