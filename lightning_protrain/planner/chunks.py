@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -67,10 +66,10 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
 
 def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> ChunkPlan:
     """The same chunk, resident (in the dtype of its parameters) or streamed."""
-    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
+    infos = [layout.by_name[fqn] for fqn in chunk.parameters]
     _, nbytes = chunk_offsets([info.nbytes if resident else info.streamed_nbytes for info in infos])
     streamed_dtype = None if resident else infos[0].streamed_dtype
-    return replace(chunk, resident=resident, nbytes=nbytes, streamed_dtype=streamed_dtype)
+    return ChunkPlan(chunk.parameters, chunk.unit, chunk.dtype, chunk.trainable, nbytes, resident, streamed_dtype)
 
 
 def _split(sizes: Sequence[int], chunk_bytes: int | None) -> Iterator[tuple[int, int, int]]:
