@@ -1,6 +1,6 @@
 """Where conversations come from: what a user names becomes the rows of its splits.
 
-`datasets` is imported where it is needed: with pandas and pyarrow it takes half a second and a hundred megabytes.
+`datasets` is imported where it is needed: with pandas and pyarrow it takes half a second and 80 MiB.
 """
 
 from __future__ import annotations

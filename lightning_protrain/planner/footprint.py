@@ -89,8 +89,8 @@ class Footprint:
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
-        # The fewest offloaded chunks of each layout of policies, from where on they were sought, and what is known of
-        # them otherwise.
+        # The fewest offloaded chunks of each layout of policies, from where on they were sought, and how many they are
+        # at least.
         self._fewest = np.full((3, 0), UNKNOWN, dtype=np.int64)
         self._width = len(steps) + 1
         self._column = np.full((len(places) + 1) * self._width, -1, dtype=np.int64)
