@@ -185,7 +185,7 @@ def test_knobs_beside_a_plan(knob: str) -> None:
 
 
 def _renamed(plan: Plan) -> Plan:
-    first = replace(plan.chunks[0], parameters=("network.nobody",))
+    first = plan.chunks[0]._replace(parameters=("network.nobody",))
     return replace(plan, chunks=(first, *plan.chunks[1:]))
 
 
@@ -207,7 +207,7 @@ def _swapping(plan: Plan) -> Plan:
             r"memory\.chunk_buffers is 10 bytes, its chunks need at least .*\d+ bytes.*Make the plan again",
         ),
         (
-            lambda plan: replace(plan, chunks=(replace(plan.chunks[0], nbytes=7), *plan.chunks[1:])),
+            lambda plan: replace(plan, chunks=(plan.chunks[0]._replace(nbytes=7), *plan.chunks[1:])),
             r"gives the chunk of 'network\..*' 7 bytes, it has \d+",
         ),
     ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Group
 
@@ -38,8 +38,7 @@ class Sharding(StrEnum):
     SHARD = "shard"  # the ranks of a node together: one copy that all read, and of which each rank steps its part
 
 
-@dataclass(frozen=True)
-class ChunkPlan:
+class ChunkPlan(NamedTuple):
     """A group of parameters that share one storage (S_chunk in the paper).
 
     Attributes:
@@ -161,7 +160,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text that `from_json` reads back to an equal plan."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        chunks = [chunk._asdict() for chunk in self.chunks]
+        return json.dumps({"format": FORMAT, **asdict(replace(self, chunks=())), "chunks": chunks}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

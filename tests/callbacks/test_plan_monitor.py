@@ -122,8 +122,8 @@ def test_swapped_activations_have_a_row_if_there_are_any() -> None:
 )
 def test_the_host_step_is_described_where_there_is_one(overlap: OverlapPlan, sentence: str) -> None:
     assert sentence in _text(LLAMA, None, overlap)
-    resident = replace(LLAMA, chunks=tuple(replace(chunk, resident=True) for chunk in LLAMA.chunks))
-    frozen = replace(LLAMA, chunks=tuple(replace(chunk, trainable=False) for chunk in LLAMA.chunks))
+    resident = replace(LLAMA, chunks=tuple(chunk._replace(resident=True) for chunk in LLAMA.chunks))
+    frozen = replace(LLAMA, chunks=tuple(chunk._replace(trainable=False) for chunk in LLAMA.chunks))
     for plan, said in ((LLAMA, None), (resident, overlap), (frozen, overlap)):
         assert not any("The host steps" in line for line in _text(plan, None, said))
 

@@ -54,7 +54,7 @@ def _lines(plan: Plan, budget: int | None = None, sentences: tuple[str, ...] = (
     ],
 )
 def test_a_long_name_around_all_units_is_said_once(around: str, header: str, units: list[str]) -> None:
-    renamed = [replace(chunk, unit=f"{around}{chunk.unit.removeprefix('model.')}") for chunk in PLAN.chunks]
+    renamed = [chunk._replace(unit=f"{around}{chunk.unit.removeprefix('model.')}") for chunk in PLAN.chunks]
     blocks = [replace(block, name=f"{around}{block.name.removeprefix('model.')}") for block in PLAN.blocks]
     table = unit_table(replace(PLAN, chunks=tuple(renamed), blocks=tuple(blocks)))
     assert table.columns[0].header == header
@@ -137,7 +137,7 @@ def test_short_seconds(seconds: float, text: str) -> None:
 def test_how_chunks_come_is_said(sharding: Sharding, gathered_by: int, sentence: str | None) -> None:
     plan = replace(PLAN, sharding=sharding, gathered_by=gathered_by)
     assert [line for line in _lines(plan) if "ranks of" in line or "each rank" in line] == [sentence] * bool(sentence)
-    resident = replace(plan, chunks=tuple(replace(chunk, resident=True) for chunk in PLAN.chunks))
+    resident = replace(plan, chunks=tuple(chunk._replace(resident=True) for chunk in PLAN.chunks))
     assert not any("Streamed chunks" in line for line in _lines(resident))
 
 

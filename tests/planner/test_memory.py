@@ -29,7 +29,7 @@ from tests.planner.layouts import is_inside, layout_of, layouts, parameter, tran
 def place(layout: ModelLayout, mask: int, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
     """Chunks whose residency is bit by bit that of `mask`."""
     chunks = pack_chunks(layout, chunk_bytes)
-    return tuple(replace(chunk, resident=bool(mask >> index & 1)) for index, chunk in enumerate(chunks))
+    return tuple(chunk._replace(resident=bool(mask >> index & 1)) for index, chunk in enumerate(chunks))
 
 
 def live_sets(layout: ModelLayout, chunks: tuple[ChunkPlan, ...]) -> list[set[int]]:
@@ -274,7 +274,7 @@ def test_format_bytes(nbytes: int, text: str) -> None:
 
 @given(layouts(), st.floats(0, 12))
 def test_resident_bytes_are_those_of_the_terms_without_gradients(layout: ModelLayout, state_bytes: float) -> None:
-    chunks = [replace(chunk, resident=True) for chunk in pack_chunks(layout)]
+    chunks = [chunk._replace(resident=True) for chunk in pack_chunks(layout)]
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.trainable)
     terms = memory_terms(layout, chunks, 0, state_bytes)
     assert sum(resident_bytes(layout, chunk, state_bytes) for chunk in chunks) == terms.resident_states - gradients

@@ -28,7 +28,7 @@ from tests.planner.layouts import layout_of, layouts, parameter, transformer
 
 
 def make(layout: ModelLayout, policy: BlockPolicy = BlockPolicy.CHECKPOINT, mask: int = 0, swap_bytes: int = 0) -> Plan:
-    chunks = tuple(replace(chunk, resident=bool(mask >> index & 1)) for index, chunk in enumerate(pack_chunks(layout)))
+    chunks = tuple(chunk._replace(resident=bool(mask >> index & 1)) for index, chunk in enumerate(pack_chunks(layout)))
     blocks = tuple(BlockPlan(block.name, policy, swap_bytes) for block in layout.blocks)
     return Plan(
         chunks,
@@ -191,7 +191,7 @@ def test_from_json_refuses_what_is_no_plan(text: str, message: str) -> None:
 
 def _chunks(plan: Plan, index: int, **changes: Any) -> Plan:
     chunks = list(plan.chunks)
-    chunks[index] = replace(chunks[index], **changes)
+    chunks[index] = chunks[index]._replace(**changes)
     return replace(plan, chunks=tuple(chunks))
 
 
@@ -255,7 +255,7 @@ def test_the_root_cannot_swap() -> None:
 def test_a_chunk_of_two_dtypes_is_refused() -> None:
     layout = layout_of([parameter("a.w"), parameter("a.b", dtype="bfloat16")], {"a": ["a.w", "a.b"]}, blocks=["a"])
     first, second = make(layout).chunks
-    mixed = replace(first, parameters=("a.w", "a.b"), nbytes=first.nbytes + second.nbytes)
+    mixed = first._replace(parameters=("a.w", "a.b"), nbytes=first.nbytes + second.nbytes)
     with pytest.raises(ValueError, match=r"'a\.b' as trainable float32\[64\], the model as trainable bfloat16"):
         check_plan(replace(make(layout), chunks=(mixed,)), layout)
 
