@@ -85,13 +85,19 @@ class Activations:
         self._inside = self._positions.block != NOWHERE
         self._reserve = Reserve.of(profile, layout)
         self._blocks = tuple(block.name for block in layout.blocks)
+        self._reserved = [
+            np.array([*(of.get(name, 0) for name in self._blocks), 0], dtype=np.int64)[:, None]
+            for of in (self._reserve.kept, self._reserve.checkpointed)
+        ]
         self._accumulates = accumulate > 1
         self._alpha = max(alpha, 1.0) if asynchronous else 1.0
         self._gradients = _Gradients(self._positions, sizes)
         self._temporaries = _temporaries(sizes, foreach)
         self._held = _held(sizes) if asynchronous else np.zeros(len(sizes.nbytes) + 1, dtype=np.int64)
         self._casts = self._positions.castable
-        self._first_streamed = _first_streamed(self._positions, sizes, layout.low)
+        at, kept = self._positions, np.clip(np.minimum(self._casts, self._positions.checkpoint_saving), 0, None)
+        self._kept_casts = (np.where(self._inside, kept, self._casts) * at.reached)[:, None]
+        self._first_streamed = _first_streamed(at, sizes, layout.low)
         self._highest, self._without_casts = self._backward_levels(selective)
         self._kept_peaks = self._forward_peaks(selective)
 
@@ -103,10 +109,7 @@ class Activations:
             swaps: Which swap, (B + 1, U).
             selects: Which of those that recompute keep their products, (B + 1, U); None: none.
         """
-        kept, given = (
-            np.array([*(of.get(name, 0) for name in self._blocks), 0], dtype=np.int64)[:, None]
-            for of in (self._reserve.kept, self._reserve.checkpointed)
-        )
+        kept, given = self._reserved
         wholly = recomputes if selects is None else recomputes & ~selects
         reserve = np.where(swaps, 0, np.where(wholly, given, kept)).sum(axis=0) + self._reserve.total({})
         at = self._positions.block  # `NOWHERE` is the last one.
@@ -163,8 +166,7 @@ class Activations:
         if selects is not None:
             freed -= np.where(selects, at.products[:, None], 0)
         there = self._held_anyway(checkpoints) - at.freed_before(freed)
-        kept = np.where(self._inside, np.clip(np.minimum(self._casts, saved), 0, None), self._casts) * at.reached
-        credit = before(np.where(checkpoints | swaps, 0, kept[:, None]))
+        credit = before(np.where(checkpoints | swaps, 0, self._kept_casts))
         forward, own = self._forward(checkpoints, selects, there + at.window(freed, swaps))
         backward = self._backward(swaps, there)
         highest = np.full((len(forward) + 1, forward.shape[1]), np.iinfo(np.int64).min)
@@ -221,7 +223,7 @@ class Activations:
 
     def _held_anyway(self, checkpoints: Flags) -> Integers:
         """What recomputations would keep if all blocks were recomputed, (S, U)."""
-        return self._positions.held(checkpoints, np.broadcast_to(self._inside[:, None], checkpoints.shape))
+        return self._positions.held(checkpoints, self._inside[:, None])
 
     def _fragmented(self, values: Integers) -> Integers:
         return values if self._alpha == 1.0 else np.ceil(values * self._alpha).astype(np.int64)
@@ -316,17 +318,18 @@ class _Gradients:
         self._always = before_each(np.where(ever, 0, sizes))
         self._ordered = before_each(np.where(ever, sizes, 0))
         latest = np.maximum.accumulate(np.where(ever, arrivals, 0))
-        # For every segment, how many chunks get their gradients in it or in an earlier one, and in an earlier one.
-        self._until = np.searchsorted(latest, np.arange(never), side="right")
-        self._before = np.searchsorted(latest, np.arange(never), side="left")
+        # For every segment, bytes of the chunks that get their gradients in it or in an earlier one; in an earlier one.
+        self._until = self._ordered[np.searchsorted(latest, np.arange(never), side="right")]
+        self._before = self._ordered[np.searchsorted(latest, np.arange(never), side="left")]
 
     def at(self, positions: Positions, persistent: Integers) -> Integers:
         """Gradients at the peak of the backward of every segment if the first `persistent` chunks stay, (K, S)."""
-        until = self._ordered.take(np.minimum(persistent[:, None], self._until))
-        own = until - self._ordered.take(np.minimum(persistent[:, None], self._before))
+        ordered = self._ordered[persistent][:, None]
+        until = np.minimum(ordered, self._until)
+        own = until - np.minimum(ordered, self._before)
         np.minimum(own, positions.own_gradients, out=own)
         own -= until
-        own += (self._ordered + self._always)[persistent][:, None]
+        own += ordered + self._always[persistent][:, None]
         return own
 
 

@@ -308,10 +308,11 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
             larger(end, up, end)
         time, down, before = end, landed, entered
     known = np.maximum(lands + columns.ready + begun, columns.ready_behind + downs[1:])
-    begins = _only_where(works)
-    hosts = _worked(known[:, None] + begins, works, downs[:-1, None] + begins, start)
-    stepped = hosts[:, 0] if training.overlap == "backward" else None
-    return _Ended(time, np.maximum(down, hosts[0]), down, stepped)
+    each = known[:, None] + _only_where(works), works, downs[:-1, None] + _only_where(works), start
+    if training.overlap == "backward":
+        hosts = _worked(*each)
+        return _Ended(time, np.maximum(down, hosts[0]), down, hosts[:, 0])
+    return _Ended(time, np.maximum(down, _last_worked(*each)), down, None)
 
 
 def _worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> Seconds:
@@ -332,6 +333,14 @@ def _worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> 
         np.add(done, work, done)
         host = np.maximum(done, last, done)
     return found
+
+
+def _last_worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> Seconds:
+    """The same of the last position of backward, which is the first one, (W, K): the latest of what all left to do."""
+    left = np.cumsum(works, axis=0)
+    known += left
+    landed[1:] += left[:-1]
+    return np.maximum(np.maximum(known.max(axis=0), landed.max(axis=0)), start + left[-1])
 
 
 def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
