@@ -308,11 +308,12 @@ def _backward(columns: Columns, works: Seconds, training: Training, start: Secon
             larger(end, up, end)
         time, down, before = end, landed, entered
     known = np.maximum(lands + columns.ready + begun, columns.ready_behind + downs[1:])
-    each = known[:, None] + _only_where(works), works, downs[:-1, None] + _only_where(works), start
+    begins = _only_where(works)
+    known, landed = known[:, None] + begins, downs[:-1, None] + begins
     if training.overlap == "backward":
-        hosts = _worked(*each)
+        hosts = _worked(known, works, landed, start)
         return _Ended(time, np.maximum(down, hosts[0]), down, hosts[:, 0])
-    return _Ended(time, np.maximum(down, _last_worked(*each)), down, None)
+    return _Ended(time, np.maximum(down, _last_worked(known, works, landed, start)), down, None)
 
 
 def _worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> Seconds:
