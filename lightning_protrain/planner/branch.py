@@ -27,7 +27,7 @@ Probe = Callable[[Integers, Integers], Integers]
 Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # About so many boxes are evaluated at one time: enough to hide what a round costs, few enough to learn between rounds.
 # After some rounds they are too few, and twice as many are taken, up to the most.
-BATCH, MOST, PATIENCE = 144, 576, 3
+BATCH, MOST, PATIENCE = 144, 1152, 3
 PIECES = 8
 # Points are tried in so many of the boxes that are divided: those with the smallest bounds.
 PROBED = 4
@@ -74,7 +74,7 @@ def minimize(
         high: Their greatest corners, (D, K), inclusive; a box where it is below `low` is empty.
         below: Only smaller values are of interest.
         batch: About how many boxes are evaluated at one time, at first.
-        cut: What is left of boxes; those of which nothing is left are not evaluated.
+        cut: What is left of boxes that were divided; those of which nothing is left are not evaluated.
         weights: By how much values differ, about, from one point to the next in each direction, (D, 1): there boxes are
             divided first; None: as `divide` has it.
     """
@@ -82,7 +82,7 @@ def minimize(
     point: tuple[int, ...] = ()
     evaluations = rounds = 0
     waiting = low[:, :0], high[:, :0], np.zeros(0)
-    new = probed = _nonempty(*cut(*_nonempty(low, high)))
+    new = probed = _nonempty(low, high)
     if 0 < new[0].shape[1] <= batch // PIECES:  # So few that it is no use to know their bounds.
         new = _nonempty(*cut(*divide(*new, batch // new[0].shape[1], weights)))
     while probed[0].size:

@@ -76,8 +76,8 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     spaces = [Space(packing, knobs) for packing in packings(problem, knobs)]
     seconds, best, evaluations, rounds = np.inf, None, 0, 0
     for space in spaces:
-        below, tried = space.demand(seconds)
-        low, high = space.whole()
+        low, high = space.cut(*space.whole())
+        below, tried = space.demand(seconds, low, high)
         found = minimize(space.seconds, space.corner, low, high, below, space.batch, space.cut, space.weights)
         evaluations, rounds = evaluations + tried + found.evaluations, rounds + (tried > 0) + found.rounds
         if found.point:

@@ -172,24 +172,24 @@ class Space:
         """About how many boxes to evaluate at one time: where few are left, the way to the best is what takes long."""
         return BATCH if self.packing.problem.training.overlap == "backward" else 2 * BATCH
 
-    def demand(self, below: float) -> tuple[float, int]:
+    def demand(self, below: float, low: Integers, high: Integers) -> tuple[float, int]:
         """Leaves out what has too few buffers to be of interest, see [Note: Enough buffers]; asked for once, at first.
 
         With steps behind backward the fewest buffers are as good as any.
 
         Args:
             below: Only plans that take less are of interest.
+            low: Least corners of boxes in which all of them are, (3, K).
+            high: Their greatest corners, (3, K).
 
         Returns:
-            The same, or a little more than what a plan takes that was found; how many plans and sets were evaluated.
+            `below`, or a little more than what a plan takes that was found; how many plans and sets were evaluated.
         """
-        low, high = self.roots()
         behind = self.packing.problem.training.overlap == "backward"
-        if behind or self._device_budget == UNLIMITED or self.knobs.num_chunk_buffers is not None or not low.size:
+        some = (low <= high).all(axis=0)
+        if behind or self._device_budget == UNLIMITED or self.knobs.num_chunk_buffers is not None or not some.any():
             return below, 0
-        low, high = self.cut(low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True))
-        if not low.size or (low > high).any():
-            return below, 0
+        low, high = low[:, some].min(axis=1, keepdims=True), high[:, some].max(axis=1, keepdims=True)
         points = self._grid(low, high)
         _, some, buffers = self._fitting(points, points)
         everything = self._boxes(low, high)
