@@ -76,8 +76,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     spaces = [Space(packing, knobs) for packing in packings(problem, knobs)]
     seconds, best, evaluations, rounds = np.inf, None, 0, 0
     for space in spaces:
-        low, high = space.cut(*space.whole())
-        below, tried = space.demand(seconds, low, high)
+        low, high, below, tried = space.begin(seconds)
         found = minimize(space.seconds, space.corner, low, high, below, space.batch, space.cut, space.weights)
         evaluations, rounds = evaluations + tried + found.evaluations, rounds + (tried > 0) + found.rounds
         if found.point:

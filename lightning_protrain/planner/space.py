@@ -172,27 +172,31 @@ class Space:
         """About how many boxes to evaluate at one time: where few are left, the way to the best is what takes long."""
         return BATCH if self.packing.problem.training.overlap == "backward" else 2 * BATCH
 
-    def demand(self, below: float, low: Integers, high: Integers) -> tuple[float, int]:
-        """Leaves out what has too few buffers to be of interest, see [Note: Enough buffers]; asked for once, at first.
+    def begin(self, below: float) -> tuple[Integers, Integers, float, int]:
+        """Where a search begins, with what has too few buffers left out, see [Note: Enough buffers]; asked for once.
 
         With steps behind backward the fewest buffers are as good as any.
 
         Args:
             below: Only plans that take less are of interest.
-            low: Least corners of boxes in which all of them are, (3, K).
-            high: Their greatest corners, (3, K).
 
         Returns:
-            `below`, or a little more than what a plan takes that was found; how many plans and sets were evaluated.
+            Least and greatest corners of boxes with all plans of interest, (3, K) each; `below`, or a little more than
+            what a plan takes that was found; how many plans and sets were evaluated.
         """
+        low, high = self.whole()
         behind = self.packing.problem.training.overlap == "backward"
-        some = (low <= high).all(axis=0)
-        if behind or self._device_budget == UNLIMITED or self.knobs.num_chunk_buffers is not None or not some.any():
-            return below, 0
-        low, high = low[:, some].min(axis=1, keepdims=True), high[:, some].max(axis=1, keepdims=True)
-        points = self._grid(low, high)
+        if behind or self._device_budget == UNLIMITED or self.knobs.num_chunk_buffers is not None or not low.size:
+            return *self.cut(low, high), below, 0
+        # At one time the boxes and the first points of the grid, each with all that is offloaded beside it.
+        grid = self._grid(low.min(axis=1), high.max(axis=1))
+        low, high = self.cut(*(np.hstack(corners) for corners in zip((low, high), grid, strict=True)))
+        boxes, points = np.split(np.stack((low, high)), [-grid.shape[2]], axis=2)
+        if not (boxes[0] <= boxes[1]).all(axis=0).any():
+            return boxes[0], boxes[1], below, 0
+        points = _with_more(*points)
         _, some, buffers = self._fitting(points, points)
-        everything = self._boxes(low, high)
+        everything = self._boxes(boxes[0].min(axis=1, keepdims=True), boxes[1].max(axis=1, keepdims=True))
         least = int(self._fewest_buffers(everything.persistent)[0])
         asked = np.unique(np.linspace(least, UNITS * least, ASKED).astype(np.int64))
         together = some.beside(everything.only(np.zeros_like(asked)))
@@ -201,19 +205,15 @@ class Space:
         self._too_few = int(asked[bounds >= best].max(initial=0))
         self.__dict__.pop("_wanted", None)
         self.packing.footprint.tighten()
-        return best, seconds.size + bounds.size
+        return boxes[0], boxes[1], best, seconds.size + bounds.size
 
     def _grid(self, low: Integers, high: Integers) -> Integers:
-        """Points with few chunks more than fit all over a box, (3, K)."""
-        swap, part = np.meshgrid(np.linspace(low[0, 0], high[0, 0], GRID).astype(np.int64), np.linspace(0, 1, GRID))
+        """Numbers of swapped blocks and of steps all over a box, with all that may be offloaded, (2, 3, K)."""
+        swap, part = np.meshgrid(np.linspace(low[0], high[0], GRID).astype(np.int64), np.linspace(0, 1, GRID))
         swap = swap.reshape(-1)
-        most = np.minimum(self._num_steps[swap], high[1, 0])
-        steps = (low[1, 0] + part.reshape(-1) * np.maximum(most - low[1, 0], 0)).astype(np.int64)
-        fewest, last = self.cut(*(np.stack((swap, steps, np.full_like(swap, end[2, 0]))) for end in (low, high)))
-        fewest = fewest[:, (fewest <= last).all(axis=0)]
-        points = np.repeat(fewest, len(MORE), axis=1)
-        points[2] += np.tile(MORE, fewest.shape[1])
-        return points[:, points[2] <= high[2, 0]]
+        most = np.minimum(self._num_steps[swap], high[1])
+        steps = (low[1] + part.reshape(-1) * np.maximum(most - low[1], 0)).astype(np.int64)
+        return np.stack([np.stack((swap, steps, np.full_like(swap, end[2]))) for end in (low, high)])
 
     def seconds(self, low: Integers, high: Integers) -> Floats:
         """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
@@ -389,3 +389,11 @@ class Space:
 
     def _plan(self, boxes: _Boxes, index: int, buffers: int) -> Plan:
         return self.packing.plan(int(boxes.swap[index]), int(boxes.least[index]), int(boxes.persistent[index]), buffers)
+
+
+def _with_more(low: Integers, high: Integers) -> Integers:
+    """Points with the fewest offloaded chunks of each box, and with a few more, (3, K)."""
+    some = (low <= high).all(axis=0)
+    points, last = np.repeat(low[:, some], len(MORE), axis=1), np.repeat(high[2, some], len(MORE))
+    points[2] += np.tile(MORE, int(some.sum()))
+    return points[:, points[2] <= last]
