@@ -136,7 +136,7 @@ class Case:
                 raise
             self._find_plan(machine, host_bytes)  # It raises as well, if the copy is not the reason.
             raise type(error)(f"{error} {format_bytes(copied)} of the host are {COPY}") from error
-        if machine is not None and self.network is not None and not self.searches(machine):
+        if machine is not None and not self.searches(machine):
             found = replace(found, prediction=self._expected(found, machine))
         return self._among_ranks(found)
 

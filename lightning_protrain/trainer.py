@@ -87,15 +87,19 @@ class PlanningTrainer(Trainer):
                 raise ValueError(f"{name}={value!r}: give a positive number.")
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
+        if not gpu and (host_memory, host_cores, num_gpus, gpu_link, network) != ("auto", None, 1, None, NETWORK):
+            named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
+            raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
         here = num_gpus // num_nodes
+        if gpu_link is not None and here == 1:
+            raise ValueError("gpu_link is what one GPU of a machine sends to another one: give more num_gpus, or none.")
+        if network != NETWORK and num_nodes == 1:
+            raise ValueError("network is what one machine sends to another one: give more num_nodes, or none.")
         wholes: dict[str, HardwareProfile] = {}
         if gpu:
             nbytes = free_host_bytes() if host_memory == "auto" else parse_bytes(host_memory)
             profiles = [gpu_called(name, nbytes, host_cores or len(worker_cores())) for name in gpu]
             wholes = {profile.name: profile for profile in profiles}
-        elif (host_memory, host_cores, num_gpus, gpu_link, network) != ("auto", None, 1, None, NETWORK):
-            named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
-            raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
         _check_folder("json", json)
         link, wire = parse_bytes(gpu_link) if gpu_link is not None else None, parse_bytes(network)
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
@@ -330,6 +334,10 @@ def _resident(plan: Plan) -> str:
 
 
 def _policies(plan: Plan) -> str:
+    """What blocks do, and what is to be warned of."""
     counts = {policy: sum(block.policy is policy for block in plan.blocks) for policy in BlockPolicy}
     named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
-    return f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"
+    advice = plan.prediction.advice if plan.prediction is not None else ()
+    warnings = [sentence for sentence in advice if sentence.startswith("Warning")]
+    blocks = f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"
+    return ". ".join([blocks, *warnings])

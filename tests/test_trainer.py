@@ -68,11 +68,14 @@ def _written(path: Path) -> dict[str, Plan | None]:
     return {name: None if plan is None else Plan.from_json(json.dumps(plan)) for name, plan in content.items()}
 
 
-def test_one_gpu_is_explained(options: list[str], no_weights: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("plan", ["auto", "offload", "resident"])
+def test_one_gpu_is_explained(plan: str, options: list[str], no_weights: None, capsys: Any) -> None:
+    options += ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.plan={plan}"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory", "64GiB", "--host_cores", "16", *options])
     shown = capsys.readouterr().out
     for said in ("model.model.layers.0-3", "Expected on RTX 3090", "tokens per second", "what bounds it"):
         assert said in shown
+    assert "no limit" not in shown
     assert not list(Path().glob("lightning_logs"))
 
 
@@ -110,9 +113,7 @@ def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.
     assert rates == sorted(rates)
 
 
-def test_tables_of_several_gpus_fit_eighty_columns(
-    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_several_gpus_fit_eighty_columns(options: list[str], capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     names = ["--gpu", "RTX 4070 Ti SUPER", "--gpu", "A100 80GB SXM"]
     ProTrainCLI(["plan", *names, "--host_memory=64GiB", "--num_gpus=8", "--num_nodes=2", *options])
@@ -124,8 +125,7 @@ def test_tables_of_several_gpus_fit_eighty_columns(
 
 
 @pytest.mark.parametrize(
-    ("sharding", "shares"),
-    [("auto", [(1, 4), (4, 1)]), ("shard", [(1, 4)]), ("replicate", [(4, 1)])],
+    ("sharding", "shares"), [("auto", [(1, 4), (4, 1)]), ("shard", [(1, 4)]), ("replicate", [(4, 1)])]
 )
 def test_the_ranks_of_a_machine_are_planned_for(
     sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
@@ -205,9 +205,7 @@ def test_machines_that_divide_steps_are_planned_for(
 
 
 @pytest.mark.parametrize("plan", ["auto", "offload", "resident"])
-def test_plans_for_many_gpus_know_what_they_send(
-    plan: str, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_for_many_gpus_know_what_they_send(plan: str, options: list[str], capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.plan={plan}"]
     many = ["--host_memory=64GiB", "--num_gpus=4", "--num_nodes=2", "--json=plans.json", *strategy]
@@ -225,7 +223,7 @@ def test_plans_for_many_gpus_know_what_they_send(
 
 
 def test_what_fits_no_gpu_is_an_error_and_what_fits_one_is_none(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], monkeypatch: Any, capsys: Any
 ) -> None:
     tiny = {"device_bytes": 100_000}
     real = planning.Case.plan
@@ -281,6 +279,8 @@ def test_a_planned_trainer_can_train() -> None:
         ({"gpu": ["RTX 3090"], "num_gpus": 0}, "num_gpus=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_cores": 0}, "host_cores=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
+        ({"gpu": ["RTX 3090"], "num_gpus": 2, "num_nodes": 2, "gpu_link": "9GB"}, "gpu_link is .*give more num_gpus"),
+        ({"gpu": ["RTX 3090"], "num_gpus": 2, "network": "9GB"}, "network is .*give more num_nodes"),
         *(({name: value}, "say what else there is beside a `gpu`") for name, value in BESIDE_A_GPU.items()),
         ({"length": 64}, "batch_size and length are those of a batch that is made where there is no data"),
     ],

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
@@ -47,13 +48,20 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
 
 
 def expected(problem: Problem, plan: Plan) -> Prediction:
-    """What a plan takes and gives that nobody has searched for; nothing is advised.
+    """What a plan takes and gives that nobody has searched for, with a warning where a device has less.
 
     Args:
         problem: What it would be a plan for.
         plan: Any one for the model.
     """
-    return _prediction(problem, plan, expected_memory(problem, plan))
+    timeline, has = expected_memory(problem, plan), problem.hardware.device_bytes
+    prediction = _prediction(problem, plan, timeline)
+    if timeline.device_peak <= has:
+        return prediction
+    return prediction.with_advice(
+        f"Warning: it would run out of memory, as {problem.hardware.name} has {format_bytes(has)} and the plan takes "
+        f'{format_bytes(timeline.device_peak)}. plan="auto" searches for one that fits.'
+    )
 
 
 def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:

@@ -207,3 +207,14 @@ def test_a_scaled_profile_is_that_of_more_samples(seed: int) -> None:
             seconds, more = (hardware.seconds(getattr(getattr(segment, way), name)) for segment in (one, two))
             assert more == pytest.approx(2 * seconds)
     assert scaled(problem.profile, 1) == problem.profile
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_device_has_not_is_warned_of(seed: int) -> None:
+    problem, plan = _tight(seed)
+    taken = expected_memory(problem, plan).device_peak
+    for has, said in ((taken, ()), (taken - 1, ("Warning: it would run out of memory",))):
+        on = replace(problem, hardware=replace(problem.hardware, device_bytes=has))
+        advice = expected(on, plan).advice
+        assert len(advice) == len(said)
+        assert all(sentence.startswith(start) for sentence, start in zip(advice, said, strict=True))
