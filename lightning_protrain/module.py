@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -189,10 +189,7 @@ class CausalLMModule(RestorableModule):
 
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:
-            raise ValueError(
-                "Nothing says how many embeddings the model has: set vocab_size, or give the trainer a datamodule "
-                "with a `tokenizer`."
-            )
+            raise ValueError("Nothing says how many embeddings the model has: set vocab_size, or give a datamodule.")
         # Among the hyperparameters, so that a checkpoint can be loaded where there is no tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -200,6 +197,8 @@ class CausalLMModule(RestorableModule):
         """Put the model into train mode: Lightning leaves a model in eval mode where it is."""
         self._built().train()
         self._window = None
+        if self.hparams["model"] is None and self.trainer.ckpt_path is None:
+            rank_zero_info("The weights begin at random, as a `config` alone is given; `model` is a pretrained one.")
 
     def _built(self) -> PreTrainedModel | PeftModel:
         if self.model is None:

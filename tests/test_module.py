@@ -235,6 +235,22 @@ def test_dropout_is_active_in_training(tmp_path, pretrained, put_into_eval_mode)
     assert all(recorder.modes)
 
 
+@pytest.mark.parametrize("source", ["model", "config", "checkpoint"])
+def test_weights_that_begin_at_random_are_told(tmp_path, pretrained, source, caplog):
+    def module():
+        return CausalLMModule(model=pretrained) if source == "model" else CausalLMModule(config=LLAMA)
+
+    path = None
+    if source == "checkpoint":
+        first = trainer(tmp_path)
+        first.fit(module(), datamodule=Sequences())
+        first.save_checkpoint(path := tmp_path / "first.ckpt")
+    caplog.clear()
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        trainer(tmp_path).fit(module(), datamodule=Sequences(), ckpt_path=path)
+    assert ("The weights begin at random" in caplog.text) == (source == "config")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("source", ["model", "config"])
 def test_dtype_and_attention(pretrained, source, dtype):

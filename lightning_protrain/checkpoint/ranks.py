@@ -120,7 +120,7 @@ def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | N
         OSError: The disk.
     """
     if world_size < 1:
-        raise ValueError(f"world_size={world_size}: give at least 1.")
+        raise ValueError(f"world_size={world_size}: give at least 1 rank (`--ranks`).")
     if target.absolute().parent == folder.absolute().parent:
         raise ValueError(
             f"{target} is where its run saves. Write to another folder: it would be a checkpoint of the run."
