@@ -132,7 +132,7 @@ class Activations:
             forward = np.maximum(levels.forward[pair, since], streamed)
             streamed = levels.backward_streamed.take(pair, axis=0)
             streamed += levels.credit[pair, since][:, None]
-            np.copyto(backward, streamed, where=np.arange(backward.shape[1]) >= since[:, None])
+            backward = np.where(np.arange(backward.shape[1]) >= since[:, None], streamed, backward)
         else:
             forward = levels.forward[pair, -1]
         reserved = levels.reserve[pair] + LOSS_COPIES

@@ -129,14 +129,13 @@ class Candidates:
             first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
             self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], come, training)
         self._casts = bool(sizes.low.any())
-        # By the direction of the pass: bytes that come, at the very least, while each position is computed. One byte
-        # less is more than what additions in another order are off.
+        # One byte less that comes meanwhile is more than what additions in another order are off.
         slowest = 1 / (1 / min(come.upload, come.upload_beside) + self._last[0])
+        meanwhile = (np.floor(seconds[:, 0] * slowest) - 1 for seconds in (self._forward, self._backward))
+        self._least_held = [
+            uses.least_held(each) for uses, each in zip((self._ahead, self._back), meanwhile, strict=True)
+        ]
         self._places = np.arange(len(segments))[:, None]
-        self._meanwhile = {
-            step: np.maximum(np.floor(seconds[:, 0] * slowest) - 1, 0).astype(np.int64)
-            for step, seconds in ((1, self._forward), (-1, self._backward))
-        }
 
     def columns(
         self,
@@ -275,36 +274,37 @@ class Candidates:
 
     def _ups(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
         """Forward begins with no chunk: each comes, and takes the place of the one so many before it."""
-        uses, sums = self._ahead, self._ahead.sums
+        uses, before = self._ahead, self._ahead.sums.take
         end, begin, first = uses.end, uses.begin(persistent), uses.first[persistent]
-        freed = end - 1 - widths
-        waiting = (begin < end) & (freed >= first)
-        waits = uses.until[np.where(waiting, freed, -1)]
+        some, freed = begin < end, end - 1 - widths
+        waiting = some & (freed >= first)
+        waits = uses.until.take(np.where(waiting, freed, -1))
         late = np.maximum(begin, np.maximum(uses.ending(waits), first) + widths)
-        late_bytes = sums[end] - sums[np.where(waiting, late, end)]
-        nbytes = sums[end] - sums[begin]
+        late_bytes = before(end) - before(np.where(waiting, late, end))
+        nbytes = before(end) - before(begin)
         nbytes[0] += self._pinned_bytes[persistent]
-        tails = None if self._tails is None else self._tails.take(np.where(begin < end, begin, uses.size), axis=1)
-        return _Uploads(nbytes, self._held_back(uses, late_bytes, waits, 1, loose), waits, tails)
+        tails = None if self._tails is None else self._tails.take(np.where(some, begin, uses.size), axis=1)
+        return _Uploads(nbytes, self._held_back(late_bytes, waits, self._least_held[0], loose), waits, tails)
 
     def _backs(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
         """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any."""
-        uses, reads, sums = self._ahead, self._back, self._back.sums
+        uses, reads, before = self._ahead, self._back, self._back.sums.take
         there = uses.chunks[np.maximum(uses.size - widths, uses.first[persistent])]
         begin = reads.begin(persistent)
-        end = np.minimum(np.maximum(reads.first[there], begin), reads.end)
+        end = np.minimum(np.maximum(reads.first.take(there), begin), reads.end)
         freed = begin + widths
         waiting = (begin < end) & (freed < reads.size)
-        waits = reads.until[np.where(waiting, freed, -1)]
+        waits = reads.until.take(np.where(waiting, freed, -1))
         late = np.where(waiting, np.minimum(end, reads.ending(waits + 1) - widths), begin)
-        late_bytes = self._held_back(reads, sums[late] - sums[begin], waits, -1, loose)
-        return _Uploads(sums[end] - sums[begin], late_bytes, waits)
+        late_bytes = self._held_back(before(late) - before(begin), waits, self._least_held[1], loose)
+        return _Uploads(before(end) - before(begin), late_bytes, waits)
 
-    def _held_back(self, uses: Uses, late: Integers, waits: Integers, step: int, loose: Flags) -> Integers:
+    def _held_back(self, late: Integers, waits: Integers, least: Integers, loose: Flags) -> Integers:
         """Late bytes of plans, and the least of all plans of a set, (P, K); see [Note: Held back]."""
-        later = waits + step
-        meanwhile = self._meanwhile[step].take(later, mode="clip")
-        return np.where(loose & (later != self._places), np.minimum(late, uses.least + meanwhile), late)
+        held = np.minimum(late, least.take(waits + (self._places * (len(self._places) + 1) + 1)))
+        points = np.flatnonzero(~loose)
+        held[:, points] = late[:, points]
+        return held
 
     def _device_step(self, persistent: Integers) -> Seconds:
         numel, nbytes = self._resident[:, persistent]

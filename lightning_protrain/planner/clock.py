@@ -218,11 +218,12 @@ def _only_where(work: Seconds, seconds: Seconds | float = 0.0) -> Seconds:
 def _waits(waits: Positions) -> tuple[list[Seconds], Seconds, list[Positions], list[bool]]:
     """When the computation of each position has ended, to be filled in; what is waited for; where anybody waits.
 
-    What ends are P + 1 rows, the last one for no wait, and the same, flat; what is waited for are places there.
+    What ends are P + 1 rows, the last one for no wait, and the same, flat; what is waited for are places there, those
+    of the last row as negative ones from the end.
     """
     num_positions, num_columns = waits.shape
     ends = np.full((num_positions + 1, num_columns), -np.inf)
-    rows = np.where(waits < 0, num_positions, waits) * num_columns + np.arange(num_columns)
+    rows = waits * num_columns + np.arange(num_columns)
     somewhere: list[bool] = (waits.max(axis=1) >= 0).tolist()
     return list(ends), ends.reshape(-1), list(rows), somewhere
 

@@ -154,7 +154,6 @@ class Uses:
         sums: Bytes of the chunks before, (E + 1,).
         end: The run after the last one that begins at each position, (P, 1).
         first: The first run that is not of the first n chunks, (N + 1,).
-        least: Bytes of the least chunk that comes for each position, (P, 1).
     """
 
     def __init__(self, num_positions: int, runs: Runs, sizes: Integers, backward: bool) -> None:
@@ -173,7 +172,7 @@ class Uses:
         self._ending = np.searchsorted(until, places)
         least = np.full(num_positions, np.iinfo(np.int64).max)
         np.minimum.at(least, begun, nbytes)
-        self.least = np.where(self._start < self.end, least[:, None], 0)
+        self._least, self._step = np.where(self._start < self.end, least[:, None], 0), -1 if backward else 1
 
     def begin(self, persistent: Integers) -> Integers:
         """The first run that begins at each position and is not of the first `persistent` chunks, (P, K)."""
@@ -183,3 +182,16 @@ class Uses:
     def ending(self, positions: Integers) -> Integers:
         """The first run that ends at each of these positions or behind it."""
         return self._ending.take(positions)
+
+    def least_held(self, meanwhile: Floats) -> Integers:
+        """What a set of plans holds back at least, see [Note: Held back] in candidates.py; (P * (P + 1),).
+
+        By position, and by what it waits for, from nothing (-1) on.
+
+        Args:
+            meanwhile: Bytes that come while each position is computed, at the very least, (P,).
+        """
+        places = np.arange(len(meanwhile))[:, None]
+        later = np.arange(-1, len(meanwhile)) + self._step
+        least = self._least + np.maximum(meanwhile, 0).astype(np.int64).take(later, mode="clip")
+        return np.where(later == places, np.iinfo(np.int64).max, least).reshape(-1)
