@@ -104,7 +104,7 @@ class CausalLMModule(RestorableModule):
             check_quantization(quantization, lora)
         self.save_hyperparameters()
         check_numbers(self.hparams)
-        self.model = None
+        self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None
         self._window: TokenWindow | None = None
         # No compute groups: the metrics hold three scalars each, and Lightning resets them one by one.
@@ -119,8 +119,7 @@ class CausalLMModule(RestorableModule):
         """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
 
         Raises:
-            ValueError: If the tokenizer has more tokens than the model has embeddings, or if the datamodule packs rows
-                for a model that is not known to keep their segments apart.
+            ValueError: The tokenizer has more tokens than the model embeddings, or packed rows may not be kept apart.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -132,6 +131,7 @@ class CausalLMModule(RestorableModule):
     def configure_model(self) -> None:
         """Build the model or load its weights; does nothing where there is one already."""
         if self.model is None:
+            self._is_new = self._trainer is not None and self.hparams["model"] is None  # Else it may get weights yet.
             self.model = load_once(self._trainer, self._build, partial(self._build, outline_model), self._build_empty)
 
     def _build_empty(self, leave: Callable[..., Any]) -> PreTrainedModel | None:
@@ -189,7 +189,7 @@ class CausalLMModule(RestorableModule):
 
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:
-            raise ValueError("Nothing says how many embeddings the model has: set vocab_size, or give a datamodule.")
+            raise ValueError("How many embeddings is open: set vocab_size, or give a datamodule with a `tokenizer`.")
         # Among the hyperparameters, so that a checkpoint can be loaded where there is no tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -197,8 +197,9 @@ class CausalLMModule(RestorableModule):
         """Put the model into train mode: Lightning leaves a model in eval mode where it is."""
         self._built().train()
         self._window = None
-        if self.hparams["model"] is None and self.trainer.ckpt_path is None:
+        if self._is_new and self.trainer.ckpt_path is None:
             rank_zero_info("The weights begin at random, as a `config` alone is given; `model` is a pretrained one.")
+        self._is_new = False
 
     def _built(self) -> PreTrainedModel | PeftModel:
         if self.model is None:

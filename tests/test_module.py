@@ -235,19 +235,19 @@ def test_dropout_is_active_in_training(tmp_path, pretrained, put_into_eval_mode)
     assert all(recorder.modes)
 
 
-@pytest.mark.parametrize("source", ["model", "config", "checkpoint"])
+@pytest.mark.parametrize("source", ["model", "config", "resumed", "loaded", "again"])
 def test_weights_that_begin_at_random_are_told(tmp_path, pretrained, source, caplog):
-    def module():
-        return CausalLMModule(model=pretrained) if source == "model" else CausalLMModule(config=LLAMA)
-
-    path = None
-    if source == "checkpoint":
+    module, path = CausalLMModule(model=pretrained) if source == "model" else CausalLMModule(config=LLAMA), None
+    if source in ("resumed", "loaded", "again"):
         first = trainer(tmp_path)
-        first.fit(module(), datamodule=Sequences())
-        first.save_checkpoint(path := tmp_path / "first.ckpt")
+        first.fit(module, datamodule=Sequences())
+        first.save_checkpoint(saved := tmp_path / "first.ckpt")
+        path = saved if source == "resumed" else None
+        module = {"resumed": CausalLMModule(config=LLAMA), "again": module}.get(source)
+        module = module or CausalLMModule.load_from_checkpoint(saved)
     caplog.clear()
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        trainer(tmp_path).fit(module(), datamodule=Sequences(), ckpt_path=path)
+        trainer(tmp_path).fit(module, datamodule=Sequences(), ckpt_path=path)
     assert ("The weights begin at random" in caplog.text) == (source == "config")
 
 
