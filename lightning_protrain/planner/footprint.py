@@ -200,7 +200,10 @@ class Footprint:
             peaks = self._activations.highest(levels, columns[sought], tried)
             needed = np.maximum(peaks + fixed[tried], states[tried] + self._neighbours(num_swap[sought], tried))
             enough = needed <= budget
-            fits[sought], over[sought] = np.where(enough, tried, low), np.where(enough, high, tried)
+            # Peaks do not fall with resident chunks: what they have beside tells of more of them, too.
+            too_many = np.maximum(np.searchsorted(fixed, budget - peaks, side="right"), tried + 1)
+            fits[sought] = np.where(enough, tried, low)
+            over[sought] = np.where(enough, np.minimum(too_many, high), tried)
             level = np.searchsorted(growing, budget - peaks + gradients[tried], side="right") - 1
             # From far away the last two tell more: gradients of resident chunks are part of the peaks.
             apart, more = tried - last[sought], needed - taken[sought]
