@@ -30,7 +30,7 @@ from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
 
 Seconds = NDArray[np.float64]
-Integers = NDArray[np.int64]
+Whole = NDArray[np.int64] | NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
@@ -92,13 +92,13 @@ class Amounts:
         largest: Bytes of the largest of these gradients, (1, K).
     """
 
-    chunks: Integers
-    calls: Integers
-    numel: Integers
-    nbytes: Integers
-    resident: Integers
+    chunks: Whole
+    calls: Whole
+    numel: Whole
+    nbytes: Whole
+    resident: Whole
     sends: Flags
-    largest: Integers
+    largest: Whole
 
     def seconds(self, lead: Seconds, hardware: HardwareProfile, accumulates: bool, network: Network) -> Averages:
         """How long that takes; `lead` as in `Averages`."""

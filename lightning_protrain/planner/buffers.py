@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.entries import Remembered
 from lightning_protrain.planner.memory import nests
 from lightning_protrain.planner.sizes import before_each
 from lightning_protrain.profiler.records import ModelLayout
@@ -38,15 +38,15 @@ class Buffers:
         self.sums = before_each(sizes)
         self._largest = max(int(sizes.max(initial=1)), 1)
         self.least, self._least_bytes = _together(layout, sizes, needed)
-        self._heaviest = lru_cache(KEPT)(self._heaviest_windows)
+        self._heaviest = Remembered(self._heaviest_windows, KEPT)
 
     def bytes(self, persistent: Integers, buffers: Integers) -> Integers:
         """Bytes of so many buffers, (K,)."""
-        windows = np.empty_like(persistent)
-        width = np.minimum(buffers, self.count - persistent)
-        for number in np.unique(width):
-            chosen = width == number
-            windows[chosen] = self._heaviest(int(number))[persistent[chosen]]
+        left = self.count - persistent
+        windows = self.sums[-1] - self.sums[persistent]
+        some = np.flatnonzero(buffers < left)
+        table, which = self._heaviest.of(buffers[some])
+        windows[some] = table[persistent[some], which]
         return np.maximum(self._least_bytes[persistent], windows)
 
     def at_most(self, persistent: Integers, room: Integers) -> Integers:
@@ -78,12 +78,13 @@ class Buffers:
             probe = (low + high + 1) // 2 if step % HALVED == 0 else high
         return low
 
-    def _heaviest_windows(self, width: int) -> Integers:
-        """Bytes of the heaviest `width` neighbours from each chunk on, (N + 1,); of all where there are not as many."""
-        heaviest = self.sums[-1] - self.sums
-        last = self.count - width
-        windows = self.sums[width:] - self.sums[: last + 1]
-        heaviest[: last + 1] = np.maximum.accumulate(windows[::-1])[::-1]
+    def _heaviest_windows(self, widths: Integers) -> Integers:
+        """Bytes of the heaviest neighbours, so many, from each chunk on; 0 where there are not as many, (N + 1, K)."""
+        heaviest = np.zeros((self.count + 1, widths.size), dtype=np.int64)
+        for column, width in enumerate(widths.tolist()):
+            last = self.count - width
+            windows = self.sums[width:] - self.sums[: last + 1]
+            heaviest[: last + 1, column] = np.maximum.accumulate(windows[::-1])[::-1]
         return heaviest
 
 

@@ -50,8 +50,8 @@ class _Uploads:
     In forward also what `Steps.tails` says, at both rates, without what is there all the time, (2, P, K).
     """
 
-    nbytes: Integers
-    late: Integers
+    nbytes: Seconds
+    late: Seconds
     waits: Integers
     tails: Seconds | None = None
 
@@ -136,6 +136,7 @@ class Candidates:
             uses.least_held(each) for uses, each in zip((self._ahead, self._back), meanwhile, strict=True)
         ]
         self._places = np.arange(len(segments))[:, None]
+        self._which_held = self._places * (len(segments) + 1) + 1
 
     def columns(
         self,
@@ -160,15 +161,16 @@ class Candidates:
         """
         machine, come, training = self._hardware, self._incoming, self._training
         ups, backs = self._streams(persistent, buffers, loose)
+        swaps = swapped.astype(np.float64)
         begin = self._gradients.begin(persistent)
         download = self._gradients.amount(DOWNLOAD, begin)
-        nothing = np.zeros((1, 1), dtype=np.int64)
+        nothing = np.zeros((1, 1))
         cast = self._gradients.amount(CAST, begin) if self._casts else nothing
         added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
         begin = self._steps.begin(persistent)
         touched = (self._steps.amount(STEPPED, begin) if training.clips else nothing) / machine.host_memory
         # Where the link is in use the other way.
-        leaving, landing, coming = _near(swapped), _near(download), _near(backs.nbytes + swapped)
+        leaving, landing, coming = _near(swaps), _near(download), _near(backs.nbytes + swaps)
         rate_forward = np.where(leaving, come.upload_beside, come.upload)
         rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
         rate_backward = np.where(landing, come.upload_beside, come.upload)
@@ -201,8 +203,8 @@ class Candidates:
             scale=SCALE * touched,
             host_step=host_step,
             tail=self._tail(ups, persistent, rate_forward, leaving),
-            swap_out=swapped / rate_out,
-            swap_in=swapped / rate_back,
+            swap_out=swaps / rate_out,
+            swap_in=swaps / rate_back,
             device_step=self._device_step(fewest),
         )
 
@@ -232,7 +234,8 @@ class Candidates:
         """What comes in forward and in backward."""
         ordered = np.maximum(persistent, self.in_order_from)
         widths = np.maximum(buffers - self._num_pinned[ordered], 1)
-        ups, backs = self._ups(ordered, widths, loose), self._backs(ordered, widths, loose)
+        which = self._which_held + np.where(loose, 0, self._which_held.size * (self._which_held.size + 1))
+        ups, backs = self._ups(ordered, widths, which), self._backs(ordered, widths, which)
         for column in np.flatnonzero(~loose & (persistent < self.in_order_from)).tolist():
             walked = self._walk(int(persistent[column]), int(buffers[column]))
             for found, (nbytes, late, waits) in zip((ups, backs), walked[0], strict=True):
@@ -272,8 +275,11 @@ class Candidates:
             self._walked[persistent, buffers] = found, tails
         return self._walked[persistent, buffers]
 
-    def _ups(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
-        """Forward begins with no chunk: each comes, and takes the place of the one so many before it."""
+    def _ups(self, persistent: Integers, widths: Integers, which: Integers) -> _Uploads:
+        """Forward begins with no chunk: each comes, and takes the place of the one so many before it.
+
+        `which` are places in the tables of `Uses.least_held`, where nothing is waited for, (P, K).
+        """
         uses, before = self._ahead, self._ahead.sums.take
         end, begin, first = uses.end, uses.begin(persistent), uses.first[persistent]
         some, freed = begin < end, end - 1 - widths
@@ -284,10 +290,14 @@ class Candidates:
         nbytes = before(end) - before(begin)
         nbytes[0] += self._pinned_bytes[persistent]
         tails = None if self._tails is None else self._tails.take(np.where(some, begin, uses.size), axis=1)
-        return _Uploads(nbytes, self._held_back(late_bytes, waits, self._least_held[0], loose), waits, tails)
+        held = np.minimum(late_bytes, self._least_held[0].take(which + waits))
+        return _Uploads(nbytes, held, waits, tails)
 
-    def _backs(self, persistent: Integers, widths: Integers, loose: Flags) -> _Uploads:
-        """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any."""
+    def _backs(self, persistent: Integers, widths: Integers, which: Integers) -> _Uploads:
+        """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any.
+
+        `which` as in `_ups`.
+        """
         uses, reads, before = self._ahead, self._back, self._back.sums.take
         there = uses.chunks[np.maximum(uses.size - widths, uses.first[persistent])]
         begin = reads.begin(persistent)
@@ -296,15 +306,8 @@ class Candidates:
         waiting = (begin < end) & (freed < reads.size)
         waits = reads.until.take(np.where(waiting, freed, -1))
         late = np.where(waiting, np.minimum(end, reads.ending(waits + 1) - widths), begin)
-        late_bytes = self._held_back(before(late) - before(begin), waits, self._least_held[1], loose)
-        return _Uploads(before(end) - before(begin), late_bytes, waits)
-
-    def _held_back(self, late: Integers, waits: Integers, least: Integers, loose: Flags) -> Integers:
-        """Late bytes of plans, and the least of all plans of a set, (P, K); see [Note: Held back]."""
-        held = np.minimum(late, least.take(waits + (self._places * (len(self._places) + 1) + 1)))
-        points = np.flatnonzero(~loose)
-        held[:, points] = late[:, points]
-        return held
+        held = np.minimum(before(late) - before(begin), self._least_held[1].take(which + waits))
+        return _Uploads(before(end) - before(begin), held, waits)
 
     def _device_step(self, persistent: Integers) -> Seconds:
         numel, nbytes = self._resident[:, persistent]
@@ -376,7 +379,7 @@ def _landing(places: Sequence[Sequence[int]], sizes: Sizes) -> tuple[Entries, En
     )
 
 
-def _near(amounts: Integers) -> Flags:
+def _near(amounts: Seconds) -> Flags:
     """Where a position or a neighbour of it has some, (P, K)."""
     near: Flags = amounts > 0
     some = near.copy()

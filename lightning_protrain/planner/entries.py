@@ -12,41 +12,50 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.sizes import before_each
+
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
 
 
-class Remembered:
+class Remembered(Generic[Number]):
     """Arrays that belong to a number, each computed once.
 
     Args:
         compute: From numbers, (K,), to their arrays, (..., K).
+        kept: Where there are more, all are forgotten and those that are asked for are computed again; None: never.
     """
 
-    def __init__(self, compute: Callable[[Integers], Floats]) -> None:
-        self._compute = compute
+    def __init__(self, compute: Callable[[Integers], NDArray[Number]], kept: int | None = None) -> None:
+        self._compute, self._kept = compute, kept
         self._known: dict[int, int] = {}
-        self._table: Floats | None = None
+        self._table: NDArray[Number] | None = None
 
-    def of(self, numbers: Integers) -> tuple[Floats, Integers]:
+    def of(self, numbers: Integers) -> tuple[NDArray[Number], Integers]:
         """Arrays of all numbers so far, (..., U), and which of them each of these has, (K,)."""
         each, which = np.unique(numbers, return_inverse=True)
+        asked = each.tolist()
+        new = [number for number in asked if number not in self._known]
+        if self._kept is not None and len(self._known) + len(new) > self._kept:
+            self._known.clear()
+            new = asked
         first = len(self._known)
-        new = [number for number in each.tolist() if number not in self._known]
         self._known.update(zip(new, range(first, first + len(new)), strict=True))
         if new or self._table is None:
             found = self._compute(np.array(new, dtype=np.int64))
             if self._table is None or len(self._known) > self._table.shape[-1]:
-                wider = np.zeros((*found.shape[:-1], 2 * len(self._known)))
+                wider = np.zeros((*found.shape[:-1], 2 * len(self._known)), dtype=found.dtype)
                 if self._table is not None:
                     wider[..., :first] = self._table[..., :first]
                 self._table = wider
             self._table[..., first : len(self._known)] = found
-        places = np.array([self._known[number] for number in each.tolist()], dtype=np.int64)
+        places = np.array([self._known[number] for number in asked], dtype=np.int64)
         return self._table, places[which.reshape(-1)]
 
 
@@ -61,7 +70,8 @@ class Entries:
         amounts: Of each entry, (A, E).
 
     Attributes:
-        sums: Of each amount, of the entries before, in the order of positions and then of chunks, (A, E + 1).
+        sums: Of each amount, of the entries before, in the order of positions and then of chunks; whole numbers,
+            (A, E + 1).
         end: The entry after the last one of each position, (P, 1).
     """
 
@@ -70,8 +80,9 @@ class Entries:
     ) -> None:
         order = np.lexsort((chunks, positions))
         positions, chunks, amounts = positions[order], chunks[order], amounts[:, order]
-        self.sums = np.zeros((len(amounts), len(order) + 1), dtype=np.int64)
-        np.cumsum(amounts, axis=1, out=self.sums[:, 1:])
+        # Whole numbers far below 2 ** 53, so that they are exact; what is divided later is not converted each time.
+        self.sums = np.zeros((len(amounts), len(order) + 1))
+        self.sums[:, 1:] = np.cumsum(amounts, axis=1)
         bounds = np.searchsorted(positions, np.arange(num_positions + 1))
         self._start, self.end = bounds[:-1, None], bounds[1:, None]
         self._first = None if (np.diff(chunks) < 0).any() else np.searchsorted(chunks, np.arange(num_chunks + 1))
@@ -85,10 +96,10 @@ class Entries:
         begin: Integers = np.minimum(np.maximum(self._first[persistent], self._start), self.end)
         return begin
 
-    def amount(self, index: int, begin: Integers) -> Integers:
+    def amount(self, index: int, begin: Integers) -> Floats:
         """Sums of one amount from an entry to the end of its position, (P, K)."""
         sums = self.sums[index]
-        found: Integers = sums[self.end] - sums.take(begin)
+        found: Floats = sums[self.end] - sums.take(begin)
         return found
 
 
@@ -151,7 +162,7 @@ class Uses:
         size: How many runs there are.
         chunks: Of each run; and one more, the number of chunks, (E + 1,).
         until: Position after which the chunk of each run is not needed; and one for none, (E + 1,).
-        sums: Bytes of the chunks before, (E + 1,).
+        sums: Bytes of the chunks before, whole numbers, (E + 1,).
         end: The run after the last one that begins at each position, (P, 1).
         first: The first run that is not of the first n chunks, (N + 1,).
     """
@@ -162,9 +173,8 @@ class Uses:
         until = np.array(runs.first if backward else runs.last, dtype=np.int64)
         own = np.array(runs.chunks, dtype=np.int64)
         self.until, self.chunks = np.append(until, -1), np.append(own, len(sizes))
-        self.sums = np.zeros(self.size + 1, dtype=np.int64)
         nbytes = sizes[own]
-        np.cumsum(nbytes, out=self.sums[1:])
+        self.sums = before_each(nbytes).astype(np.float64)
         places = np.arange(num_positions + 1)
         bounds = np.searchsorted(begun, places)
         self._start, self.end = bounds[:-1, None], bounds[1:, None]
@@ -183,15 +193,16 @@ class Uses:
         """The first run that ends at each of these positions or behind it."""
         return self._ending.take(positions)
 
-    def least_held(self, meanwhile: Floats) -> Integers:
-        """What a set of plans holds back at least, see [Note: Held back] in candidates.py; (P * (P + 1),).
+    def least_held(self, meanwhile: Floats) -> Floats:
+        """What a set of plans holds back at least, see [Note: Held back] in candidates.py; (2 * P * (P + 1),).
 
-        By position, and by what it waits for, from nothing (-1) on.
+        By position, and by what it waits for, from nothing (-1) on; then the same for plans, which hold back what they
+        do: no limit.
 
         Args:
             meanwhile: Bytes that come while each position is computed, at the very least, (P,).
         """
         places = np.arange(len(meanwhile))[:, None]
         later = np.arange(-1, len(meanwhile)) + self._step
-        least = self._least + np.maximum(meanwhile, 0).astype(np.int64).take(later, mode="clip")
-        return np.where(later == places, np.iinfo(np.int64).max, least).reshape(-1)
+        least = self._least + np.floor(np.maximum(meanwhile, 0)).take(later, mode="clip")
+        return np.append(np.where(later == places, np.inf, least), np.full(least.size, np.inf))
