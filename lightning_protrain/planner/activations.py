@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan
 from lightning_protrain.planner.positions import LOSS_COPIES, NOWHERE, Flags, Integers, Positions, before
 from lightning_protrain.planner.sizes import Sizes, aligned, before_each, second_largest, totals
@@ -58,6 +59,7 @@ class Activations:
     Args:
         profile: One step with forward and backward.
         layout: The model.
+        named: What the profile says of parameters.
         sizes: All chunks in execution order.
         asynchronous: Whether copies run beside computation (`HardwareProfile.asynchronous`).
         accumulate: Micro-batches in a step.
@@ -74,6 +76,7 @@ class Activations:
         self,
         profile: ModelProfile,
         layout: ModelLayout,
+        named: Named,
         sizes: Sizes,
         asynchronous: bool,
         accumulate: int = 1,
@@ -91,13 +94,13 @@ class Activations:
         ]
         self._accumulates = accumulate > 1
         self._alpha = max(alpha, 1.0) if asynchronous else 1.0
-        self._gradients = _Gradients(self._positions, sizes)
+        self._gradients = _Gradients(named, len(profile.segments), sizes)
         self._temporaries = _temporaries(sizes, foreach)
         self._held = _held(sizes) if asynchronous else np.zeros(len(sizes.nbytes) + 1, dtype=np.int64)
         self._casts = self._positions.castable
         at, kept = self._positions, np.clip(np.minimum(self._casts, self._positions.checkpoint_saving), 0, None)
         self._kept_casts = (np.where(self._inside, kept, self._casts) * at.reached)[:, None]
-        self._first_streamed = _first_streamed(at, sizes, layout.low)
+        self._first_streamed = _first_streamed(named, len(profile.segments), sizes)
         self._highest, self._without_casts = self._backward_levels(selective)
         self._kept_peaks = self._forward_peaks(selective)
 
@@ -262,7 +265,9 @@ class ActivationCurve(Activations):
         foreach: bool = False,
         selective: bool = False,
     ) -> None:
-        super().__init__(profile, layout, Sizes.of(layout, chunks), asynchronous, accumulate, alpha, foreach, selective)
+        named = Named.of(profile, layout)
+        how = asynchronous, accumulate, alpha, foreach, selective
+        super().__init__(profile, layout, named, Sizes.of(chunks, named.parameters), *how)
         self._assignment = assignment
         self._policies: dict[tuple[int, int], tuple[Flags, Flags, Flags, int]] = {}
 
@@ -307,11 +312,11 @@ class _Gradients:
         total: Bytes of all gradients of the first n chunks, (N + 1,).
     """
 
-    def __init__(self, positions: Positions, of: Sizes) -> None:
-        whole_at = {fqn: index for index, segment in enumerate(positions.segments) for fqn in segment.gradients}
-        never = len(positions.segments)  # Of a part that did not run, another batch may have left one.
+    def __init__(self, named: Named, never: int, of: Sizes) -> None:
         sizes, arrivals = of.gradient_bytes, np.zeros(len(of.nbytes), dtype=np.int64)
-        of_each = np.fromiter((whole_at.get(fqn, never) for fqn in of.place), dtype=np.int64)
+        # Of a part that did not run, another batch may have left one.
+        of_each = np.full(len(of.place), never)
+        of_each[of.place[named.gradients]] = named.positions
         np.maximum.at(arrivals, of.chunk, np.where(of.trainable[of.chunk], of_each, 0))
         ever = arrivals < never
         self.total = before_each(sizes)
@@ -339,15 +344,14 @@ def _choose(checkpoints: Flags, swaps: Flags, checkpointed: Integers, swapped: I
     return chosen
 
 
-def _first_streamed(positions: Positions, sizes: Sizes, streamed: frozenset[str]) -> Integers:
+def _first_streamed(named: Named, num_segments: int, sizes: Sizes) -> Integers:
     """From which segment on no cast is made if the first n chunks are resident, (N + 1,)."""
-    count, chunk_of = len(sizes.nbytes), sizes.chunk.tolist()
-    first = [
-        min((chunk_of[sizes.place[fqn]] for fqn, _ in segment.casts if fqn in streamed), default=count)
-        for segment in positions.segments
-    ]
-    lowest = np.minimum.accumulate(np.array(first, dtype=np.int64)[::-1])[::-1]
-    return np.minimum(np.searchsorted(lowest, np.arange(count + 1), side="left"), len(first) - 1)
+    count, casts = len(sizes.nbytes), named.casts
+    streamed = named.parameters.low[casts.numbers]
+    first = np.full(num_segments, count)
+    np.minimum.at(first, casts.lists[streamed], sizes.chunk[sizes.place[casts.numbers[streamed]]])
+    lowest = np.minimum.accumulate(first[::-1])[::-1]
+    return np.minimum(np.searchsorted(lowest, np.arange(count + 1), side="left"), num_segments - 1)
 
 
 def _temporaries(sizes: Sizes, foreach: bool) -> Integers:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,8 @@ from lightning_protrain.planner.clock import Columns, Seconds
 from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
-from lightning_protrain.planner.landing import Landings, come_together
+from lightning_protrain.planner.landing import Landings
+from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
 from lightning_protrain.planner.training import Training
@@ -62,6 +62,7 @@ class Candidates:
     Args:
         profile: One step with its backward.
         layout: The model.
+        named: What the profile says of parameters.
         needed: Indices of the chunks that each unit needs.
         sizes: Those of all chunks in execution order.
         computes: Seconds of the device at each position: in forward, in a forward that runs again, in one
@@ -82,6 +83,7 @@ class Candidates:
         self,
         profile: ModelProfile,
         layout: ModelLayout,
+        named: Named,
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
         computes: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
@@ -114,11 +116,10 @@ class Candidates:
         self._back = Uses(len(segments), runs_back, sizes.nbytes, backward=True)
         self.in_order_from = max(needed_from, read_from)
         self._walked: dict[tuple[int, int], tuple[Integers, Seconds | None]] = {}
-        places = [[sizes.place[fqn] for fqn in segment.gradients] for segment in segments]
-        self._gradients, self._steps, self._resident, self._room = _landing(places, sizes)
-        gradients, parts = _gradients(profile, places, sizes)
+        gradients = _gradients(named, sizes)
+        self._gradients, self._steps, self._resident, self._room = _landing(gradients, len(segments), len(streamed))
         works = gradients.works(hardware, training)
-        each = gradients.positions, gradients.chunks, gradients.streamed, parts, works
+        each = gradients.positions, gradients.chunks, gradients.streamed, named.parts, works
         rates = hardware.download, hardware.download_beside
         self._landings = Landings(*each, self._backward[:, 0], rates)
         self._held = Remembered(self._holding_of)
@@ -333,44 +334,28 @@ def _uses(
     return needs, reads, np.array([index in pinned for index in range(count)], dtype=np.bool_)
 
 
-def _gradients(profile: ModelProfile, places: Sequence[Sequence[int]], sizes: Sizes) -> tuple[Gradients, Seconds]:
-    """All in the order in which they land, and which part of its position each comes after.
-
-    `places` are those of the gradients of each segment among parameters.
-    """
-    backwards = [segment.gradients for segment in profile.segments[::-1]]
-    counts = np.array([len(gradients) for gradients in backwards], dtype=np.int64)
-    positions = np.repeat(np.arange(len(counts))[::-1], counts)
-    each = np.array([*chain.from_iterable(places[::-1])], dtype=np.int64)
-    numels = np.split(sizes.numel[each], np.cumsum(counts)[:-1])
-    parts = np.array([
-        part
-        for gradients, numel in zip(backwards, numels, strict=True)
-        for part in come_together(gradients, numel.tolist())
-    ])  # fmt: skip
+def _gradients(named: Named, sizes: Sizes) -> Gradients:
+    """All in the order in which they land."""
+    each = sizes.place[named.gradients]
     chunks = sizes.chunk[each]
     return Gradients(
-        positions, chunks, sizes.numel[each], sizes.own[each], sizes.streamed[each], sizes.low[chunks]
-    ), parts
+        named.positions, chunks, sizes.numel[each], sizes.own[each], sizes.streamed[each], sizes.low[chunks]
+    )
 
 
-def _landing(places: Sequence[Sequence[int]], sizes: Sizes) -> tuple[Entries, Entries, Integers, Integers]:
+def _landing(of: Gradients, num_positions: int, count: int) -> tuple[Entries, Entries, Integers, Integers]:
     """Gradients, steps, elements and bytes of what is trained in the first p chunks, and the two largest gradients.
 
-    The last one is that of all chunks but the first p, together, (N + 1,). `places` as in `_gradients`.
+    The last one is that of all chunks but the first p, together, (N + 1,), where N is `count`.
     """
-    count = len(sizes.nbytes)
-    positions = np.repeat(np.arange(len(places)), [len(own) for own in places])
-    each = np.array([*chain.from_iterable(places)], dtype=np.int64)
-    chunks, own, nbytes, numel = sizes.chunk[each], sizes.own[each], sizes.streamed[each], sizes.numel[each]
-    low = sizes.low[chunks]
+    positions, chunks, numel, own, nbytes, low = of.positions, of.chunks, of.numel, of.own, of.streamed, of.low
     gradients = np.stack((nbytes, np.where(low, nbytes + own, 0), 2 * own + nbytes))
     steps = np.stack((numel, own, np.where(low, own + 2 * numel, 0)))
     # Chunks are stepped when their last gradient is there: at the earliest position.
-    last = np.full(count, len(places), dtype=np.int64)
+    last = np.full(count, num_positions, dtype=np.int64)
     np.minimum.at(last, chunks, positions)
     by_chunk = np.argsort(chunks, kind="stable")
-    ordered, shape = chunks[by_chunk], (len(places), count)
+    ordered, shape = chunks[by_chunk], (num_positions, count)
     return (
         Entries(*shape, positions, chunks, gradients),
         Entries(*shape, last[chunks], chunks, steps),

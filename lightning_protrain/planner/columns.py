@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.clock import Columns, Seconds
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
-from lightning_protrain.planner.landing import Landings, come_together
+from lightning_protrain.planner.landing import Landings
+from lightning_protrain.planner.named import come_together
 from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.plan import ChunkPlan, Plan
 from lightning_protrain.planner.recomputation import again_seconds

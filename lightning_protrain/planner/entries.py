@@ -39,12 +39,11 @@ class Remembered(Generic[Number]):
 
     def of(self, numbers: Integers) -> tuple[NDArray[Number], Integers]:
         """Arrays of all numbers so far, (..., U), and which of them each of these has, (K,)."""
-        each, which = np.unique(numbers, return_inverse=True)
-        asked = each.tolist()
-        new = [number for number in asked if number not in self._known]
+        asked = numbers.tolist()
+        new = [*dict.fromkeys(number for number in asked if number not in self._known)]
         if self._kept is not None and len(self._known) + len(new) > self._kept:
             self._known.clear()
-            new = asked
+            new = [*dict.fromkeys(asked)]
         first = len(self._known)
         self._known.update(zip(new, range(first, first + len(new)), strict=True))
         if new or self._table is None:
@@ -55,8 +54,7 @@ class Remembered(Generic[Number]):
                     wider[..., :first] = self._table[..., :first]
                 self._table = wider
             self._table[..., first : len(self._known)] = found
-        places = np.array([self._known[number] for number in asked], dtype=np.int64)
-        return self._table, places[which.reshape(-1)]
+        return self._table, np.array([self._known[number] for number in asked], dtype=np.int64)
 
 
 class Entries:

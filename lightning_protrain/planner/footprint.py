@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.activations import Activations, Levels
 from lightning_protrain.planner.buffers import Buffers
 from lightning_protrain.planner.host import _pages
+from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, MemoryTerms
 from lightning_protrain.planner.policies import Step, first_steps, steps_before
 from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, swap_table, totals
@@ -43,6 +44,7 @@ class Footprint:
     Args:
         profile: One step with forward and backward.
         layout: The model.
+        named: What the profile says of parameters.
         chunks: All its chunks in execution order, all offloaded.
         needed: Indices of the chunks that each unit needs.
         sizes: Those of `chunks`.
@@ -67,6 +69,7 @@ class Footprint:
         self,
         profile: ModelProfile,
         layout: ModelLayout,
+        named: Named,
         chunks: Sequence[ChunkPlan],
         needed: Mapping[str, tuple[int, ...]],
         sizes: Sizes,
@@ -83,7 +86,7 @@ class Footprint:
         rows: bool = False,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
-        self.swap_bytes = swap_table(profile, layout, sizes)
+        self.swap_bytes = swap_table(profile, layout, named.calls, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
         self._accumulates, self._asynchronous, self._divided = accumulate > 1, hardware.asynchronous, (machines, rows)
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
@@ -102,7 +105,7 @@ class Footprint:
         taken = np.bincount(np.array([index for index, _ in steps], dtype=np.int64), minlength=num_blocks)[list(places)]
         self.num_steps = len(steps) - before_each(taken)
         how = hardware.asynchronous, accumulate, alpha, foreach, self._selects
-        self._activations = Activations(profile, layout, sizes, *how)
+        self._activations = Activations(profile, layout, named, sizes, *how)
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
         held = self._activations.held(np.arange(len(chunks) + 1))
         self._fixed = resident + held + layout.buffer_bytes

@@ -34,7 +34,6 @@ for none, and takes no time on the link, which changes no duration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,20 +73,6 @@ class _Rows(NamedTuple):
     begin: Integers
     first: Integers
     stop: Integers
-
-
-def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
-    """Which part of a segment's backward has been computed when each of its gradients is there.
-
-    Args:
-        gradients: First names of their parameters.
-        numels: Elements of each.
-    """
-    modules = [fqn.rpartition(".")[0] for fqn in gradients]
-    sums = list(accumulate(numels))
-    ends = dict(zip(modules, sums, strict=True))
-    whole = max([1, *sums[-1:]])
-    return [ends[module] / whole for module in modules]
 
 
 class Landings:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.footprint import Footprint
+from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
@@ -108,6 +109,7 @@ class Unpacked:
         selective: Whether blocks may keep their products alone.
 
     Attributes:
+        named: What the profile says of parameters.
         forward: Seconds of the device in the forward of each segment.
         recomputed: The same when it runs again.
         selective: That, but for its products.
@@ -117,6 +119,7 @@ class Unpacked:
     """
 
     def __init__(self, problem: Problem, num_swap: int | None, selective: bool) -> None:
+        self.named = Named.of(problem.profile, problem.layout)
         each = durations(problem.profile.segments, problem.hardware)
         self.forward, self.recomputed, self.selective, self.backward = map(list, zip(*each, strict=True))
         computes = _of_blocks(problem, self.forward)
@@ -163,7 +166,7 @@ class Packing:
     @cached_property
     def sizes(self) -> Sizes:
         """Of the chunks and what is in them."""
-        return Sizes.of(self.problem.layout, self.chunks)
+        return Sizes.of(self.chunks, self._unpacked.named.parameters)
 
     @cached_property
     def candidates(self) -> Candidates:
@@ -172,7 +175,7 @@ class Packing:
         it = self._unpacked
         computes = it.forward, it.recomputed, it.selective, it.backward
         known = problem.hardware, problem.training, problem.gathering
-        return Candidates(problem.profile, problem.layout, self._needed, self.sizes, computes, *known)
+        return Candidates(problem.profile, problem.layout, it.named, self._needed, self.sizes, computes, *known)
 
     @cached_property
     def sums(self) -> Sums | None:
@@ -190,6 +193,7 @@ class Packing:
         return Footprint(
             problem.profile,
             problem.layout,
+            self._unpacked.named,
             self.chunks,
             self._needed,
             self.sizes,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from mmap import PAGESIZE
@@ -11,6 +10,7 @@ from mmap import PAGESIZE
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.named import Casts, Parameters
 from lightning_protrain.planner.plan import ALIGNMENT, ChunkPlan
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
@@ -23,7 +23,7 @@ class Sizes:
     """Chunks as they are if they are streamed, (N,), and their parameters in the order of chunks, (M,).
 
     Attributes:
-        place: Where each parameter stands among them, by its first name.
+        place: Where each parameter of the layout stands among them, by its number.
         chunk: The chunk of each parameter.
         numel: Elements of each.
         own: Bytes of each in its own dtype.
@@ -36,7 +36,7 @@ class Sizes:
         shared: Whether several modules or units need a parameter, (M,).
     """
 
-    place: dict[str, int]
+    place: Integers
     chunk: Integers
     numel: Integers
     own: Integers
@@ -49,25 +49,28 @@ class Sizes:
     shared: Flags
 
     @classmethod
-    def of(cls, layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> Sizes:
+    def of(cls, chunks: Sequence[ChunkPlan], parameters: Parameters) -> Sizes:
         """Those of `chunks`, all of them offloaded."""
-        infos = [layout.by_name[fqn] for chunk in chunks for fqn in chunk.parameters]
-        chunk = np.repeat(np.arange(len(chunks)), [len(chunk.parameters) for chunk in chunks])
-        numel, own = _integers(info.numel for info in infos), _integers(info.nbytes for info in infos)
-        low = np.array([chunk.streamed_dtype is not None for chunk in chunks], dtype=np.bool_)
-        users = Counter(chain.from_iterable(unit.parameters for unit in layout.units))
+        count = len(chunks)
+        members = [chunk.parameters for chunk in chunks]
+        order = parameters.numbers(chain.from_iterable(members))
+        chunk = np.repeat(np.arange(count), list(map(len, members)))
+        numel, own, low = parameters.numel[order], parameters.own[order], parameters.low[order]
+        place = np.empty_like(order)
+        place[order] = np.arange(order.size)
+        first = np.searchsorted(chunk, np.arange(count))
         return cls(
-            place={info.fqn: index for index, info in enumerate(infos)},
+            place=place,
             chunk=chunk,
             numel=numel,
             own=own,
-            streamed=np.where(low[chunk], 2 * numel, own),
-            nbytes=_integers(chunk.nbytes for chunk in chunks),
-            own_bytes=totals(chunk, aligned(own), len(chunks)),
-            elements=totals(chunk, numel, len(chunks)),
+            streamed=np.where(low, 2 * numel, own),
+            nbytes=np.array([chunk.nbytes for chunk in chunks], dtype=np.int64),
+            own_bytes=totals(chunk, aligned(own), count),
+            elements=totals(chunk, numel, count),
             trainable=np.array([chunk.trainable for chunk in chunks], dtype=np.bool_),
-            low=low,
-            shared=np.array([len(info.sites) > 1 or users[info.fqn] > 1 for info in infos], dtype=np.bool_),
+            low=low[first],
+            shared=parameters.shared[order],
         )
 
     @property
@@ -114,18 +117,18 @@ def second_largest(amounts: Integers, keys: Integers, count: int) -> Integers:
     return second[np.searchsorted(keys, np.arange(count + 1))]
 
 
-def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Integers:
+def swap_table(profile: ModelProfile, layout: ModelLayout, saved: Casts, sizes: Sizes) -> Integers:
     """Host bytes that one call of each block swaps if the first p chunks are resident, (B + 1, N + 1).
 
-    What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then.
+    What `ModelProfile.swap_bytes` says for the weights that are streamed in another dtype then; `saved` are copies of
+    these, by call.
     """
     index_of = {block.name: index for index, block in enumerate(layout.blocks)}
     calls = [call for call in profile.calls if call.name in index_of]
     count, every = len(sizes.nbytes), np.arange(len(calls))
     chunk_of = np.where(sizes.low[sizes.chunk], sizes.chunk, count)
-    call_of = np.repeat(every, [len(call.saved_casts) for call in calls])
-    chunks = chunk_of[np.array([sizes.place[fqn] for call in calls for fqn, _ in call.saved_casts], dtype=np.int64)]
-    casts = _swapped(np.array([cast for call in calls for _, cast in call.saved_casts], dtype=np.int64))
+    call_of, casts = saved.lists, _swapped(saved.nbytes)
+    chunks = chunk_of[sizes.place[saved.numbers]]
     # What is not streamed in another dtype counts for nothing, and stands behind all chunks, as the end of a call does.
     casts, chunks = np.append(np.where(chunks < count, casts, 0), 0 * every), np.append(chunks, 0 * every + count)
     call_of = np.append(call_of, every)
@@ -146,7 +149,3 @@ def swap_table(profile: ModelProfile, layout: ModelLayout, sizes: Sizes) -> Inte
 def _swapped(nbytes: Integers) -> Integers:
     """`swapped_bytes` of many."""
     return np.where(nbytes < PAGESIZE, 0, -(-nbytes // PAGESIZE) * PAGESIZE)
-
-
-def _integers(values: Iterable[int]) -> Integers:
-    return np.fromiter(values, dtype=np.int64)

@@ -278,14 +278,15 @@ class Space:
         low, high = low[:, some], high[:, some]
         if self._device_budget == UNLIMITED or not low.size:
             return low, high
-        each = _Each.of(low[0], high[0])
-        width = int(self._num_steps[0]) + 1
-        pairs, pair = np.unique(each.swap * width + self._most(high[1], each), return_inverse=True)
-        swap, steps = np.divmod(pairs, width)
-        known = np.full_like(pairs, self.num_chunks)
-        np.minimum.at(known, pair.reshape(-1), low[2, each.box])
-        fewest = self.packing.footprint.fewest_offloaded(swap, steps, known, self._device_budget, self._wanted)
-        of_each = fewest[pair.reshape(-1)]
+        each, width = _Each.of(low[0], high[0]), int(self._num_steps[0]) + 1
+        pair = each.swap * width + self._most(high[1], each)
+        # Of each pair the fewest that are known in any box; then how many there have to be.
+        fewest = np.full(len(self._num_steps) * width, UNLIMITED)
+        np.minimum.at(fewest, pair, low[2, each.box])
+        pairs = np.flatnonzero(fewest < UNLIMITED)
+        known = *np.divmod(pairs, width), fewest[pairs], self._device_budget, self._wanted
+        fewest[pairs] = self.packing.footprint.fewest_offloaded(*known)
+        of_each = fewest[pair]
         fits = of_each <= high[2, each.box]
         first = each.least(np.where(fits, each.swap, UNLIMITED))
         last = -each.least(np.where(fits, -each.swap, 1))

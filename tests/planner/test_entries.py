@@ -106,3 +106,22 @@ def test_what_is_remembered_is_computed_once() -> None:
         table, which = remembered.of(numbers)
         assert (table[:, which] == [numbers * 0.5, numbers + 7.0]).all()
     assert len(set(asked)) == len(asked) > 30
+
+
+def test_no_more_is_remembered_than_may_be_kept() -> None:
+    source, asked = random.Random(1), []
+
+    def compute(numbers: Integers) -> Integers:
+        asked.append(numbers.size)
+        return np.stack((numbers * 3, numbers + 7))
+
+    remembered = Remembered(compute, kept=20)
+    for _ in range(60):
+        numbers = np.array([source.randrange(90) for _ in range(source.randint(0, 12))], dtype=np.int64)
+        table, which = remembered.of(numbers)
+        assert (table[:, which] == [numbers * 3, numbers + 7]).all()
+        assert table.shape[-1] <= 40
+    assert sum(asked) > 90, "nothing was forgotten, so that nothing is shown"
+    numbers = np.arange(30)  # More than may be kept at one time.
+    table, which = remembered.of(numbers)
+    assert (table[:, which] == [numbers * 3, numbers + 7]).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.landing import NEVER, Landings, come_together
+from lightning_protrain.planner.landing import NEVER, Landings
 
 COUNT = 4
 Model = tuple[list[int], list[int], list[int], list[float], list[float], list[float]]
@@ -143,12 +142,6 @@ def test_cases_by_hand(
     every = [0.0] * len(before) + works + [0.0] * len(after)
     model = (positions, [0] * count, before + nbytes + after, parts, every, [seconds] * 3)
     assert tuple(durations(landings(model), 0, room)[:, 1].tolist()) == found
-
-
-def test_gradients_of_a_module_come_together() -> None:
-    shapes = {"a.bias": (2,), "a.weight": (2, 3), "norm.weight": (2,)}
-    assert come_together(tuple(shapes), [math.prod(shape) for shape in shapes.values()]) == [0.8, 0.8, 1.0]
-    assert come_together((), []) == []
 
 
 @st.composite

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import resident_bytes
+from lightning_protrain.planner.named import Parameters
 from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.planner.sizes import Sizes, largest, second_largest, totals
 from lightning_protrain.profiler.records import ModelLayout
@@ -20,9 +21,9 @@ def test_chunks_are_summed_up(layout: ModelLayout, chunk_bytes: int, state_bytes
         names = {info.fqn for info in layout.parameters if info.dtype == "float32" and info.shape[0] % 2}
         layout = layout.streaming(names, "bfloat16")
     chunks = pack_chunks(layout, chunk_bytes)
-    sizes = Sizes.of(layout, chunks)
+    sizes = Sizes.of(chunks, Parameters.of(layout))
     infos = [layout.parameter(fqn) for chunk in chunks for fqn in chunk.parameters]
-    assert list(sizes.place) == [info.fqn for info in infos]
+    assert [infos[place] for place in sizes.place.tolist()] == list(layout.parameters)
     assert sizes.own.tolist() == [info.nbytes for info in infos]
     assert sizes.streamed.tolist() == [info.streamed_nbytes for info in infos]
     assert sizes.resident_bytes(state_bytes).tolist() == [resident_bytes(layout, c, state_bytes) for c in chunks]
