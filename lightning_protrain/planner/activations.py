@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan
@@ -22,6 +23,7 @@ from lightning_protrain.planner.sizes import Sizes, aligned, before_each, second
 from lightning_protrain.planner.unexercised import Reserve
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 
+Floats = NDArray[np.float64]
 Assignment = Callable[[int, int], Sequence[BlockPolicy]]
 
 
@@ -29,7 +31,7 @@ Assignment = Callable[[int, int], Sequence[BlockPolicy]]
 class Levels:
     """Activations under U layouts of policies, before chunks are placed, (U, S); see `Activations`.
 
-    A row of each layout, as candidates take whole rows.
+    Whole numbers; a row of each layout, as candidates take whole rows.
 
     Attributes:
         forward: The highest level in forward, of the segments before each and of all, (U, S + 1).
@@ -40,12 +42,12 @@ class Levels:
         reserve: For blocks that have not run, (U,).
     """
 
-    forward: Integers
-    forward_streamed: Integers
-    backward: Integers
-    backward_streamed: Integers
-    credit: Integers
-    reserve: Integers
+    forward: Floats
+    forward_streamed: Floats
+    backward: Floats
+    backward_streamed: Floats
+    credit: Floats
+    reserve: Floats
 
     def beside(self, others: Levels) -> Levels:
         """These and others."""
@@ -94,10 +96,11 @@ class Activations:
         ]
         self._accumulates = accumulate > 1
         self._alpha = max(alpha, 1.0) if asynchronous else 1.0
-        self._gradients = _Gradients(named, len(profile.segments), sizes)
+        self._gradients = _Gradients(named, self._positions.own_gradients, sizes)
         self._temporaries = _temporaries(sizes, foreach)
         self._held = _held(sizes) if asynchronous else np.zeros(len(sizes.nbytes) + 1, dtype=np.int64)
         self._casts = self._positions.castable
+        self._any_casts = bool(self._casts.any())
         at, kept = self._positions, np.clip(np.minimum(self._casts, self._positions.checkpoint_saving), 0, None)
         self._kept_casts = (np.where(self._inside, kept, self._casts) * at.reached)[:, None]
         self._first_streamed = _first_streamed(named, len(profile.segments), sizes)
@@ -127,28 +130,30 @@ class Activations:
             persistent: How many of the first chunks are resident, (K,).
         """
         all_gradients = self._gradients.total[persistent]
-        backward = levels.backward.take(pair, axis=0)
-        if self._casts.any():
+        reserved = levels.reserve[pair] + LOSS_COPIES
+        if self._any_casts:
             # From there on no casts are made, and those before are still there.
             since = self._first_streamed[persistent]
-            streamed = levels.forward_streamed[pair, since] + levels.credit[pair, since]
-            forward = np.maximum(levels.forward[pair, since], streamed)
-            streamed = levels.backward_streamed.take(pair, axis=0)
-            streamed += levels.credit[pair, since][:, None]
-            backward = np.where(np.arange(backward.shape[1]) >= since[:, None], streamed, backward)
+            credit = levels.credit[pair, since]
+            forward = np.maximum(levels.forward[pair, since], levels.forward_streamed[pair, since] + credit)
+            backward = levels.backward_streamed.take(pair, axis=0)
+            backward += (credit + reserved)[:, None]
+            ahead = backward[:, : int(since.max(initial=0))]
+            there = levels.backward[:, : ahead.shape[1]].take(pair, axis=0) + reserved[:, None]
+            np.copyto(ahead, there, where=np.arange(ahead.shape[1]) < since[:, None])
         else:
             forward = levels.forward[pair, -1]
-        reserved = levels.reserve[pair] + LOSS_COPIES
+            backward = levels.backward.take(pair, axis=0)
+            backward += reserved[:, None]
         highest = self._fragmented(forward + reserved) + all_gradients
         if self._accumulates:
-            highest = np.maximum(highest, self._fragmented(backward.max(axis=1) + reserved) + all_gradients)
+            highest = np.maximum(highest, self._fragmented(backward.max(axis=1)) + all_gradients)
         else:
-            backward += reserved[:, None]
             backward = self._fragmented(backward)
-            backward += self._gradients.at(self._positions, persistent)
+            backward += self._gradients.at(persistent)
             highest = np.maximum(highest, backward.max(axis=1))
-        step: Integers = self._fragmented(self._temporaries[persistent]) + all_gradients
-        return np.maximum(highest, step)
+        step = self._fragmented(self._temporaries[persistent].astype(np.float64)) + all_gradients
+        return np.maximum(highest, step).astype(np.int64)
 
     @property
     def gradients(self) -> Integers:
@@ -176,7 +181,7 @@ class Activations:
         np.maximum.accumulate(forward, axis=0, out=highest[1:])
         streamed = np.maximum.accumulate((forward - own - credit)[::-1], axis=0)[::-1]
         found = highest, streamed, backward, backward - credit - self._without_casts[:, None], credit
-        return Levels(*(np.ascontiguousarray(levels.T) for levels in (*found, reserve)))
+        return Levels(*(np.ascontiguousarray(levels.T, dtype=np.float64) for levels in (*found, reserve)))
 
     def _forward(self, checkpoints: Flags, selects: Flags | None, there: Integers) -> tuple[Integers, Integers]:
         """Levels in forward, (S, U), and casts of their own, which are not there if all weights are streamed.
@@ -228,8 +233,12 @@ class Activations:
         """What recomputations would keep if all blocks were recomputed, (S, U)."""
         return self._positions.held(checkpoints, self._inside[:, None])
 
-    def _fragmented(self, values: Integers) -> Integers:
-        return values if self._alpha == 1.0 else np.ceil(values * self._alpha).astype(np.int64)
+    def _fragmented(self, values: Floats) -> Floats:
+        """These, which may be changed."""
+        if self._alpha != 1.0:
+            np.multiply(values, self._alpha, out=values)
+            np.ceil(values, out=values)
+        return values
 
 
 class ActivationCurve(Activations):
@@ -312,27 +321,29 @@ class _Gradients:
         total: Bytes of all gradients of the first n chunks, (N + 1,).
     """
 
-    def __init__(self, named: Named, never: int, of: Sizes) -> None:
+    def __init__(self, named: Named, own_gradients: Integers, of: Sizes) -> None:
         sizes, arrivals = of.gradient_bytes, np.zeros(len(of.nbytes), dtype=np.int64)
         # Of a part that did not run, another batch may have left one.
+        never = len(own_gradients)
         of_each = np.full(len(of.place), never)
         of_each[of.place[named.gradients]] = named.positions
         np.maximum.at(arrivals, of.chunk, np.where(of.trainable[of.chunk], of_each, 0))
         ever = arrivals < never
         self.total = before_each(sizes)
-        self._always = before_each(np.where(ever, 0, sizes))
-        self._ordered = before_each(np.where(ever, sizes, 0))
+        self._own = own_gradients.astype(np.float64)
+        self._always = before_each(np.where(ever, 0, sizes)).astype(np.float64)
+        self._ordered = before_each(np.where(ever, sizes, 0)).astype(np.float64)
         latest = np.maximum.accumulate(np.where(ever, arrivals, 0))
         # For every segment, bytes of the chunks that get their gradients in it or in an earlier one; in an earlier one.
         self._until = self._ordered[np.searchsorted(latest, np.arange(never), side="right")]
         self._before = self._ordered[np.searchsorted(latest, np.arange(never), side="left")]
 
-    def at(self, positions: Positions, persistent: Integers) -> Integers:
+    def at(self, persistent: Integers) -> Floats:
         """Gradients at the peak of the backward of every segment if the first `persistent` chunks stay, (K, S)."""
         ordered = self._ordered[persistent][:, None]
         until = np.minimum(ordered, self._until)
         own = until - np.minimum(ordered, self._before)
-        np.minimum(own, positions.own_gradients, out=own)
+        np.minimum(own, self._own, out=own)
         own -= until
         own += ordered + self._always[persistent][:, None]
         return own
