@@ -49,10 +49,16 @@ class Levels:
     credit: Floats
     reserve: Floats
 
-    def beside(self, others: Levels) -> Levels:
-        """These and others."""
-        rows = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
-        return Levels(*(np.concatenate(pair) for pair in rows))
+    def beside(self, used: int, others: Levels) -> Levels:
+        """The first `used` rows of these and behind them others, with room for more so that few rows are copied."""
+        end = used + len(others.reserve)
+        levels = self
+        if end > len(self.reserve):
+            kept = (getattr(self, field.name)[:used] for field in fields(self))
+            levels = Levels(*(np.concatenate((rows, np.zeros((2 * end - used, *rows.shape[1:])))) for rows in kept))
+        for field in fields(self):
+            getattr(levels, field.name)[used:end] = getattr(others, field.name)
+        return levels
 
 
 class Activations:

@@ -92,6 +92,7 @@ class Footprint:
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
+        self._num_levels = 0
         # The fewest offloaded chunks of each layout of policies, from where on they were sought, and how many they are
         # at least.
         self._fewest = np.full((3, 0), UNKNOWN, dtype=np.int64)
@@ -171,7 +172,7 @@ class Footprint:
                 every call.
         """
         levels, columns = self._levels_of(num_swap, num_steps)
-        more = np.full((3, levels.reserve.size - self._fewest.shape[1]), [[UNKNOWN], [UNKNOWN], [0]])
+        more = np.full((3, self._num_levels - self._fewest.shape[1]), [[UNKNOWN], [UNKNOWN], [0]])
         self._fewest = found, since, least = np.concatenate((self._fewest, more), axis=1)
         if (new := np.flatnonzero(since[columns] > known)).size:
             chosen = columns[new]
@@ -242,8 +243,9 @@ class Footprint:
             swap, steps = np.divmod(new, self._width)
             recomputes, selects = self.recomputes(swap, steps), self.selects(swap, steps)
             found = self._activations.levels(recomputes, self.swaps(swap), selects)
-            self._levels = found if self._levels is None else self._levels.beside(found)
-            self._column[new] = self._levels.reserve.size - new.size + np.arange(new.size)
+            self._levels = (self._levels or found).beside(self._num_levels, found)
+            self._column[new] = self._num_levels + np.arange(new.size)
+            self._num_levels += new.size
         assert self._levels is not None
         return self._levels, self._column[pairs]
 
