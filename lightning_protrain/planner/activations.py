@@ -343,16 +343,22 @@ class _Gradients:
         # For every segment, bytes of the chunks that get their gradients in it or in an earlier one; in an earlier one.
         self._until = self._ordered[np.searchsorted(latest, np.arange(never), side="right")]
         self._before = self._ordered[np.searchsorted(latest, np.arange(never), side="left")]
+        # What `at` has said so far, (N + 1, S): many plans have as many resident chunks.
+        self._table, self._known = np.empty((len(sizes) + 1, never)), np.zeros(len(sizes) + 1, dtype=np.bool_)
 
     def at(self, persistent: Integers) -> Floats:
         """Gradients at the peak of the backward of every segment if the first `persistent` chunks stay, (K, S)."""
+        if (new := persistent[~self._known[persistent]]).size:
+            self._known[new] = True
+            self._table[new] = self._at(new)
+        return self._table.take(persistent, axis=0)
+
+    def _at(self, persistent: Integers) -> Floats:
         ordered = self._ordered[persistent][:, None]
         until = np.minimum(ordered, self._until)
-        own = until - np.minimum(ordered, self._before)
-        np.minimum(own, self._own, out=own)
-        own -= until
-        own += ordered + self._always[persistent][:, None]
-        return own
+        own = np.minimum(until - np.minimum(ordered, self._before), self._own)
+        found: Floats = own - until + ordered + self._always[persistent][:, None]
+        return found
 
 
 def _choose(checkpoints: Flags, swaps: Flags, checkpointed: Integers, swapped: Integers, kept: Integers) -> Integers:

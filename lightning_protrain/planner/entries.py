@@ -40,10 +40,10 @@ class Remembered(Generic[Number]):
     def of(self, numbers: Integers) -> tuple[NDArray[Number], Integers]:
         """Arrays of all numbers so far, (..., U), and which of them each of these has, (K,)."""
         asked = numbers.tolist()
-        new = [*dict.fromkeys(number for number in asked if number not in self._known)]
+        new = [*set(asked).difference(self._known)]
         if self._kept is not None and len(self._known) + len(new) > self._kept:
             self._known.clear()
-            new = [*dict.fromkeys(asked)]
+            new = [*set(asked)]
         first = len(self._known)
         self._known.update(zip(new, range(first, first + len(new)), strict=True))
         if new or self._table is None:
@@ -54,7 +54,7 @@ class Remembered(Generic[Number]):
                     wider[..., :first] = self._table[..., :first]
                 self._table = wider
             self._table[..., first : len(self._known)] = found
-        return self._table, np.array([self._known[number] for number in asked], dtype=np.int64)
+        return self._table, np.fromiter(map(self._known.__getitem__, asked), dtype=np.int64, count=len(asked))
 
 
 class Entries:
