@@ -61,12 +61,9 @@ class Buffers:
 
     def most(self, persistent: Integers, room: Integers) -> Integers:
         """The most buffers that fit into `room` bytes, (K,), at most all offloaded chunks; -1: not even `least`."""
-        high = self.at_most(persistent, room)
-        low = self.least[persistent]
-        fits = high >= low
-        fits[fits] = self.bytes(persistent[fits], low[fits]) <= room[fits]
-        low = np.where(fits, low, -1)
-        high = np.where(fits, high, -1)
+        least = self.least[persistent]
+        low = least - 1  # Too few; and this is what is left where none fit.
+        high = np.maximum(self.at_most(persistent, room), low)
         probe, step = high.copy(), 0  # Usually that is it.
         while (open_ := np.flatnonzero(low < high)).size:
             step += 1
@@ -76,7 +73,7 @@ class Buffers:
             fewer = np.maximum(-(-over // self._largest), 1)
             high[open_] = np.where(over <= 0, high[open_], np.maximum(probe[open_] - fewer, low[open_]))
             probe = (low + high + 1) // 2 if step % HALVED == 0 else high
-        return low
+        return np.where(low < least, -1, low)
 
     def _heaviest_windows(self, widths: Integers) -> Integers:
         """Bytes of the heaviest neighbours, so many, from each chunk on; 0 where there are not as many, (N + 1, K)."""

@@ -21,6 +21,7 @@ that the entries stand for. The value of a column depends on no other column, bi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -210,9 +211,9 @@ def _broadcast(columns: Columns) -> Columns:
     return Columns(**full)
 
 
-def _only_where(work: Seconds, seconds: Seconds | float = 0.0) -> Seconds:
-    """`seconds` where there is work; minus infinity, which delays nothing, where there is none."""
-    return np.where(work > 0, seconds, -np.inf)
+def _only_where(work: Seconds) -> Seconds:
+    """0 where there is work; minus infinity, which delays nothing, where there is none."""
+    return np.where(work > 0, 0.0, -np.inf)
 
 
 def _waits(waits: Positions) -> tuple[list[Seconds], Seconds, list[Positions], list[bool]]:
@@ -243,28 +244,27 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
     outs, leaves = rows_of(columns.swap_out), rows_of(_only_where(columns.swap_out))
     uploads, lates, computes = map(rows_of, (columns.upload_forward, columns.late_forward, columns.compute_forward))
     released = None if stepped is None else stepped + columns.tail
-    up = begun.reshape(-1).copy()
+    up, out = begun.reshape(-1).copy(), np.maximum(begun, down).reshape(-1)
     time, first = up.copy(), up[:num_columns]
-    out = np.maximum(begun, down).reshape(-1)
     gone = [np.full_like(up, -np.inf)] * 2  # What the last two positions have swapped.
-    start, late = np.empty_like(up), np.empty_like(up)
+    start, late, add, larger = np.empty_like(up), np.empty_like(up), np.add, np.maximum
     for index, (upload, compute, end) in enumerate(zip(uploads, computes, ends, strict=False)):
-        np.add(up, upload, up)
+        add(up, upload, up)
         if waits[index]:
-            np.add(flat.take(rows[index]), lates[index], late)
-            np.maximum(up, late, up)
+            larger(up, add(flat.take(rows[index]), lates[index], late), up)
         if released is not None:
-            np.maximum(first, released[index], first)
-        np.maximum(time, up, start)
-        if index > 1 and swaps[index - 2]:
-            # Its memory is given back when the next position has ended.
-            np.maximum(start, gone[0], start)
-        time = np.add(start, compute, end)
+            larger(first, released[index], first)
+        larger(time, up, start)
+        if index > 1 and swaps[index - 2]:  # Its memory is given back when the next position has ended.
+            larger(start, gone[0], start)
+        time = add(start, compute, end)
         gone = [gone[1], gone[1]]
         if swaps[index]:
-            out = np.maximum(out, start + leaves[index]) + outs[index]
-            out = np.maximum(out, time + leaves[index])
-            gone[1] = np.maximum(gone[1], out + leaves[index])
+            leave = leaves[index]
+            larger(out, add(start, leave, late), out)
+            add(out, outs[index], out)
+            larger(out, add(time, leave, late), out)
+            gone[1] = larger(gone[1], add(out, leave, late))
     return np.maximum(time, gone[0]).reshape(begun.shape)
 
 
@@ -339,10 +339,18 @@ def _worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> 
 
 def _last_worked(known: Seconds, works: Seconds, landed: Seconds, start: Seconds) -> Seconds:
     """The same of the last position of backward, which is the first one, (W, K): the latest of what all left to do."""
-    left = np.cumsum(works, axis=0)
+    left = _summed(works)
     known += left
     landed[1:] += left[:-1]
     return np.maximum(np.maximum(known.max(axis=0), landed.max(axis=0)), start + left[-1])
+
+
+def _summed(values: Seconds) -> Seconds:
+    """Sums of each row and all before it: in place of `cumsum`, which takes three times as long along this axis."""
+    sums = values.copy()
+    for before, row in pairwise(sums.reshape(len(sums), -1)):
+        np.add(before, row, row)
+    return sums
 
 
 def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
@@ -386,7 +394,7 @@ def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Second
             known = known + np.cumsum(columns.norm, axis=0)[-1]
         # The norm is that of gradients on the device, too.
         known = np.maximum(known, ended.computed)
-    done = known + np.cumsum(work, axis=0)
+    done = known + _summed(work)
     if training.overlap == "forward":
         return np.maximum(stepped, known), done + _only_where(columns.host_step)
     return np.maximum(stepped, done[-1]), None
