@@ -119,7 +119,7 @@ class CausalLMModule(RestorableModule):
         """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
 
         Raises:
-            ValueError: The tokenizer has more tokens than the model embeddings, or packed rows may not be kept apart.
+            ValueError: The model has fewer embeddings than there are tokens, or may not keep packed rows apart.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -189,7 +189,7 @@ class CausalLMModule(RestorableModule):
 
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:
-            raise ValueError("How many embeddings is open: set vocab_size, or give a datamodule with a `tokenizer`.")
+            raise ValueError("The number of embeddings is open: set vocab_size, or give the datamodule a `tokenizer`.")
         # Among the hyperparameters, so that a checkpoint can be loaded where there is no tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
