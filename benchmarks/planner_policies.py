@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from benchmarks.largest import learn, problem_of
 from benchmarks.planner_search import LOOPS, MACHINE
 from benchmarks.report import table
+from lightning_protrain.planner.activity import Columns
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
-from lightning_protrain.planner.clock import Columns, simulate
+from lightning_protrain.planner.clock import simulate
 from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan

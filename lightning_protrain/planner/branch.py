@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-# Corners (D, K), (D, K) to bounds (K,); infinite where no point of the box is allowed.
-Bound = Callable[[Integers, Integers], Floats]
+# Corners (D, K), (D, K) to bounds (K,); infinite where no point of the box is allowed, or where no point has a value up
+# to the third argument.
+Bound = Callable[[Integers, Integers, float], Floats]
 # Corners (D, K), (D, K) to one promising point in each box, (D, K).
 Probe = Callable[[Integers, Integers], Integers]
 # Corners (D, K), (D, K) to those of what is left of each box, where only points that are not allowed are cut off.
@@ -88,7 +89,7 @@ def minimize(
     while probed[0].size:
         probes = probe(*probed)
         corners = np.hstack((new[0], probes)), np.hstack((new[1], probes))
-        bounds = bound(*corners)
+        bounds = bound(*corners, value)
         evaluations, rounds = evaluations + bounds.size, rounds + 1
         value, point = _better(*corners, bounds, value, point)
 

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.clock import Columns, Seconds
+from lightning_protrain.planner.activity import Backward, Columns, Forward, Seconds
 from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings
 from lightning_protrain.planner.named import Named
 from lightning_protrain.planner.network import Gathering, incoming, last_window
-from lightning_protrain.planner.sizes import Sizes, before_each, largest, second_largest, totals
+from lightning_protrain.planner.sizes import Sizes, before_each, from_each, largest, second_largest, totals
 from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
@@ -41,6 +41,7 @@ Flags = NDArray[np.bool_]
 # gradients, bytes that are touched to write copies.
 DOWNLOAD, CAST, ADDED = range(3)
 NUMEL, STEPPED, COPIED = range(3)
+AHEAD, BACK = range(2)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Candidates:
         computation: Seconds of a forward and a backward without recomputation.
         each: Seconds in a step of the recomputation of one block, and of what streams one chunk if nothing hides it, on
             average.
+        computes: Seconds of the device from each position of forward on, (P,).
+        last: The last position of forward that a chunk comes for.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Candidates:
         self.computation = float(self._forward.sum() + self._backward.sum()) or 1.0
         needs, reads, pinned = _uses(profile, layout, needed, len(streamed))
         self._sizes = sizes.nbytes.tolist()
-        self._pinned_bytes, self._num_pinned = _suffix(np.where(pinned, sizes.nbytes, 0)), _suffix(pinned)
+        self._pinned_bytes, self._num_pinned = from_each(np.where(pinned, sizes.nbytes, 0)), from_each(pinned)
         (needed_from, runs), (read_from, runs_back) = runs_of(needs), runs_of(reads)
         self._needs, self._reads = needs, reads
         self._ahead = Uses(len(segments), runs, sizes.nbytes, backward=False)
@@ -137,6 +140,7 @@ class Candidates:
             uses.least_held(each) for uses, each in zip((self._ahead, self._back), meanwhile, strict=True)
         ]
         self._places = np.arange(len(segments))[:, None]
+        self.computes, self.last = np.cumsum(self._forward[::-1, 0])[::-1], self._ahead.last
         self._which_held = self._places * (len(segments) + 1) + 1
 
     def columns(
@@ -160,9 +164,45 @@ class Candidates:
             swapped: Bytes that a position swaps, (P, K).
             loose: Whether it is a set, (K,): what is late depends on the plan, see [Note: Held back].
         """
+        back = self.backward(persistent, fewest, buffers, recomputes, selects, swapped, loose)
+        return Columns(**vars(self.forward(persistent, buffers, swapped, loose)), **vars(back))
+
+    def forward(self, persistent: Integers, buffers: Integers, swapped: Integers, loose: Flags) -> Forward:
+        """What `columns` says of forward."""
+        machine, come = self._hardware, self._incoming
+        ups, swaps = self._stream(AHEAD, persistent, buffers, loose), swapped.astype(np.float64)
+        # Where the link is in use the other way.
+        leaving = _near(swaps)
+        rate = np.where(leaving, come.upload_beside, come.upload)
+        rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
+        return Forward(
+            compute_forward=self._forward,
+            upload_forward=ups.nbytes / rate,
+            late_forward=held_seconds(ups.late, rate, *self._last),
+            wait_forward=ups.waits,
+            tail=self._tail(ups, persistent, rate, leaving),
+            swap_out=swaps / rate_out,
+        )
+
+    def last_tail(self, persistent: Integers) -> Seconds:
+        """The least that `tail` may be at `last`, with steps of the host beside forward, (K,)."""
+        assert self._tails is not None
+        begin = self._ahead.begin_of_last(np.maximum(persistent, self.in_order_from))
+        return self._tails.take(begin, axis=1).min(axis=0)
+
+    def backward(
+        self,
+        persistent: Integers,
+        fewest: Integers,
+        buffers: Integers,
+        recomputes: Flags,
+        selects: Flags | None,
+        swapped: Integers,
+        loose: Flags,
+    ) -> Backward:
+        """What `columns` says of the rest."""
         machine, come, training = self._hardware, self._incoming, self._training
-        ups, backs = self._streams(persistent, buffers, loose)
-        swaps = swapped.astype(np.float64)
+        backs, swaps = self._stream(BACK, persistent, buffers, loose), swapped.astype(np.float64)
         begin = self._gradients.begin(persistent)
         download = self._gradients.amount(DOWNLOAD, begin)
         nothing = np.zeros((1, 1))
@@ -170,10 +210,8 @@ class Candidates:
         added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
         begin = self._steps.begin(persistent)
         touched = (self._steps.amount(STEPPED, begin) if training.clips else nothing) / machine.host_memory
-        # Where the link is in use the other way.
-        leaving, landing, coming = _near(swaps), _near(download), _near(backs.nbytes + swaps)
-        rate_forward = np.where(leaving, come.upload_beside, come.upload)
-        rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
+        again = self._recomputed if selects is None else np.where(selects, self._selective, self._recomputed)
+        landing, coming = _near(download), _near(backs.nbytes + swaps)
         rate_backward = np.where(landing, come.upload_beside, come.upload)
         rate_back = np.where(landing, machine.upload_beside, machine.upload)
         rate_download = np.where(coming, machine.download_beside, machine.download)
@@ -181,13 +219,9 @@ class Candidates:
         if training.overlap == "off":
             host_step = host_step + self._steps.amount(COPIED, begin) / machine.host_memory
         stall, drain, landed, carry, ready, ready_behind = self._holding(persistent, self._room[fewest], loose, coming)
-        return Columns(
-            compute_forward=self._forward,
-            recompute=recomputes * (self._recomputed if selects is None else self._again(selects)),
+        return Backward(
+            recompute=recomputes * again,
             compute_backward=self._backward,
-            upload_forward=ups.nbytes / rate_forward,
-            late_forward=held_seconds(ups.late, rate_forward, *self._last),
-            wait_forward=ups.waits,
             upload_backward=backs.nbytes / rate_backward,
             late_backward=held_seconds(backs.late, rate_backward, *self._last),
             wait_backward=backs.waits,
@@ -203,15 +237,9 @@ class Candidates:
             norm=NORM * touched,
             scale=SCALE * touched,
             host_step=host_step,
-            tail=self._tail(ups, persistent, rate_forward, leaving),
-            swap_out=swaps / rate_out,
             swap_in=swaps / rate_back,
             device_step=self._device_step(fewest),
         )
-
-    def _again(self, selects: Flags) -> Seconds:
-        """Seconds to run a position again, (P, K)."""
-        return np.where(selects, self._selective, self._recomputed)
 
     def _holding(self, persistent: Integers, room: Integers, loose: Flags, beside: Flags) -> Seconds:
         """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.
@@ -231,19 +259,18 @@ class Candidates:
         alone, beside = self._landings.of(persistent, room, loose > 0)
         return np.stack((np.where(loose > 0, np.minimum(alone, beside), alone), beside), axis=2)
 
-    def _streams(self, persistent: Integers, buffers: Integers, loose: Flags) -> tuple[_Uploads, _Uploads]:
-        """What comes in forward and in backward."""
+    def _stream(self, way: int, persistent: Integers, buffers: Integers, loose: Flags) -> _Uploads:
+        """What comes in forward or in backward."""
         ordered = np.maximum(persistent, self.in_order_from)
         widths = np.maximum(buffers - self._num_pinned[ordered], 1)
         which = self._which_held + np.where(loose, 0, self._which_held.size * (self._which_held.size + 1))
-        ups, backs = self._ups(ordered, widths, which), self._backs(ordered, widths, which)
+        found = (self._ups, self._backs)[way](ordered, widths, which)
         for column in np.flatnonzero(~loose & (persistent < self.in_order_from)).tolist():
-            walked = self._walk(int(persistent[column]), int(buffers[column]))
-            for found, (nbytes, late, waits) in zip((ups, backs), walked[0], strict=True):
-                found.nbytes[:, column], found.late[:, column], found.waits[:, column] = nbytes, late, waits
-            if ups.tails is not None:
-                ups.tails[..., column] = walked[1]
-        return ups, backs
+            walked, tails = self._walk(int(persistent[column]), int(buffers[column]))
+            found.nbytes[:, column], found.late[:, column], found.waits[:, column] = walked[way]
+            if found.tails is not None:
+                found.tails[..., column] = tails
+        return found
 
     def _tail(self, ups: _Uploads, persistent: Integers, rates: Seconds, near: Flags) -> Seconds:
         """From when the steps of a position have ended until its uploads have, (P, K)."""
@@ -371,10 +398,3 @@ def _near(amounts: Seconds) -> Flags:
     near[1:] |= some[:-1]
     near[:-1] |= some[1:]
     return near
-
-
-def _suffix(values: Integers | Flags) -> Integers:
-    """Sums of all but the first n, (N + 1,)."""
-    sums = np.zeros(len(values) + 1, dtype=np.int64)
-    sums[:-1] = np.cumsum(values[::-1])[::-1]
-    return sums

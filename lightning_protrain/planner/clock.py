@@ -16,90 +16,26 @@ The result is made of sums and maxima alone, and every duration is added, never 
 entry of `Columns` grows, when a wait is for a later position (in backward: for one that comes later there, which has a
 smaller index), or when -1 (no wait) becomes a wait. Whoever puts each entry at its best has a lower bound of all plans
 that the entries stand for. The value of a column depends on no other column, bit for bit.
+
+[Note: Behind the last step]
+Where steps of the host run beside the forward that follows, a step nearly always ends with the last chunk that the host
+steps: it is uploaded, and what needs it and all behind that is computed. When the host is done a backward tells, so
+that nothing else of the forward has to be known for a bound that is hardly ever below the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.activity import Backward, Columns, Forward, Positions, Seconds, broadcast
 from lightning_protrain.planner.averages import Averages
 from lightning_protrain.planner.sending import Sending
 from lightning_protrain.planner.training import Training
-
-Seconds = NDArray[np.float64]
-Positions = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What K plans do at P positions, one column for each plan; see [Note: Clock].
-
-    Arrays are (P, K) and hold seconds unless said otherwise. An array whose columns (or rows) are all alike may have
-    one of them, (P, 1) or (1, K) or (1, 1): it is broadcast.
-
-    Attributes:
-        compute_forward: Of the device in forward.
-        recompute: In backward, before the first gradient is computed.
-        compute_backward: After that.
-        upload_forward: Of all chunks that the position needs in forward and that are not there yet.
-        late_forward: The part of `upload_forward` that `wait_forward` holds back; the part before it goes earlier.
-        wait_forward: Position, of an earlier index, whose computation must have ended before the late part can begin
-            (its buffers are in use till then), int; -1: none.
-        upload_backward: As `upload_forward`, in backward.
-        late_backward: As `late_forward`, in backward.
-        wait_backward: The same in backward: of a later index, as backward goes from the last position to the first.
-        download: Of the gradients that become whole at the position, those of offloaded chunks.
-        stall: If it has downloads, how much longer than its computation it takes, as what is under way is held on the
-            device, which is bounded; see [Note: Landings].
-        drain: If it has downloads, from when those of the positions before (in backward) have ended until its own
-            computation has, if that waits for them; negative where it may end before them.
-        landed: From when its computation begins until its downloads have ended.
-        carry: From when those of the positions before have ended until then.
-        ready: From when its computation begins until the worker could begin and never wait, see [Note: Chunk by chunk]
-            in hostwork.py.
-        ready_behind: From when those of the positions before have ended until then.
-        land: Of the host's worker for casting those gradients, where they are of another dtype than the weights.
-        add: Of the worker for adding those gradients to those of the micro-batch before.
-        norm: Of the host for their norm.
-        scale: Of the host for scaling them.
-        host_step: Of the host's optimizer step of their chunks.
-        tail: In forward, from when the host has stepped the chunks of the position until they have been uploaded.
-        swap_out: Of activations that leave in forward.
-        swap_in: Of activations that come back for backward.
-        device_step: Of the device for what it does with resident chunks once in a step: their optimizer step, sums over
-            micro-batches, norm and scaling, (K,).
-    """
-
-    compute_forward: Seconds
-    recompute: Seconds
-    compute_backward: Seconds
-    upload_forward: Seconds
-    late_forward: Seconds
-    wait_forward: Positions
-    upload_backward: Seconds
-    late_backward: Seconds
-    wait_backward: Positions
-    download: Seconds
-    stall: Seconds
-    drain: Seconds
-    landed: Seconds
-    carry: Seconds
-    ready: Seconds
-    ready_behind: Seconds
-    land: Seconds
-    add: Seconds
-    norm: Seconds
-    scale: Seconds
-    host_step: Seconds
-    tail: Seconds
-    swap_out: Seconds
-    swap_in: Seconds
-    device_step: Seconds
 
 
 def simulate(
@@ -123,28 +59,83 @@ def passes(
     columns: Columns, training: Training, asynchronous: bool = True, averages: Averages | None = None
 ) -> tuple[Seconds, Seconds]:
     """The result of `simulate`, and how much of it are forwards; (K,) each."""
-    columns = _broadcast(columns)
+    columns = broadcast(columns)
     if not asynchronous:
         return _in_turn(columns, training, averages)
-    start = np.zeros(columns.device_step.shape)
-    again = training.accumulate
+    return begin(columns, training, averages).end(columns)
+
+
+def begin(backward: Backward, training: Training, averages: Averages | None = None) -> Begun:
+    """A step that runs beside copies and the host, up to the forward that it ends with.
+
+    Args:
+        backward: What the plans do till then, with all columns.
+        training: As in `simulate`.
+        averages: The same.
+    """
+    start = np.zeros(backward.device_step.shape)
     if averages is not None:
-        averages = averages.broadcast(*columns.land.shape)
-    ended, others = _backwards(columns, training, start, averages)
-    begun, stepped = _update(columns, training, ended)
-    if again == 1:
-        seconds = _forward(columns, begun[None], ended.down[None], stepped)[0]
-        return seconds, seconds - begun
-    # The last forward, and the others.
-    forwards = np.stack((begun, start)), np.stack((ended.down, start))
-    seconds, other = _forward(columns, *forwards, stepped)
-    forward = seconds - begun + (again - 1) * other
-    seconds = seconds + (again - 1) * other + others[0] + (again - 2) * others[-1]
-    return seconds, forward
+        averages = averages.broadcast(*backward.land.shape)
+    ended, others = _backwards(backward, training, start, averages)
+    begun, stepped = _update(backward, training, ended)
+    return Begun(training.accumulate, begun, ended.down, stepped, others)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step whose last forward begins.
+
+    Attributes:
+        accumulate: Micro-batches.
+        begun: When it does, (K,).
+        down: When the link towards the host is free, (K,).
+        stepped: When the host has stepped the chunks of each position, (P, K); None: it is done.
+        others: How long the first backward takes and those between that and the last one, (0, 1 or 2, K).
+    """
+
+    accumulate: int
+    begun: Seconds
+    down: Seconds
+    stepped: Seconds | None
+    others: Seconds
+
+    def least(self, computes: Seconds, last: int, tail: Seconds) -> Seconds:
+        """Less than the seconds of the step, see [Note: Behind the last step], (K,).
+
+        Args:
+            computes: Of the device from each position of forward on, (P,).
+            last: A position.
+            tail: As in `Forward`, of that position, or less, (K,).
+        """
+        assert self.stepped is not None
+        assert self.accumulate == 1
+        return np.maximum(self.begun + computes[0], self.stepped[last] + (tail + computes[last]))
+
+    def end(self, forward: Forward, chosen: Positions | None = None) -> tuple[Seconds, Seconds]:
+        """Seconds of the step, and how much of them are forwards; (K,) each.
+
+        Args:
+            forward: What the plans do then, with all columns.
+            chosen: Of these plans, in which no micro-batches are accumulated; None: of all.
+        """
+        if chosen is not None:
+            stepped = None if self.stepped is None else self.stepped.take(chosen, axis=1)
+            return Begun(1, self.begun[chosen], self.down[chosen], stepped, self.others[:, chosen]).end(forward)
+        begun, again = self.begun, self.accumulate
+        if again == 1:
+            seconds = _forward(forward, begun[None], self.down[None], self.stepped)[0]
+            return seconds, seconds - begun
+        # The last forward, and the others.
+        start = np.zeros_like(begun)
+        forwards = np.stack((begun, start)), np.stack((self.down, start))
+        seconds, other = _forward(forward, *forwards, self.stepped)
+        spent = seconds - begun + (again - 1) * other
+        seconds = seconds + (again - 1) * other + self.others[0] + (again - 2) * self.others[-1]
+        return seconds, spent
 
 
 def _backwards(
-    columns: Columns, training: Training, start: Seconds, averages: Averages | None
+    columns: Backward, training: Training, start: Seconds, averages: Averages | None
 ) -> tuple[_Ended, Seconds]:
     """The last backward of a step, and how long its first one takes and those between them, (0, 1 or 2, K)."""
     again, behind = training.accumulate, _worked_behind(columns, training)
@@ -162,7 +153,7 @@ def _backwards(
     return ended, np.maximum(other.computed, other.known)
 
 
-def _worked_behind(columns: Columns, training: Training) -> Seconds | float:
+def _worked_behind(columns: Backward, training: Training) -> Seconds | float:
     """What the host's worker does in the last backward of a step beside landing gradients."""
     if not training.works_in_backward:
         return 0.0
@@ -200,17 +191,6 @@ class _Ended:
     stepped: Seconds | None
 
 
-def _broadcast(columns: Columns) -> Columns:
-    shapes = [getattr(columns, field.name).shape for field in fields(Columns)]
-    num_positions, num_columns = np.broadcast_shapes(*(shape if len(shape) == 2 else (1, *shape) for shape in shapes))
-    full = {}
-    for field in fields(Columns):
-        values = getattr(columns, field.name)
-        shape = (num_positions, num_columns)[2 - values.ndim :]
-        full[field.name] = values if values.shape == shape else np.broadcast_to(values, shape)
-    return Columns(**full)
-
-
 def _only_where(work: Seconds) -> Seconds:
     """0 where there is work; minus infinity, which delays nothing, where there is none."""
     return np.where(work > 0, 0.0, -np.inf)
@@ -229,7 +209,7 @@ def _waits(waits: Positions) -> tuple[list[Seconds], Seconds, list[Positions], l
     return list(ends), ends.reshape(-1), list(rows), somewhere
 
 
-def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds | None) -> Seconds:
+def _forward(columns: Forward, begun: Seconds, down: Seconds, stepped: Seconds | None) -> Seconds:
     """When forwards that begin at `begun` have ended; the link towards the host is busy until `down`; (W, K).
 
     `stepped` says when the host has stepped the chunks of each position, which the first one uploads then, (P, K).
@@ -268,7 +248,7 @@ def _forward(columns: Columns, begun: Seconds, down: Seconds, stepped: Seconds |
     return np.maximum(time, gone[0]).reshape(begun.shape)
 
 
-def _backward(columns: Columns, works: Seconds, training: Training, start: Seconds) -> _Ended:
+def _backward(columns: Backward, works: Seconds, training: Training, start: Seconds) -> _Ended:
     """A backward, with one work of the host after the other: the device and the link wait for none of them.
 
     Args:
@@ -353,7 +333,7 @@ def _summed(values: Seconds) -> Seconds:
     return sums
 
 
-def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
+def _averaged(columns: Backward, sums: Averages, works: Seconds, training: Training, start: Seconds) -> _Ended:
     """The backward that ends with averages, see [Note: Sends]; `works` are those of the host's worker, (P, K)."""
     ends, flat, rows, waits = _waits(columns.wait_backward)
     swaps = bool(columns.swap_in.any())
@@ -381,7 +361,7 @@ def _averaged(columns: Columns, sums: Averages, works: Seconds, training: Traini
     return _Ended(np.maximum(time, sending.free), known, sending.down, sending.stepped)
 
 
-def _update(columns: Columns, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:
+def _update(columns: Backward, training: Training, ended: _Ended) -> tuple[Seconds, Seconds | None]:
     """When the forward behind the optimizer step begins, and when the chunks of each position are stepped, (P, K)."""
     stepped = ended.computed + columns.device_step
     if training.overlap == "backward":

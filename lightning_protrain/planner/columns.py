@@ -8,8 +8,8 @@ from dataclasses import InitVar, dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.activity import Columns, Seconds
 from lightning_protrain.planner.chunks import chunks_of
-from lightning_protrain.planner.clock import Columns, Seconds
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
 from lightning_protrain.planner.landing import Landings
 from lightning_protrain.planner.named import come_together

@@ -163,6 +163,7 @@ class Uses:
         sums: Bytes of the chunks before, whole numbers, (E + 1,).
         end: The run after the last one that begins at each position, (P, 1).
         first: The first run that is not of the first n chunks, (N + 1,).
+        last: The position at which the last run begins; 0 if there is none.
     """
 
     def __init__(self, num_positions: int, runs: Runs, sizes: Integers, backward: bool) -> None:
@@ -176,6 +177,7 @@ class Uses:
         places = np.arange(num_positions + 1)
         bounds = np.searchsorted(begun, places)
         self._start, self.end = bounds[:-1, None], bounds[1:, None]
+        self.last = int(begun[-1]) if self.size else 0
         self.first = np.searchsorted(own, np.arange(len(sizes) + 1))
         self._ending = np.searchsorted(until, places)
         least = np.full(num_positions, np.iinfo(np.int64).max)
@@ -186,6 +188,10 @@ class Uses:
         """The first run that begins at each position and is not of the first `persistent` chunks, (P, K)."""
         begin: Integers = np.minimum(np.maximum(self.first[persistent], self._start), self.end)
         return begin
+
+    def begin_of_last(self, persistent: Integers) -> Integers:
+        """The same of the last position alone, (K,)."""
+        return np.maximum(self.first[persistent], self._start[self.last, 0])
 
     def ending(self, positions: Integers) -> Integers:
         """The first run that ends at each of these positions or behind it."""

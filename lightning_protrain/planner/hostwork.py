@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.planner.clock import Seconds
+from lightning_protrain.planner.activity import Seconds
 from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
 

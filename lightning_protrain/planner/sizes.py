@@ -103,6 +103,13 @@ def before_each(amounts: Integers) -> Integers:
     return sums
 
 
+def from_each(amounts: Integers | Flags) -> Integers:
+    """Sums of all amounts but the first n, (N + 1,)."""
+    sums = np.zeros(len(amounts) + 1, dtype=np.int64)
+    sums[:-1] = np.cumsum(amounts[::-1])[::-1]
+    return sums
+
+
 def largest(amounts: Integers, keys: Integers, count: int) -> Integers:
     """The largest of the amounts of key n and all later ones, (count + 1,); keys rise; 0 where there is none."""
     later: Integers = np.maximum.accumulate(np.append(amounts, 0)[::-1])[::-1]

@@ -11,14 +11,15 @@ be, are fast enough for this; and the best of them is the first that is to be be
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.planner.activity import Backward, Columns, broadcast
+from lightning_protrain.planner.boxes import Boxes, Each
 from lightning_protrain.planner.branch import BATCH, Bound
-from lightning_protrain.planner.clock import simulate
+from lightning_protrain.planner.clock import begin, simulate
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Packing
@@ -35,65 +36,6 @@ PROBES = 2
 GRID, MORE = 3, (0, 2, 5)
 # Up to so many times as many buffers as a unit needs it is asked whether they are enough, for so many numbers of them.
 UNITS, ASKED = 3, 24
-
-
-@dataclass(frozen=True)
-class _Boxes:
-    """Sets of candidates; see [Note: Search].
-
-    Attributes:
-        swap: The fewest swapping blocks, (K,).
-        swaps: The most of them.
-        least: The fewest steps of the others, see [Note: Layout of policies].
-        most: The most of them.
-        fewest: The fewest resident chunks.
-        persistent: The most of them.
-        point: Whether it is one candidate.
-    """
-
-    swap: Integers
-    swaps: Integers
-    least: Integers
-    most: Integers
-    fewest: Integers
-    persistent: Integers
-    point: Flags
-
-    def only(self, chosen: Flags | Integers) -> _Boxes:
-        """Some of them."""
-        return _Boxes(**{name: values[chosen] for name, values in vars(self).items()})
-
-    def beside(self, others: _Boxes) -> _Boxes:
-        """These and others."""
-        return _Boxes(**{name: np.concatenate((values, vars(others)[name])) for name, values in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class _Each:
-    """Every number of swapped blocks of every box, those of one box next to each other.
-
-    Attributes:
-        box: Which box.
-        swap: Swapping blocks.
-        start: The first one of each box.
-    """
-
-    box: Integers
-    swap: Integers
-    start: Integers
-
-    @classmethod
-    def of(cls, least: Integers, most: Integers) -> _Each:
-        """From the fewest to the most of each box, (K,)."""
-        counts = most - least + 1
-        start = np.cumsum(counts) - counts
-        box = np.repeat(np.arange(len(counts)), counts)
-        return cls(box, np.arange(len(box)) + (least - start)[box], start)
-
-    def least(self, values: Integers) -> Integers:
-        """The least value in each box, (K,)."""
-        found: Integers = np.minimum.reduceat(values, self.start)
-        return found
 
 
 class Space:
@@ -215,15 +157,18 @@ class Space:
         steps = (low[1] + part.reshape(-1) * np.maximum(most - low[1], 0)).astype(np.int64)
         return np.stack([np.stack((swap, steps, np.full_like(swap, end[2]))) for end in (low, high)])
 
-    def seconds(self, low: Integers, high: Integers) -> Floats:
-        """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,)."""
+    def seconds(self, low: Integers, high: Integers, below: float = np.inf) -> Floats:
+        """Lower bounds of the time of boxes, and the time of points; infinite where nothing fits, (K,).
+
+        Points that take more than `below` may be infinite, too.
+        """
         seconds = np.full(low.shape[1], np.inf)
         which, boxes, buffers = self._fitting(low, high)
         if which.size:
-            seconds[which] = self._simulate(boxes, buffers)
+            seconds[which] = self._simulate(boxes, buffers, below)
         return seconds
 
-    def _fitting(self, low: Integers, high: Integers) -> tuple[Integers, _Boxes, Integers]:
+    def _fitting(self, low: Integers, high: Integers) -> tuple[Integers, Boxes, Integers]:
         """Which boxes may have a candidate that fits, these boxes, and their buffers."""
         boxes = self._boxes(low, high)
         which = np.flatnonzero(self._allowed(boxes) & self.fits_host(boxes))
@@ -234,38 +179,38 @@ class Space:
         fits = buffers >= 0
         return which[fits], boxes.only(fits), buffers[fits]
 
-    def bytes(self, what: Callable[[_Boxes], Integers], limit: Callable[[_Boxes], Flags]) -> Bound:
+    def bytes(self, what: Callable[[Boxes], Integers], limit: Callable[[Boxes], Flags]) -> Bound:
         """A bound of bytes instead of seconds: of `what`, where the box is within `limit`."""
 
-        def bound(low: Integers, high: Integers) -> Floats:
+        def bound(low: Integers, high: Integers, _: float) -> Floats:
             boxes = self._boxes(low, high)
             return np.where(self._allowed(boxes) & limit(boxes), what(boxes), np.inf)
 
         return bound
 
-    def device(self, boxes: _Boxes) -> Integers:
+    def device(self, boxes: Boxes) -> Integers:
         """The least bytes on the device, with the fewest buffers, (K,)."""
         return self._taken(boxes) + self._beside[boxes.persistent]
 
-    def host(self, boxes: _Boxes) -> Integers:
+    def host(self, boxes: Boxes) -> Integers:
         """The least bytes on the host, (K,)."""
         return self.packing.footprint.host(boxes.swap, boxes.fewest, boxes.persistent)
 
-    def anywhere(self, boxes: _Boxes) -> Flags:
+    def anywhere(self, boxes: Boxes) -> Flags:
         """No limit."""
         return np.ones_like(boxes.point)
 
-    def fits_device(self, boxes: _Boxes) -> Flags:
+    def fits_device(self, boxes: Boxes) -> Flags:
         """Whether a candidate of the box may fit the device."""
         return self.device(boxes) <= self._device_budget
 
-    def fits_host(self, boxes: _Boxes) -> Flags:
+    def fits_host(self, boxes: Boxes) -> Flags:
         """Whether a candidate of the box may fit the host."""
         if self._host_budget == UNLIMITED:
             return self.anywhere(boxes)
         return self.host(boxes) <= self._host_budget
 
-    def fits_both(self, boxes: _Boxes) -> Flags:
+    def fits_both(self, boxes: Boxes) -> Flags:
         """Whether a candidate of the box may fit both."""
         return self.fits_device(boxes) & self.fits_host(boxes)
 
@@ -278,7 +223,7 @@ class Space:
         low, high = low[:, some], high[:, some]
         if self._device_budget == UNLIMITED or not low.size:
             return low, high
-        each, width = _Each.of(low[0], high[0]), int(self._num_steps[0]) + 1
+        each, width = Each.of(low[0], high[0]), int(self._num_steps[0]) + 1
         pair = each.swap * width + self._most(high[1], each)
         # Of each pair the fewest that are known in any box; then how many there have to be.
         fewest = np.full(len(self._num_steps) * width, UNLIMITED)
@@ -318,11 +263,11 @@ class Space:
         boxes = self._boxes(corner, corner)
         return self._plan(boxes, 0, int(self._fewest_buffers(boxes.persistent)[0]))
 
-    def _boxes(self, low: Integers, high: Integers) -> _Boxes:
+    def _boxes(self, low: Integers, high: Integers) -> Boxes:
         count = self.num_chunks
-        return _Boxes(low[0], high[0], low[1], high[1], count - high[2], count - low[2], (low == high).all(axis=0))
+        return Boxes(low[0], high[0], low[1], high[1], count - high[2], count - low[2], (low == high).all(axis=0))
 
-    def _allowed(self, boxes: _Boxes) -> Flags:
+    def _allowed(self, boxes: Boxes) -> Flags:
         """Whether a candidate of the box may have the pinned buffers, and the pinned streamed blocks that keep."""
         keep, buffers = self.knobs.num_keep_offloaded_blocks, self.knobs.num_chunk_buffers
         enough: Flags = np.ones_like(boxes.point)
@@ -335,12 +280,12 @@ class Space:
         most = keeps(boxes.swap, boxes.least, boxes.fewest)
         return enough & (fewest <= keep) & (keep <= most)
 
-    def _taken(self, boxes: _Boxes) -> Integers:
-        each = _Each.of(boxes.swap, boxes.swaps)
+    def _taken(self, boxes: Boxes) -> Integers:
+        each = Each.of(boxes.swap, boxes.swaps)
         of_each = boxes.fewest[each.box], boxes.point[each.box]
         return each.least(self.packing.footprint.device(each.swap, self._most(boxes.most, each), *of_each))
 
-    def _most(self, most: Integers, each: _Each) -> Integers:
+    def _most(self, most: Integers, each: Each) -> Integers:
         """The most steps beside each number of swapped blocks."""
         return np.minimum(most[each.box], self._num_steps[each.swap])
 
@@ -353,7 +298,7 @@ class Space:
         """Bytes of the fewest buffers, (K,)."""
         return self.packing.footprint.buffers.bytes(persistent, self._fewest_buffers(persistent))
 
-    def _buffers(self, boxes: _Boxes) -> Integers:
+    def _buffers(self, boxes: Boxes) -> Integers:
         """How many chunk buffers points have, and boxes at most; -1 where there are too few."""
         buffers, pinned = self.packing.footprint.buffers, self.knobs.num_chunk_buffers
         room = self._device_budget - self._taken(boxes)
@@ -363,32 +308,51 @@ class Space:
         found[boxes.point] = buffers.most(boxes.persistent[boxes.point], room[boxes.point])
         return found
 
-    def _simulate(self, boxes: _Boxes, buffers: Integers) -> Floats:
+    def _simulate(self, boxes: Boxes, buffers: Integers, below: float = np.inf) -> Floats:
         problem, candidates, footprint = self.packing.problem, self.packing.candidates, self.packing.footprint
         # Those of all candidates.
         recomputes = footprint.recomputes(boxes.swap, boxes.least) & ~footprint.swaps(boxes.swaps)
         selects = footprint.selects(boxes.swap, boxes.least)
-        swapped = footprint.swapped(boxes.swap, boxes.fewest)
-        at = candidates.block
-        columns = candidates.columns(
-            boxes.persistent,
-            boxes.fewest,
-            buffers,
-            recomputes[at],
-            None if selects is None else selects[at],
-            swapped[at],
-            ~boxes.point,
-        )
+        at, loose = candidates.block, ~boxes.point
+        swapped = footprint.swapped(boxes.swap, boxes.fewest)[at]
+        ahead = boxes.persistent, buffers, swapped, loose
+        what = recomputes[at], None if selects is None else selects[at], swapped, loose
+        back = candidates.backward(boxes.persistent, boxes.fewest, buffers, *what)
+        if self._behind_last_step:
+            return self._bounded(back, ahead, below)
+        columns = Columns(**vars(candidates.forward(*ahead)), **vars(back))
         sums = self.packing.sums
-        averages = sums.of(boxes.persistent, boxes.fewest, ~boxes.point) if sums is not None else None
+        averages = sums.of(boxes.persistent, boxes.fewest, loose) if sums is not None else None
         return self._rounded(simulate(columns, problem.training, problem.hardware.asynchronous, averages))
+
+    @cached_property
+    def _behind_last_step(self) -> bool:
+        """Whether boxes are bounded by their backwards, see [Note: Behind the last step]."""
+        training, hardware = self.packing.problem.training, self.packing.problem.hardware
+        alone = training.overlap == "forward" and training.accumulate == 1 and self.packing.sums is None
+        return alone and hardware.asynchronous
+
+    def _bounded(self, back: Backward, ahead: tuple[Integers, Integers, Integers, Flags], below: float) -> Floats:
+        """Bounds of boxes, and what points take, from what they do in backward; `ahead` tells of their forward."""
+        candidates, (persistent, buffers, swapped, loose) = self.packing.candidates, ahead
+        begun = begin(broadcast(back), self.packing.problem.training)
+        # Additions in another order may be off by one.
+        least = begun.least(candidates.computes, candidates.last, candidates.last_tail(persistent)) - self._quantum
+        seconds = self._rounded(least)
+        close = loose | (seconds <= below)
+        points = np.flatnonzero(close & ~loose)
+        seconds[~close] = np.inf
+        if points.size:
+            of_points = persistent[points], buffers[points], swapped[:, points], loose[points]
+            seconds[points] = self._rounded(begun.end(broadcast(candidates.forward(*of_points)), points)[0])
+        return seconds
 
     def _rounded(self, seconds: Floats) -> Floats:
         """Times that differ by nothing but the order of additions are the same."""
         rounded: Floats = np.rint(seconds / self._quantum) * self._quantum
         return rounded
 
-    def _plan(self, boxes: _Boxes, index: int, buffers: int) -> Plan:
+    def _plan(self, boxes: Boxes, index: int, buffers: int) -> Plan:
         return self.packing.plan(int(boxes.swap[index]), int(boxes.least[index]), int(boxes.persistent[index]), buffers)
 
 

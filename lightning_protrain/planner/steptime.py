@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_protrain.planner.activity import Columns, Seconds
 from lightning_protrain.planner.averages import averages_of
-from lightning_protrain.planner.clock import Columns, Seconds, passes, simulate
+from lightning_protrain.planner.clock import passes, simulate
 from lightning_protrain.planner.columns import columns_of
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import Plan

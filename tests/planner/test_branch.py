@@ -22,7 +22,7 @@ def brute_force(values: Floats) -> tuple[float, tuple[int, ...]]:
 
 
 def bound_of(values: Floats, slack: float):
-    def bound(low: Integers, high: Integers) -> Floats:
+    def bound(low: Integers, high: Integers, _: float) -> Floats:
         bounds = []
         for first, last in zip(low.T, high.T, strict=True):
             box = values[tuple(slice(start, end + 1) for start, end in zip(first, last, strict=True))]

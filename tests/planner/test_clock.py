@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.clock import Columns, simulate
+from lightning_protrain.planner.activity import Columns
+from lightning_protrain.planner.clock import begin, simulate
 from lightning_protrain.planner.training import Training
 
 WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
@@ -166,6 +167,27 @@ def test_many_columns_at_once_are_each_alone(some: Columns, training: Training) 
     for index in range(len(together)):
         alone = Columns(**{field.name: getattr(some, field.name)[..., index : index + 1] for field in fields(Columns)})
         assert simulate(alone, training) == together[index]
+
+
+@given(many_columns(), st.booleans(), st.data())
+def test_a_backward_bounds_the_step(some: Columns, clips: bool, data: st.DataObject) -> None:
+    training = Training("forward", clips=clips)
+    begun, computes = begin(some, training), np.cumsum(some.compute_forward[::-1], axis=0)[::-1]
+    last = data.draw(st.integers(0, len(computes) - 1))
+    for column, seconds in enumerate(simulate(some, training)):
+        least = begun.least(computes[:, column], last, some.tail[last])
+        assert least[column] <= seconds * (1 + 1e-12)
+    chosen = np.arange(0, some.tail.shape[1], 2)
+    of_these = Columns(**{field.name: getattr(some, field.name)[..., chosen] for field in fields(Columns)})
+    assert (begun.end(of_these, chosen)[0] == simulate(some, training)[chosen]).all()
+
+
+def test_a_step_ends_behind_the_last_step_of_the_host() -> None:
+    some = columns(
+        **{**LANDS_ONE, "compute_forward": 2, "compute_backward": 2, "host_step": 1, "upload_forward": 1, "tail": 1}
+    )
+    begun = begin(some, Training("forward"))
+    assert begun.least(np.array([4.0, 2.0]), 0, np.ones(1)) == simulate(some, Training("forward")) == [11]
 
 
 def test_what_is_alike_in_all_columns_is_broadcast() -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from lightning_protrain.planner.clock import Columns
+from lightning_protrain.planner.activity import Columns
 from lightning_protrain.planner.columns import columns_of, held_seconds, traffic
 from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.training import Training

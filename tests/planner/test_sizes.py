@@ -10,7 +10,7 @@ from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import resident_bytes
 from lightning_protrain.planner.named import Parameters
 from lightning_protrain.planner.plan import chunk_offsets
-from lightning_protrain.planner.sizes import Sizes, largest, second_largest, totals
+from lightning_protrain.planner.sizes import Sizes, from_each, largest, second_largest, totals
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layouts
 
@@ -43,3 +43,9 @@ def test_sums_and_the_largest_by_key(entries: list[tuple[int, int]], count: int)
     assert second_largest(amounts, keys, count).tolist() == second
     first = [max([0, *(amount for key, amount in entries if key >= n)]) for n in range(count + 1)]
     assert largest(amounts, keys, count).tolist() == first
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_sums_of_all_but_the_first(amounts: list[int]) -> None:
+    expected = [sum(amounts[n:]) for n in range(len(amounts) + 1)]
+    assert from_each(np.array(amounts, dtype=np.int64)).tolist() == expected

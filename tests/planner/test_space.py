@@ -11,6 +11,7 @@ import pytest
 
 from lightning_protrain.planner import space
 from lightning_protrain.planner.averages import Averages
+from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from lightning_protrain.planner.sums import Sums
@@ -128,6 +129,57 @@ def test_what_is_of_the_fewest_swapped_blocks_alone_is_no_bound(planted: str, mo
     assert failed
 
 
+def alone_behind_forward(seed: int) -> space.Space:
+    """A search in which boxes are bounded by their backwards."""
+    problem = random_problem(seed, 5, 8)
+    training = replace(problem.training, overlap="forward", accumulate=1)
+    hardware = replace(problem.hardware, asynchronous=True)
+    problem = replace(problem, training=training, hardware=hardware)
+    return space.Space(Packing(problem, problem.chunk_bytes[0], None), Knobs())
+
+
+def points_of(over: space.Space) -> Any:
+    """All candidates, (3, K)."""
+    each = zip(*(corners.T for corners in over.roots()), strict=True)
+    grids = [np.meshgrid(*map(np.arange, low, high + 1), indexing="ij") for low, high in each]
+    return np.hstack([np.stack(grid).reshape(3, -1) for grid in grids])
+
+
+def test_points_that_take_more_than_is_of_interest_may_be_left_out() -> None:
+    left_out = 0
+    for over in map(alone_behind_forward, range(20)):
+        assert over._behind_last_step
+        points = points_of(over)
+        values = over.seconds(points, points)
+        below = float(np.median(values))
+        some = over.seconds(points, points, below)
+        assert ((some == values) | ((some == np.inf) & (values > below))).all()
+        left_out += bool((some != values).any())
+    assert left_out > 10
+
+
+def behind_too_much(_: Any, persistent: Any) -> Any:
+    return np.full(len(persistent), 1e3)
+
+
+def test_what_is_more_than_the_last_upload_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Candidates, "last_tail", behind_too_much)
+    failed = 0
+    for seed in range(40, 100):
+        try:
+            check_boxes(seed)
+        except AssertionError:
+            failed += 1
+    assert failed
+
+
+@pytest.mark.parametrize("change", [{"overlap": "off"}, {"overlap": "backward", "clips": False}, {"accumulate": 2}])
+def test_other_steps_are_bounded_as_a_whole(change: dict[str, Any]) -> None:
+    problem = alone_behind_forward(0).packing.problem
+    other = replace(problem, training=replace(problem.training, **change))
+    assert not space.Space(Packing(other, problem.chunk_bytes[0], None), Knobs())._behind_last_step
+
+
 def test_with_steps_behind_backward_each_number_of_swapped_blocks_has_a_box() -> None:
     problem = replace(random_problem(1, 5, 8), training=Training("backward"))
     apart = space.Space(Packing(problem, problem.chunk_bytes[0], None), Knobs())
@@ -167,8 +219,8 @@ def test_plans_with_too_few_buffers_are_left_out() -> None:
 def test_what_is_no_bound_leaves_out_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = space.Space._simulate
 
-    def slow(self: space.Space, found: Any, number: Any) -> Any:
-        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number)
+    def slow(self: space.Space, found: Any, *rest: Any) -> Any:
+        return np.where(found.point, 1.0, 1.5) * simulated(self, found, *rest)
 
     monkeypatch.setattr(space.Space, "_simulate", slow)
     assert sum(demanded(seed)[1] for seed in range(30))
