@@ -79,7 +79,7 @@ class Candidates:
         each: Seconds in a step of the recomputation of one block, and of what streams one chunk if nothing hides it, on
             average.
         computes: Seconds of the device from each position of forward on, (P,).
-        last: The last position of forward that a chunk comes for.
+        last: The last positions of forward that chunks come for, (L,).
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Candidates:
         )
 
     def last_tail(self, persistent: Integers) -> Seconds:
-        """The least that `tail` may be at `last`, with steps of the host beside forward, (K,)."""
+        """The least that `tail` may be at `last`, with steps of the host beside forward, (L, K)."""
         assert self._tails is not None
         begin = self._ahead.begin_of_last(np.maximum(persistent, self.in_order_from))
         return self._tails.take(begin, axis=1).min(axis=0)

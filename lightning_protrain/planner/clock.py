@@ -18,9 +18,9 @@ smaller index), or when -1 (no wait) becomes a wait. Whoever puts each entry at 
 that the entries stand for. The value of a column depends on no other column, bit for bit.
 
 [Note: Behind the last step]
-Where steps of the host run beside the forward that follows, a step nearly always ends with the last chunk that the host
-steps: it is uploaded, and what needs it and all behind that is computed. When the host is done a backward tells, so
-that nothing else of the forward has to be known for a bound that is hardly ever below the step.
+Where steps of the host run beside the forward that follows, a step nearly always ends with one of the last chunks that
+the host steps: it is uploaded, and what needs it and all behind that is computed. When the host is done a backward
+tells, so that nothing else of the forward has to be known for a bound that is hardly ever below the step.
 """
 
 from __future__ import annotations
@@ -99,17 +99,18 @@ class Begun:
     stepped: Seconds | None
     others: Seconds
 
-    def least(self, computes: Seconds, last: int, tail: Seconds) -> Seconds:
+    def least(self, computes: Seconds, last: Positions, tails: Seconds) -> Seconds:
         """Less than the seconds of the step, see [Note: Behind the last step], (K,).
 
         Args:
             computes: Of the device from each position of forward on, (P,).
-            last: A position.
-            tail: As in `Forward`, of that position, or less, (K,).
+            last: Some positions, (L,).
+            tails: As in `Forward`, of these positions, or less, (L, K).
         """
         assert self.stepped is not None
         assert self.accumulate == 1
-        return np.maximum(self.begun + computes[0], self.stepped[last] + (tail + computes[last]))
+        behind = self.stepped[last] + tails + computes[last, None]
+        return np.maximum(self.begun + computes[0], behind.max(axis=0, initial=-np.inf))
 
     def end(self, forward: Forward, chosen: Positions | None = None) -> tuple[Seconds, Seconds]:
         """Seconds of the step, and how much of them are forwards; (K,) each.

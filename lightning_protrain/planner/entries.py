@@ -21,6 +21,8 @@ from lightning_protrain.planner.sizes import before_each
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+# Positions behind which a step may end, see [Note: Behind the last step] in clock.py.
+LAST = 3
 Number = TypeVar("Number", bound=np.generic)
 
 
@@ -163,7 +165,7 @@ class Uses:
         sums: Bytes of the chunks before, whole numbers, (E + 1,).
         end: The run after the last one that begins at each position, (P, 1).
         first: The first run that is not of the first n chunks, (N + 1,).
-        last: The position at which the last run begins; 0 if there is none.
+        last: Where the last runs begin: some positions, (L,).
     """
 
     def __init__(self, num_positions: int, runs: Runs, sizes: Integers, backward: bool) -> None:
@@ -177,7 +179,7 @@ class Uses:
         places = np.arange(num_positions + 1)
         bounds = np.searchsorted(begun, places)
         self._start, self.end = bounds[:-1, None], bounds[1:, None]
-        self.last = int(begun[-1]) if self.size else 0
+        self.last = np.unique(begun)[-LAST:]
         self.first = np.searchsorted(own, np.arange(len(sizes) + 1))
         self._ending = np.searchsorted(until, places)
         least = np.full(num_positions, np.iinfo(np.int64).max)
@@ -190,8 +192,10 @@ class Uses:
         return begin
 
     def begin_of_last(self, persistent: Integers) -> Integers:
-        """The same of the last position alone, (K,)."""
-        return np.maximum(self.first[persistent], self._start[self.last, 0])
+        """The same at the last positions; `size` where none begins, (L, K)."""
+        start, end = self._start[self.last], self.end[self.last]
+        begin = np.maximum(self.first[persistent], start)
+        return np.where(begin < end, begin, self.size)
 
     def ending(self, positions: Integers) -> Integers:
         """The first run that ends at each of these positions or behind it."""

@@ -173,7 +173,7 @@ def test_many_columns_at_once_are_each_alone(some: Columns, training: Training) 
 def test_a_backward_bounds_the_step(some: Columns, clips: bool, data: st.DataObject) -> None:
     training = Training("forward", clips=clips)
     begun, computes = begin(some, training), np.cumsum(some.compute_forward[::-1], axis=0)[::-1]
-    last = data.draw(st.integers(0, len(computes) - 1))
+    last = np.array(data.draw(st.lists(st.integers(0, len(computes) - 1))), dtype=np.int64)
     for column, seconds in enumerate(simulate(some, training)):
         least = begun.least(computes[:, column], last, some.tail[last])
         assert least[column] <= seconds * (1 + 1e-12)
@@ -187,7 +187,9 @@ def test_a_step_ends_behind_the_last_step_of_the_host() -> None:
         **{**LANDS_ONE, "compute_forward": 2, "compute_backward": 2, "host_step": 1, "upload_forward": 1, "tail": 1}
     )
     begun = begin(some, Training("forward"))
-    assert begun.least(np.array([4.0, 2.0]), 0, np.ones(1)) == simulate(some, Training("forward")) == [11]
+    assert (
+        begun.least(np.array([4.0, 2.0]), np.array([0]), np.ones((1, 1))) == simulate(some, Training("forward")) == [11]
+    )
 
 
 def test_what_is_alike_in_all_columns_is_broadcast() -> None:

@@ -201,8 +201,8 @@ def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
             return replace(found, least=found.most, persistent=found.fewest)
         return replace(found, most=found.least, fewest=found.persistent)
 
-    def slow(self: space.Space, found: Any, number: Any) -> Any:
-        return np.where(found.point, 1.0, 1.5) * simulated(self, found, number)
+    def slow(self: space.Space, found: Any, *rest: Any) -> Any:
+        return np.where(found.point, 1.0, 1.5) * simulated(self, found, *rest)
 
     def fewer(self: space.Space, found: Any) -> Any:
         number = buffers(self, found)

@@ -159,7 +159,7 @@ def test_points_that_take_more_than_is_of_interest_may_be_left_out() -> None:
 
 
 def behind_too_much(_: Any, persistent: Any) -> Any:
-    return np.full(len(persistent), 1e3)
+    return np.full((1, len(persistent)), 1e3)
 
 
 def test_what_is_more_than_the_last_upload_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
