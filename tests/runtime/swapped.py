@@ -53,14 +53,14 @@ class Counting(CPUDevice):
     """Counts the bytes of all storages that it has copied out or in, as long as they live.
 
     Attributes:
-        others: Storages that somebody else holds on to.
+        others: Storages that somebody else holds on to; a weak reference keeps the address from being given to another.
         seen: The storages that are counted, with their bytes.
         peak: The most bytes there were.
     """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.others: set[int] = set()
+        self.others: dict[int, StorageWeakRef] = {}
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 

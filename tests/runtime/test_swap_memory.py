@@ -113,7 +113,8 @@ def run(name: str, depth: int, swapped: Callable[[int], bool]) -> tuple[int, int
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
         """What the first block is given, the model's own forward and the checkpointed blocks hold as well."""
-        device.others = {tensor.untyped_storage()._cdata for tensor in find_tensors((args, kwargs))}
+        storages = [tensor.untyped_storage() for tensor in find_tensors((args, kwargs))]
+        device.others = {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
     with applied(model, make, device) as state:
         blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True)
