@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "lightning_protrain"
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 
 # What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
@@ -264,12 +263,6 @@ def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
                     yield node.lineno, f"imports {name} inside {function.name}"
 
 
-def files_are_short(source: Source) -> Iterator[Finding]:
-    lines = len(source.text.splitlines())
-    if lines > MAX_FILE_LINES:
-        yield lines, f"has {lines} lines, more than {MAX_FILE_LINES}"
-
-
 def functions_are_short(source: Source) -> Iterator[Finding]:
     for function in _functions(source.tree):
         lines = (function.end_lineno or 0) - function.lineno + 1
@@ -344,7 +337,6 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     cuda_is_in_one_file,
     exceptions_are_named,
     imports_are_at_the_top,
-    files_are_short,
     functions_are_short,
     names_say_what_things_are,
     text_is_ascii,
@@ -380,9 +372,3 @@ def undeclared_imports(source: Source, declared: Iterable[str]) -> Iterator[Find
         package = name.partition(".")[0]
         if package not in {PACKAGE, *declared}:
             yield line, f"imports {package}, which pyproject.toml does not declare"
-
-
-def mirrored_test(source: Source) -> str:
-    """Path of the test file that belongs to a source file."""
-    path = Path(source.path)
-    return str(Path("tests", *path.parts[1:-1], f"test_{path.name}"))
