@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -107,6 +108,19 @@ def test_other_classes_take_their_place() -> None:
     assert isinstance(cli.model, OtherModule)
     assert cli.model.layer.in_features == 3
     assert isinstance(cli.datamodule, OtherData)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("as_item", [False, True])
+def test_a_data_set_is_a_path_and_never_a_config(name: str, as_item: bool) -> None:
+    rows = [conversation(f"Question {i}?", f"Answer {i}.") for i in range(5)]
+    if name.endswith(".parquet"):
+        Dataset.from_list(rows).to_parquet(name)
+    else:
+        text = json.dumps(rows) if name == "rows.json" else "\n".join(map(json.dumps, rows))
+        Path(name).write_text("prompt,response\nHow?,So.\n" if name == "rows.csv" else text)
+    cli = _made(f"--model.config={SMALL}", f"--data.dataset={f'[{name}, {{path: {name}}}]' if as_item else name}")
+    assert [spec.path for spec in cli.datamodule.specs] == [name] * (1 + as_item)
 
 
 def test_callbacks_of_the_package_have_short_names() -> None:

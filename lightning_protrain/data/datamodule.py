@@ -28,7 +28,7 @@ from lightning_protrain.data.report import DatasetReport
 from lightning_protrain.data.sampling import EpochSampler, ShareSampler
 from lightning_protrain.data.settings import Chats, ChatSettings
 from lightning_protrain.data.sources import load_splits
-from lightning_protrain.data.specs import DatasetSpec
+from lightning_protrain.data.specs import DatasetSpec, dataset_spec
 from lightning_protrain.data.tokenizer import cached_tokenizer_folder, load_tokenizer
 
 DEFAULT_CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
@@ -44,8 +44,8 @@ class ChatDataModule(LightningDataModule):
     arguments give bitwise equal batches in every epoch, whatever the number of workers.
 
     Args:
-        dataset: What `DatasetSpec.path` may be, a `DatasetSpec`, or a list of these; "stdlib" for the docstrings of
-            Python's standard library.
+        dataset: What `DatasetSpec.path` may be, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib"
+            for the docstrings of Python's standard library.
         tokenizer: A folder or a name on the Hugging Face Hub; the processor too, where the data has images. None trains
             a byte-level BPE on the data, once, and keeps it in `cache_dir`.
         vocab_size: Size of the tokenizer trained on the data.
@@ -86,7 +86,8 @@ class ChatDataModule(LightningDataModule):
 
     def __init__(
         self,
-        dataset: str | DatasetSpec | list[str | DatasetSpec] = "stdlib",
+        # With `Path` among its types, no command line reads the file that is named as a config.
+        dataset: str | Path | DatasetSpec | list[str | Path | DatasetSpec] = "stdlib",
         tokenizer: str | None = None,
         vocab_size: int = 4096,
         max_length: int = 512,
@@ -354,7 +355,7 @@ def _specs(dataset: Any) -> list[DatasetSpec]:
     given = dataset if isinstance(dataset, list) else [dataset]
     if not given:
         raise ValueError("dataset is empty: name at least one data set.")
-    return [one if isinstance(one, DatasetSpec) else DatasetSpec(path=one) for one in given]
+    return [dataset_spec(one) for one in given]
 
 
 def _settings(knobs: dict[str, Any]) -> ChatSettings:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_protrain.data.formats import RowFormat
 from lightning_protrain.data.rows import Rows, read_rows
-from lightning_protrain.data.specs import DatasetSpec
+from lightning_protrain.data.specs import DatasetSpec, dataset_spec
 from lightning_protrain.data.stdlib import stdlib_conversations
 from lightning_protrain.data.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
 
@@ -27,20 +27,22 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _Tables = dict[str, list[Table]]
 
 
-def load_splits(dataset: str | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)) -> dict[str, Rows]:
+def load_splits(
+    dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
+) -> dict[str, Rows]:
     """Reads a data set: its rows under "train", and under "validation" and "test" if it brings such splits.
 
     Every row is checked once; what stays in memory are places of rows, not their text.
 
     Args:
-        dataset: The data set; a text is the `path` of one with the defaults of `DatasetSpec`.
+        dataset: The data set; a path alone is one with the defaults of `DatasetSpec`, a mapping has its fields.
         trained_roles: A row without a turn of one of them is malformed; None: no row is for that. The data set's own
             `train_on_inputs` and `roles_to_train` come first.
 
     Raises:
         ValueError: Nothing of that name, a file that cannot be read, or malformed rows.
     """
-    spec = DatasetSpec(path=dataset) if isinstance(dataset, str) else dataset
+    spec = dataset_spec(dataset)
     tables = _tables(spec)
     if spec.images_dir is not None:
         tables = {split: _below(parts, Path(spec.images_dir).expanduser()) for split, parts in tables.items()}

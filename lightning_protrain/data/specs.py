@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal
 
 # Columns of a row, and keys of a message, that `fields` may rename.
@@ -58,7 +60,7 @@ class DatasetSpec:
         ValueError: A value out of range, an unknown choice, or an unknown name in `fields`.
     """
 
-    path: str | list[str] = "stdlib"
+    path: str | Path | list[str] = "stdlib"
     name: str | None = None
     split: str | dict[str, str] | None = None
     revision: str | None = None
@@ -82,7 +84,12 @@ class DatasetSpec:
     processor_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not self.path or not all(self.paths):
+        given = self.path if isinstance(self.path, list | tuple) else [self.path]
+        if not all(isinstance(each, str | PathLike) for each in given):
+            raise ValueError(f"path={self.path!r}: give text or a list of texts.")
+        names = [fspath(each) for each in given]
+        object.__setattr__(self, "path", names if isinstance(self.path, list | tuple) else names[0])
+        if not self.path or not all(names):
             raise ValueError(f"path={self.path!r} names no data set. Give a file, a folder or a name on the Hub.")
         for key, choices in _CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
@@ -92,8 +99,8 @@ class DatasetSpec:
                 raise ValueError(f"{key}={value!r}: give a whole number, at least 1.")
         for key in self.fields:
             _check_choice("fields", key, (*ROW_FIELDS, *MESSAGE_FIELDS))
-        names: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]
-        for key, value in names:
+        renamed: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]
+        for key, value in renamed:
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{key!r} is mapped to {value!r}: give a name.")
         if isinstance(self.split, dict):
@@ -118,7 +125,7 @@ class DatasetSpec:
     @property
     def paths(self) -> tuple[str, ...]:
         """`path` as a tuple."""
-        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+        return tuple(self.path) if isinstance(self.path, list) else (str(self.path),)
 
     @property
     def label(self) -> str:
@@ -132,6 +139,24 @@ class DatasetSpec:
         names = [spec.name for spec in fields(self)]
         knobs = names[names.index("family") :]
         return {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
+
+
+def dataset_spec(dataset: Any) -> DatasetSpec:
+    """Return one data set as a `DatasetSpec`.
+
+    Args:
+        dataset: A `DatasetSpec`, a mapping of its fields as a config has it, or its `path` alone.
+
+    Raises:
+        ValueError: The mapping has a key that is no field, or a value is refused.
+    """
+    if isinstance(dataset, DatasetSpec):
+        return dataset
+    if not isinstance(dataset, Mapping):
+        return DatasetSpec(path=dataset)
+    for key in dataset:
+        _check_choice("dataset", key, [each.name for each in fields(DatasetSpec)])
+    return DatasetSpec(**dataset)
 
 
 def _check_choice(name: str, value: Any, choices: Collection[str | None]) -> None:

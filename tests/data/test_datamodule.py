@@ -279,6 +279,14 @@ def test_several_data_sets_with_their_own_knobs(chats: str, tmp_path: Path) -> N
     ]
 
 
+def test_a_data_set_in_python_may_be_a_path_or_what_yaml_says(chats: str) -> None:
+    knobs = {"path": chats, "max_rows": 3, "train_on": "last_turn"}
+    expected = DatasetSpec(path=chats, max_rows=3, train_on="last_turn")
+    assert ChatDataModule(knobs).specs == [expected]
+    given = [Path(chats), knobs, {**knobs, "path": Path(chats)}, DatasetSpec(path=[Path(chats)])]
+    assert ChatDataModule(given).specs == [DatasetSpec(path=chats), expected, expected, DatasetSpec(path=[chats])]
+
+
 def test_a_fit_with_a_tokenizer_of_mistral_common(chats: str, mistral_folder: str) -> None:
     """From the folder to the weights; its control tokens are no text, its template is code."""
     data = _data(chats, tokenizer=mistral_folder, num_workers=0)
@@ -327,6 +335,9 @@ def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path
         ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
         ({"dataset": []}, "dataset is empty"),
+        ({"dataset": {"path": "x.jsonl", "max_row": 3}}, "dataset: 'max_row' is unknown. Did you mean 'max_rows'"),
+        ({"dataset": [{"path": {"path": "x.jsonl"}}]}, "path={'path': 'x.jsonl'}: give text or a list of texts"),
+        ({"dataset": 5}, "path=5: give text or a list of texts"),
         ({"train_on_eos": "every"}, "train_on_eos must be one of turn, all, last, none, got 'every'"),
         ({"train_on": "first"}, "train_on must be one of all, last_turn, got 'first'"),
         ({"on_untrainable": "skip"}, "on_untrainable must be one of error, drop, warn, got 'skip'"),
