@@ -163,6 +163,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._resumed_from = None if parent is None else parent.identity
         line = [] if parent is None else line_of(find(self._root, self.run), parent)
         self._remember(self._exchange.broadcast(line, "Resuming"))
+        self._scores.begin(known=bool(self.best_k_models))
         self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
         self._due = False
@@ -218,7 +219,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             self._due = False
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
             fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
-            found = (self._scores.read(trainer, step_metrics), True) if fresh else self._scores.now(trainer)
+            score = self._scores.read(trainer, step_metrics) if fresh else None
+            found = (score, score is not None or self.monitor is None) if fresh else self._scores.now(trainer)
             self._save_now(trainer, *found)
             self._leave(trainer)
 
@@ -261,7 +263,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         if tries_only(trainer) or not self._epoch_is_due(trainer):
             return
         if not validates(trainer) and not occasions.is_measured_beside(self.monitor, trainer):
-            self._save_now(trainer, self._scores.read(trainer, trainer.callback_metrics), fresh=True)
+            score = self._scores.read(trainer, trainer.callback_metrics)
+            self._save_now(trainer, score, fresh=score is not None or self.monitor is None)
         elif self._save_on_train_epoch_end or not validates(trainer):
             self._save_now(trainer, *self._scores.now(trainer))
 

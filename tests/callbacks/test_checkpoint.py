@@ -29,9 +29,9 @@ BATCHES = 4
 
 
 class Counter(L.LightningModule):
-    """One weight that counts steps; its validation losses are given, one for each evaluation of the whole life."""
+    """One weight that counts steps; its validation losses are given, one for each evaluation; None: it logs none."""
 
-    def __init__(self, losses: Sequence[float] = (), train: bool = False) -> None:
+    def __init__(self, losses: Sequence[float | None] = (), train: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.layer.weight)
@@ -48,8 +48,9 @@ class Counter(L.LightningModule):
         if not self.trainer.sanity_checking:
             self.evaluated.append(self.trainer.global_step)
             number = self.trainer.global_step // 2 - 1
-            if number < len(self.losses):
-                self.log("val_loss", self.losses[number], batch_size=1)
+            loss = self.losses[number] if number < len(self.losses) else None
+            if loss is not None:
+                self.log("val_loss", loss, batch_size=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0, maximize=True)  # The weight is the number of steps.
@@ -62,7 +63,7 @@ class Counter(L.LightningModule):
 
 
 def _fit(
-    folder: Path, losses: Sequence[float] = (), *, epochs: int = 2, module: Counter | None = None, **options: Any
+    folder: Path, losses: Sequence[float | None] = (), *, epochs: int = 2, module: Counter | None = None, **options: Any
 ) -> tuple[L.Trainer, ProTrainCheckpoint]:
     """Validates after every second step."""
     of_trainer = ("max_steps", "accumulate_grad_batches", "val_check_interval", "callbacks", "strategy", "plugins")
@@ -180,6 +181,24 @@ def test_a_metric_of_training_ranks_without_validation(tmp_path: Path) -> None:
 def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"monitor='val_los': no metric of that name was logged, but \['val_loss'\]"):
         _fit(tmp_path, LOSSES, monitor="val_los")
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"), [((2.0, None, 3.0, None), 2), ((None, 2.0, None, None), 4), ((2.0, None, 1.0, None), 6)]
+)
+def test_an_evaluation_that_logs_no_score_is_not_better_and_is_named_once(
+    tmp_path: Path, losses: Sequence[float | None], best: int
+) -> None:
+    with pytest.warns(UserWarning, match="val_loss was not logged in the evaluation at step") as warned:
+        _, saver = _fit(tmp_path, losses, every_n_train_steps=1, save_top_k=-1, filename="{step}-{val_loss:.1f}")
+    assert sum("was not logged" in str(each.message) for each in warned) == 1
+    assert _weight(saver.best_model_path) == best
+    scores = {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found}
+    assert scores == {step: losses[step // 2 - 1] if step % 2 == 0 else None for step in range(1, 9)}
+    # No name holds the loss of an earlier evaluation.
+    assert {path.name for path in tmp_path.iterdir() if "val_loss" in path.name} == {
+        f"step={step}-val_loss={score:.1f}.ckpt" for step, score in scores.items() if score is not None
+    }
 
 
 def test_save_on_train_epoch_end_takes_the_score_of_the_same_step(tmp_path: Path) -> None:

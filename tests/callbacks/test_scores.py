@@ -17,7 +17,8 @@ def _trainer(step: int, **metrics: float) -> Any:
     return SimpleNamespace(
         global_step=step,
         callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
-        strategy=SimpleNamespace(broadcast=lambda value: value),
+        is_global_zero=True,
+        validating=False,
     )
 
 
@@ -27,6 +28,13 @@ def test_an_evaluation_counts_for_its_own_step_only() -> None:
     assert scores.note(_trainer(3, loss=2.0), None)
     assert scores.now(_trainer(3)) == (2.0, True)
     assert scores.now(_trainer(4)) == (None, False)
+
+
+def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
+    scores = Scores(Ranking("loss"))
+    assert scores.note(_trainer(3, loss=2.0), None)
+    scores.begin(known=True)
+    assert scores.now(_trainer(3)) == (None, False)
 
 
 @pytest.mark.parametrize(("score", "best", "better"), [(1.0, None, True), (1.0, 2.0, True), (2.0, 2.0, False)])
