@@ -26,7 +26,8 @@ from lightning_protrain.callbacks import (  # noqa: F401
     failures,
     plan_monitor,
 )
-from lightning_protrain.checkpoint import consolidation, inspection, ranks
+from lightning_protrain.checkpoint import consolidation, inspection, ranks, retention
+from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import REFUSALS, is_refusal, key_in, refusal_in
 from lightning_protrain.module import CausalLMModule
@@ -34,6 +35,7 @@ from lightning_protrain.trainer import PlanningTrainer
 
 FILE_COMMANDS = {
     "inspect": "describe a checkpoint, or all of a folder, newest first",
+    "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
     "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
     "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
@@ -187,6 +189,9 @@ def file_command(arguments: Sequence[str]) -> int:
     inspect = commands.add_parser("inspect", help=FILE_COMMANDS["inspect"])
     inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")
     inspect.add_argument("--verify", action="store_true", help="read every byte and hold it against the manifest")
+    prune = commands.add_parser("prune", help=FILE_COMMANDS["prune"])
+    prune.add_argument("path", type=Path, help="the folder that the checkpoints are in")
+    prune.add_argument("--dry_run", action="store_true", help="only say what would be removed")
     consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
     consolidate.add_argument("folder", type=Path, help="the checkpoint; it is verified first")
     consolidate.add_argument("file", type=Path, help="its new name, as one file")
@@ -203,7 +208,7 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
-    folder = {"inspect": "path", "consolidate": "folder", "reshard": "checkpoint"}.get(given.command)
+    folder = {"inspect": "path", "prune": "path", "consolidate": "folder", "reshard": "checkpoint"}.get(given.command)
     if folder is not None and getattr(given, folder).is_file():
         parser.error(
             f"{getattr(given, folder)} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock "
@@ -222,6 +227,10 @@ def file_command(arguments: Sequence[str]) -> int:
         if given.command == "merge":
             exporting.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
             return 0
+        if given.command == "prune":
+            lines, good = retention.prune(given.path, Files(), given.dry_run)
+            sys.stdout.write("\n".join(lines or [f"There is nothing to prune in {given.path}."]) + "\n")
+            return 0 if good else 1
         text, good = inspection.inspect(given.path, given.verify)
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.checkpoint.names import reserved_name
 from lightning_protrain.cli import FILE_COMMANDS, ProTrainCLI, file_command, main
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.tokenizer import train_tokenizer
@@ -379,6 +380,18 @@ def test_checkpoints_are_inspected(saved: Path, capsys: pytest.CaptureFixture[st
     assert "weights.safetensors" in capsys.readouterr().out
 
 
+def test_a_folder_is_pruned(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert file_command(["prune", str(saved)]) == 0
+    assert capsys.readouterr().out == f"There is nothing to prune in {saved}.\n"
+    left = saved / reserved_name("step=0", "run", "removed")
+    left.mkdir()
+    assert file_command(["prune", str(saved), "--dry_run"]) == 0
+    assert left.exists()
+    assert file_command(["prune", str(saved)]) == 0
+    assert not left.exists()
+    assert f"{left.name}: removed, 0.000 GB; left by an interrupted save or removal" in capsys.readouterr().out
+
+
 def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "consolidate", str(newest), "plain.ckpt"])
@@ -398,6 +411,8 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
     [
         (["inspect", "nothing"], "nothing is no checkpoint"),
         (["inspect"], "required: path"),
+        (["prune", "nothing"], "nothing holds no checkpoint of ProTrainCheckpoint"),
+        (["prune", __file__], "is one file, `prune` reads folders of ProTrainCheckpoint"),
         (["consolidate", "nothing", "x.ckpt"], "nothing"),
         (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
         (["reshard", "nothing", "a/b"], "required: --ranks"),

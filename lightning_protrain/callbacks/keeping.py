@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def prune(
     protected: Collection[str],
     remove: Callable[[Path], None],
 ) -> list[Found]:
-    """Removes what nobody wants any more.
+    """Remove what nobody wants any more; what cannot be removed is named in a warning, and tried again next time.
 
     Args:
         root: The folder of the checkpoints.
@@ -37,16 +38,21 @@ def prune(
 
     Returns:
         What is left of the line of `head`, newest first.
-
-    Raises:
-        OSError: The disk.
     """
     line = line_of(find(root, head.run), head)
     mine = [each for each in line if each.manifest.record.get("callback") == callback]
     gone = ranking.surplus(mine, save_top_k, protected)
+    left = []
     for each in gone:
-        remove(each.path)
-    return [each for each in line if each not in gone]
+        try:
+            remove(each.path)
+        except OSError as error:
+            left += [each] if os.path.lexists(each.path) else []
+            warnings.warn(
+                f"The old checkpoint {each.path} could not be removed: {error}. The next save tries again.",
+                stacklevel=2,
+            )
+    return [each for each in line if each not in gone or each in left]
 
 
 def free_path(path: Path, joined: str, version: int) -> Path:

@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_protrain.checkpoint.discovery import Listing, find, line_of
+from lightning_protrain.checkpoint.discovery import Listing, find
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
+from lightning_protrain.checkpoint.retention import leftovers
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
+
+# What is said of checkpoints that the newest one of their run does not continue from.
+ABANDONED = ", abandoned"
 
 
 def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
@@ -36,20 +40,32 @@ def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
         faults = verify(each.path)
         good = good and not faults
         lines += [f"{each.path.name}: {fault}" for fault in faults] or [f"{each.path.name}: every byte is right"]
+    lines += [
+        f"{left.name}: being written, or left by an interrupted save or removal, {nbytes / 1e9:.3f} GB"
+        for left, _, nbytes in leftovers(path)
+    ]
+    if any(ABANDONED in line or "interrupted" in line for line in lines):
+        lines.append(f"To remove what is abandoned or was interrupted: lightning-protrain prune {path}")
     return "\n".join(lines), good
 
 
 def _table(listing: Listing) -> Iterator[str]:
-    seen: dict[str, set[str]] = {}
+    heads: dict[str, Manifest] = {}
     for each in listing.found:  # Newest first: the first of a run is its head.
-        run = each.manifest.run
-        if run not in seen:
-            of_run = Listing(tuple(other for other in listing.found if other.manifest.run == run))
-            seen[run] = {other.manifest.identity for other in line_of(of_run)}
-        hidden = "" if each.manifest.identity in seen[run] else ", left behind when the run went back"
-        yield f"{each.path.name}: {_summary(each.manifest)}{hidden}"
+        head = heads.setdefault(each.manifest.run, each.manifest)
+        yield f"{each.path.name}: {_summary(each.manifest)}{_left(each.manifest, head)}"
     for path, what in listing.broken:
         yield f"{path.name}: {what}"
+
+
+def _left(manifest: Manifest, head: Manifest) -> str:
+    """Return what to say of a checkpoint that the newest one of its run does not continue from."""
+    if manifest.is_on_line_of(head):
+        return ""
+    branches = {branch for branch, _ in head.lineage} | {head.branch}
+    if branches.isdisjoint({branch for branch, _ in manifest.lineage} | {manifest.branch}):
+        return f"{ABANDONED}: a later run in this folder began anew"
+    return f"{ABANDONED}: the run was resumed from an earlier checkpoint"
 
 
 def _summary(manifest: Manifest) -> str:

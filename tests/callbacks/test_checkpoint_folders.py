@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.space import free_bytes
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
+from tests.checkpoint.disks import Stuck
 
 
 def test_runs_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -52,6 +55,34 @@ def test_one_process_writes_a_run(tmp_path: Path) -> None:
 
     _fit(tmp_path, callbacks=[Second()])
     assert (_steps(tmp_path), _steps(tmp_path, "another")) == ([8], [8])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["rename", "remove"])
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EACCES, errno.EIO])
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
+    tmp_path: Path, error: int, kind: str, asynchronous: bool
+) -> None:
+    checkpoints = ProTrainCheckpointIO()
+    checkpoints.files = Stuck("step=2.ckpt", error, (kind,))
+
+    class LetGo(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 6:
+                assert any("step=2.ckpt" in path.name for path in tmp_path.iterdir())
+                checkpoints.files = Files()
+
+    with pytest.warns(UserWarning, match=rf"epoch=0-step=2\.ckpt.* could not be removed: \[Errno {error}\]"):
+        _, saver = _fit(
+            tmp_path,
+            every_n_train_steps=2,
+            asynchronous=asynchronous,
+            plugins=[checkpoints],
+            callbacks=[LetGo()],
+        )
+    # The next save that can removes it.
+    assert _steps(tmp_path) == [8]
+    assert _weight(saver.last_model_path) == 8
 
 
 class _Fails(L.Callback):

@@ -11,6 +11,8 @@ what was synced.
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +33,31 @@ class Operation(NamedTuple):
     kind: str
     path: str = ""
     argument: Any = None
+
+
+class Stuck(Files):
+    """A disk that lets nothing go that has a word in its path and was published.
+
+    Args:
+        word: What the path has.
+        error: Number of the error.
+        kinds: Operations that fail.
+    """
+
+    def __init__(self, word: str, error: int = errno.EBUSY, kinds: tuple[str, ...] = ("rename", "remove")) -> None:
+        self.word, self.error, self.kinds = word, error, kinds
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._refuse("rename", source)
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._refuse("remove", path)
+        super().remove(path)
+
+    def _refuse(self, kind: str, path: Path) -> None:
+        if kind in self.kinds and self.word in str(path) and path.suffix != ".staged":
+            raise OSError(self.error, os.strerror(self.error), str(path))
 
 
 class Journal(Files):

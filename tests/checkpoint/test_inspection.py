@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.checkpoint.inspection import inspect
+from lightning_protrain.checkpoint.names import reserved_name
 from lightning_protrain.checkpoint.payload import WEIGHTS
 from tests.checkpoint.contents import flip, save
 
@@ -24,10 +25,27 @@ def test_a_folder_of_checkpoints(root: Path) -> None:
     text, good = inspect(root)
     lines = {line.partition(":")[0]: line for line in text.splitlines()}
     assert good
-    assert set(lines) == {"step=1", "step=2", "step=3", "step=9"}
+    assert set(lines) == {"step=1", "step=2", "step=3", "step=9", "To remove what is abandoned or was interrupted"}
     assert lines["step=1"].startswith("step=1: run run, step 1, loss 0.25, 0.000 GB in 3 files")
-    assert lines["step=2"].endswith("left behind when the run went back")
-    assert "left behind" not in lines["step=1"] + lines["step=3"] + lines["step=9"]
+    assert lines["step=2"].endswith("abandoned: the run was resumed from an earlier checkpoint")
+    assert "abandoned" not in lines["step=1"] + lines["step=3"] + lines["step=9"]
+
+
+def test_a_run_that_began_anew_in_an_old_folder_has_not_gone_back(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    save(tmp_path, 2)
+    assert "step=5: run run, step 5, 0.000 GB in 3 files, abandoned: a later run in this folder began anew" in (
+        inspect(tmp_path)[0].splitlines()
+    )
+
+
+def test_what_interrupted_removals_have_left_is_listed(root: Path) -> None:
+    left = reserved_name("step=0", "run", "removed")
+    (root / left).mkdir()
+    (root / left / WEIGHTS).write_bytes(bytes(2_000_000))
+    lines = inspect(root)[0].splitlines()
+    assert f"{left}: being written, or left by an interrupted save or removal, 0.002 GB" in lines
+    assert lines[-1].endswith(f"lightning-protrain prune {root}")
 
 
 def test_one_checkpoint(root: Path) -> None:
