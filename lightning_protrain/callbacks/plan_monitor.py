@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console, Group
 
 from lightning_protrain.batches import size_of
@@ -84,16 +85,19 @@ def render_plan(
 class PlanMonitor(Callback):
     """Shows what the strategy "protrain" does, and holds its prediction against what happens.
 
-    Before the first step it prints the plan, after training the sum of what was streamed; after the first batch a
-    warning, if a step of fewer than four samples streams weights and the plan was not searched for with that advice. At
-    the trainer's logging steps it logs, all under `protrain/`: `device_bytes`, the model states on the device at the
-    end of the step (resident and fetched ones); `peak_device_bytes`, the most there were until then; `streamed_bytes`,
-    parameters and gradients moved in both directions since the start; where blocks swap, `swapped_out_bytes` and
-    `swapped_in_bytes`; `waited_seconds`, in which the host waited for copies since the start; `step_seconds`, from one
-    optimizer step to the next. Where the plan was searched for, `predicted_peak_bytes` and `predicted_step_seconds`
-    too, both for the batch that the plan was made with: the largest one if the data knows it, so steps may well be
-    faster. Where the device counts what it allocates, `measured_peak_bytes`, the worst rank's. With another strategy it
-    says nothing.
+    Before the first step it prints the plan, after training the sum of what was streamed. After the first batch it says
+    once if a step of fewer than four samples streams weights and the plan was not searched for with that advice.
+
+    At the steps at which the run itself logs something it gives the loggers, all under `protrain/`: `device_bytes`, the
+    model states on the device at the end of the step (resident and fetched ones); `peak_device_bytes`, the most there
+    were until then; `streamed_bytes`, parameters and gradients moved in both directions since the start; where blocks
+    swap, `swapped_out_bytes` and `swapped_in_bytes`; `waited_seconds`, in which the host waited for copies since the
+    start; `step_seconds`, from one optimizer step to the next. Where the plan was searched for, `predicted_peak_bytes`
+    and `predicted_step_seconds` too, both for the batch that the plan was made with: the largest one if the data knows
+    it, so steps may well be faster. Where the device counts what it allocates, `measured_peak_bytes`, the worst rank's.
+
+    The loggers get these figures directly, as from `LearningRateMonitor`: what the module logs, the progress bar and
+    the metrics of other callbacks stay as they are. With another strategy it says nothing.
     """
 
     def __init__(self) -> None:
@@ -134,22 +138,25 @@ class PlanMonitor(Callback):
             return
         if self._uploaded is not None:
             if strategy.counters.uploaded_bytes > self._uploaded:
-                self._warn_of_few_samples(strategy.plan, trainer, pl_module, batch)
+                self._warn_of_few_samples(strategy.plan, trainer, batch)
             self._uploaded = None
         self._time_step(trainer.global_step)
-        logged = device_bytes(strategy.plan, strategy.counters)
-        logged["waited_seconds"] = strategy.counters.waited_seconds
-        if self._step_seconds is not None:
-            logged["step_seconds"] = self._step_seconds
         prediction, measured = strategy.plan.prediction, strategy.measured_peak_bytes
-        if prediction is not None:
-            logged["predicted_peak_bytes"] = float(prediction.device_bytes)
-            logged["predicted_step_seconds"] = prediction.step_seconds
-        pl_module.log_dict({f"{PREFIX}{name}": _on_host(value) for name, value in logged.items()})
+        if trainer.loggers and _is_written(trainer, pl_module):
+            logged = device_bytes(strategy.plan, strategy.counters)
+            logged["waited_seconds"] = strategy.counters.waited_seconds
+            if self._step_seconds is not None:
+                logged["step_seconds"] = self._step_seconds
+            if prediction is not None:
+                logged["predicted_peak_bytes"] = float(prediction.device_bytes)
+                logged["predicted_step_seconds"] = prediction.step_seconds
+            if measured is not None:
+                logged["measured_peak_bytes"] = _of_worst_rank(trainer, measured)
+            if _run_logs(trainer):
+                step = trainer.fit_loop.epoch_loop._batches_that_stepped
+                for logger in trainer.loggers:
+                    logger.log_metrics({f"{PREFIX}{name}": value for name, value in logged.items()}, step=step)
         if measured is not None:
-            several = trainer.world_size > 1
-            if not several or _is_written(trainer):  # Ranks meet for it, and Lightning has them wait for their devices.
-                pl_module.log(f"{PREFIX}measured_peak_bytes", _on_host(measured), reduce_fx="max", sync_dist=several)
             self._compare(prediction, measured)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,12 +172,12 @@ class PlanMonitor(Callback):
             self._step_seconds = None if math.isnan(then) else (now - then) / (step - before)
             self._last_step = (step, now)
 
-    def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+    def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, batch: Any) -> None:
         """Unless the plan has been printed with the same advice."""
         advised = plan.prediction
         if advised is None or not any(few_samples(advised.samples, advised.accumulate)):
             for sentence in few_samples(size_of(batch)[0], trainer.accumulate_grad_batches):
-                pl_module.print(sentence)
+                rank_zero_info(sentence)
 
     def _compare(self, prediction: Prediction | None, measured: int) -> None:
         if prediction is None or self._warned or measured <= prediction.device_bytes * (1 + TOLERANCE):
@@ -185,16 +192,27 @@ class PlanMonitor(Callback):
         )
 
 
-def _is_written(trainer: Trainer) -> bool:
-    """Whether loggers get what is logged after this batch; the same on every rank."""
+def _is_written(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether loggers get what is logged at this batch; the same on every rank."""
+    if module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        return False
     steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and steps % every == 0
 
 
-def _on_host(value: float) -> torch.Tensor:
-    """What Lightning logs without a copy to the device, which would wait for everything that computes there."""
-    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
+def _run_logs(trainer: Trainer) -> bool:
+    """Whether the module or a callback has logged something that loggers get at this step."""
+    results = trainer._results
+    return results is not None and any(one.meta.logger and one.meta.on_step for _, one in results.valid_items())
+
+
+def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:
+    """The most that a rank has; every rank calls it where there are several."""
+    if trainer.world_size == 1:
+        return float(nbytes)
+    there = torch.tensor(nbytes, dtype=torch.float64, device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(there, reduce_op="max"))
 
 
 def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:

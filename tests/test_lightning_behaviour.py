@@ -1,0 +1,184 @@
+"""What a run under the strategy shows to Lightning, loggers, callbacks and the user is what a plain run shows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.callbacks.plan_monitor import PREFIX
+
+PLANS = ("offload", "resident")
+
+
+class Recording(DummyLogger):
+    """Keeps the step and the names of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int | None, tuple[str, ...]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((step, tuple(sorted(metrics))))
+
+
+class Logging(BoringModel):
+    """Logs in every way: on steps, on epochs, on the progress bar, in evaluation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("bar", loss, prog_bar=True, logger=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0, batch_size=1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", 2.0)
+
+
+class Manual(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.step(batch))
+        optimizer.step()
+
+
+class Fetching(BoringModel):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss, batch_size=1)
+        return loss
+
+
+def run(model: L.LightningModule, plan: str | None, function: str = "fit", **options: Any) -> L.Trainer:
+    """A trainer after `function`; a plan of None is Lightning's own strategy."""
+    defaults: dict[str, Any] = {
+        "max_epochs": 2,
+        "limit_train_batches": 5,
+        "limit_val_batches": 2,
+        "limit_test_batches": 2,
+        "limit_predict_batches": 2,
+        "log_every_n_steps": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    strategy = "auto" if plan is None else ProTrainStrategy(plan=plan)
+    torch.manual_seed(0)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**defaults, **options})
+    getattr(trainer, function)(model)
+    return trainer
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", [BoringModel, Manual, Fetching, Logging])
+def test_loggers_get_what_they_get_from_a_plain_run(model: type[L.LightningModule], plan: str) -> None:
+    """The figures of the plan come in calls of their own, at steps at which the run logs."""
+    plain, planned = Recording(), Recording()
+    expected, found = (run(model(), which, logger=one) for which, one in ((None, plain), (plan, planned)))
+    own = [(step, names) for step, names in planned.calls if not names[0].startswith(PREFIX)]
+    assert own == plain.calls
+    steps = {step for step, names in plain.calls if any(name in ("both_step", "loss") for name in names)}
+    assert {step for step, names in planned.calls if names[0].startswith(PREFIX)} == steps
+    assert set(found.logged_metrics) == set(expected.logged_metrics)
+    assert set(found.callback_metrics) == set(expected.callback_metrics)
+    assert set(found.progress_bar_metrics) == set(expected.progress_bar_metrics)
+
+
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        lambda: ThroughputMonitor(batch_size_fn=lambda batch: 1, window_size=2),
+        DeviceStatsMonitor,
+        LearningRateMonitor,
+    ],
+    ids=["throughput", "device", "learning rate"],
+)
+def test_monitors_of_lightning_log_alone(monitor: Callable[[], L.Callback]) -> None:
+    plain, planned = Recording(), Recording()
+    for plan, logger in ((None, plain), ("offload", planned)):
+        run(BoringModel(), plan, logger=logger, callbacks=[monitor()], log_every_n_steps=1)
+    assert planned.calls == plain.calls != []
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nothing_is_printed_through_the_progress_bar(plan: str) -> None:
+    with patch.object(L.Trainer, "print") as trainer, patch.object(L.LightningModule, "print") as module:
+        run(BoringModel(), plan)
+    assert not trainer.called
+    assert not module.called
+
+
+class Hooks:
+    """The names of all hooks that are called, in order."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def watch(self, kind: type, prefix: str) -> Any:
+        """An instance of a class derived from `kind` all of whose hooks are noted."""
+
+        def noted(name: str) -> Callable[..., Any]:
+            plain = getattr(kind, name)
+
+            def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+                self.names.append(f"{prefix}.{name}")
+                return plain(this, *args, **kwargs)
+
+            call.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+            return call
+
+        named = "setup teardown backward configure_optimizers configure_gradient_clipping prepare_data train_dataloader"
+        hooks = [
+            *named.split(),
+            *(name for name in dir(kind) if name.startswith(("on_", "optimizer_", "lr_scheduler"))),
+        ]
+        found = {name: noted(name) for name in hooks if inspect.isfunction(getattr(kind, name, None))}
+        return type(kind.__name__, (kind,), found)()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("model", "function", "options"),
+    [
+        (Logging, "fit", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (Logging, "fit", {"val_check_interval": 2, "enable_checkpointing": True, "num_sanity_val_steps": 0}),
+        (Manual, "fit", {}),
+        (Logging, "validate", {}),
+        (Logging, "test", {}),
+        (Logging, "predict", {}),
+    ],
+    ids=["accumulating", "saving", "manual", "validate", "test", "predict"],
+)
+def test_hooks_are_called_in_the_order_of_a_plain_run(
+    model: type, function: str, options: dict[str, Any], plan: str, tmp_path: Path
+) -> None:
+    called = []
+    for index, which in enumerate((None, plan)):
+        hooks = Hooks()
+        callback, module = hooks.watch(L.Callback, "callback"), hooks.watch(model, "module")
+        run(module, which, function, callbacks=[callback], default_root_dir=tmp_path / str(index), **options)
+        called.append(hooks.names)
+    assert called[0] == called[1]
+    assert len(called[0]) > 10
