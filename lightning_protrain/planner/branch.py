@@ -6,6 +6,7 @@ smaller value; of a box that is one point, the value itself. The boxes with the 
 bound is above the best value found so far are dropped with all their points. So the result is the least of all, however
 loose the bounds are: loose ones only take longer. Whoever knows where no point of a box is allowed cuts that part off
 first. Among equal values the point that is first in lexicographic order wins, as if all had been enumerated.
+Bounds that tell boxes apart badly could make that long: past `LIMIT` evaluations the best point found is returned.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Cut = Callable[[Integers, Integers], tuple[Integers, Integers]]
 # After some rounds they are too few, and twice as many are taken, up to the most.
 BATCH, MOST, PATIENCE = 144, 1152, 3
 PIECES = 8
+LIMIT = 1 << 18
 # Points are tried in so many of the boxes that are divided: those with the smallest bounds.
 PROBED = 4
 
@@ -65,6 +67,7 @@ def minimize(
     batch: int = BATCH,
     cut: Cut = whole,
     weights: Floats | None = None,
+    limit: int = LIMIT,
 ) -> Minimum:
     """Finds the least value in some boxes, see [Note: Branch and bound].
 
@@ -78,6 +81,7 @@ def minimize(
         cut: What is left of boxes that were divided; those of which nothing is left are not evaluated.
         weights: By how much values differ, about, from one point to the next in each direction, (D, 1): there boxes are
             divided first; None: as `divide` has it.
+        limit: Evaluations after which the search ends, if anything was found.
     """
     value = below
     point: tuple[int, ...] = ()
@@ -86,7 +90,7 @@ def minimize(
     new = probed = _nonempty(low, high)
     if 0 < new[0].shape[1] <= batch // PIECES:  # So few that it is no use to know their bounds.
         new = _nonempty(*cut(*divide(*new, batch // new[0].shape[1], weights)))
-    while probed[0].size:
+    while probed[0].size and (evaluations < limit or value == np.inf):
         probes = probe(*probed)
         corners = np.hstack((new[0], probes)), np.hstack((new[1], probes))
         bounds = bound(*corners, value)
@@ -126,6 +130,7 @@ def divide(low: Integers, high: Integers, pieces: int, weights: Floats | None = 
     sides = high - low + 1
     if weights is None:
         weights = 1.0 / sides.max(axis=1, keepdims=True)
+    weights = np.maximum(weights, np.finfo(np.float64).tiny)  # A side that costs nothing is divided too, but last.
     ways = np.ones_like(sides)
     columns = np.arange(sides.shape[1])
     for _ in range(max(pieces.bit_length() - 1, 1)):

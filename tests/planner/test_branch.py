@@ -88,6 +88,30 @@ def test_what_is_not_allowed_is_cut_off(batch: int, weights: Floats | None) -> N
     assert wrong
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("weights", [[1.0, 0.0, 7.0], [0.0, 0.0, 0.0]])
+def test_sides_that_cost_nothing_are_divided_too(weights: list[float]) -> None:
+    for seed in range(60):
+        values = grid_of(seed)
+        found = minimize(
+            bound_of(values, 1.0), lambda low, high: low, *whole(values), batch=16, weights=np.array(weights)[:, None]
+        )
+        assert (found.value, found.point) == brute_force(values)
+
+
+def test_the_search_ends_at_a_limit_with_the_best_that_was_found() -> None:
+    evaluations = limited = 0
+    for seed in range(60):
+        values = grid_of(seed)
+        how = bound_of(values, 100.0), lambda low, high: low, *whole(values)
+        found = minimize(*how, batch=4, limit=8)
+        assert bool(found.point) == bool(np.isfinite(values).any())
+        assert not found.point or found.value == values[found.point]
+        limited += found.evaluations
+        evaluations += minimize(*how, batch=4).evaluations
+    assert limited < evaluations / 2
+
+
 def test_only_values_below_are_of_interest() -> None:
     for seed in range(60):
         values = grid_of(seed)
