@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from lightning_protrain.profiler.model import synthetic_batch, unchanged
+from lightning_protrain.profiler.model import on_one_rank, synthetic_batch, unchanged
 
 _CPU = torch.device("cpu")
 _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
@@ -78,6 +78,9 @@ class SyntheticData(IterableDataset[Any]):
 def batch_to_plan_with(trainer: Trainer) -> Any | None:
     """A training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
 
+    Every rank calls it, so that all make their loaders at the same time; it is rank 0 that plans with the batch. The
+    others get it as the loader gives it: hooks of batch transfer run on rank 0 only, see [Note: One rank].
+
     It is made for the model where the data is `SyntheticData`; the largest if the training data has `largest_batch`;
     else the first. The items of the first batch are read from the dataset now, and again in training: by a worker
     process where the loader has workers, which ends before this returns, else in this process. The hooks of batch
@@ -109,13 +112,14 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
             batch = _largest_batch(trainer, undo)
         if batch is None:
             batch = _first_batch(trainer, undo)
-        if batch is None:
-            return None
+        if batch is None or trainer.global_rank:
+            return batch
         # A sample that is not batched may be the dataset's own, and a hook may change it in place.
         batch = trainer.precision_plugin.convert_input(tree_map_only(torch.Tensor, torch.clone, batch))
         hooks: Any = trainer._data_connector._datahook_selector
-        for hook, place in _TRANSFER_HOOKS:
-            batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
+        with on_one_rank():
+            for hook, place in _TRANSFER_HOOKS:
+                batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
     return batch
 
 

@@ -17,6 +17,7 @@ from lightning_protrain.callbacks.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.attendance import naming_wait
 from lightning_protrain.runtime.comm import Ranks
 
 
@@ -71,7 +72,10 @@ def refuse_other_models(mine: Mapping[str, str]) -> None:
     Raises:
         ValueError: Some rank has others than rank 0; raised on all, with the first one.
     """
-    if len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()))) == 1:
+    if (
+        len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), "the models of the other ranks")))
+        == 1
+    ):
         return
     first, *others = gather(dict(mine))
     for rank, other in enumerate(others, 1):
@@ -104,7 +108,7 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
     Raises:
         ValueError: Some rank has something else than rank 0; raised on all.
     """
-    everywhere = gather(dict(facts))
+    everywhere = gather(dict(facts), f"the {', '.join(facts)} of the other ranks")
     for what in facts:
         for rank, other in enumerate(everywhere):
             if other[what] != everywhere[0][what]:
@@ -122,7 +126,7 @@ def say_if_weights_differ(model: nn.Module) -> None:
         if parameter.numel() and not parameter.is_meta:
             head = parameter.detach().flatten()[:16].cpu().clone(memory_format=torch.contiguous_format)
             digest.update(head.as_strided((head.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
-    digests = gather(digest.hexdigest())
+    digests = gather(digest.hexdigest(), "the weights of the other ranks")
     others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         rank_zero_info(
@@ -171,7 +175,8 @@ def decide(make: Callable[[], Plan]) -> Plan:
             told[0] = make().to_json()
         except ValueError as error:
             told[0] = error
-    dist.broadcast_object_list(told, 0)
+    with naming_wait("the plan of rank 0"):
+        dist.broadcast_object_list(told, 0)
     answer = told[0]
     if isinstance(answer, ValueError):
         raise answer
@@ -197,7 +202,8 @@ def refuse_uneven(num_batches: float | Sequence[float], kind: str = "training") 
     Raises:
         ValueError: Another rank has more or fewer; raised on all.
     """
-    counts = gather(list(num_batches) if isinstance(num_batches, Sequence) else [num_batches])
+    mine = list(num_batches) if isinstance(num_batches, Sequence) else [num_batches]
+    counts = gather(mine, f"the number of {kind} batches of the other ranks")
     if any(count != counts[0] for count in counts):
         each = ", ".join(f"rank {rank}: {' + '.join(map(str, count))}" for rank, count in enumerate(counts))
         raise ValueError(

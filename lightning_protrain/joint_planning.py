@@ -76,7 +76,9 @@ def plan_jointly(
             where = "machines" if how.rows else "ranks"
             rank_zero_info(f"{what} {how.ranks} {where}: {(how.link or 0.0) / 1e9:.3g} GB/s to each.")
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
-    return case.among(plan.sharding), plan
+    case = case.among(plan.sharding)
+    # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
+    return replace(case, wishes=replace(case.wishes, choice=plan)), plan
 
 
 def _plan_best(case: Case, network: Network | None, shardings: Sequence[Sharding], num_sharers: int) -> Plan:

@@ -105,7 +105,7 @@ def load_on_first(ranks: Ranks, load: Callable[[], T], outline: Callable[[], T])
     with failing_together("Loading the weights"):
         if first:
             made = load()
-    states = gather((before, torch.get_rng_state()))
+    states = gather((before, torch.get_rng_state()), "the random states of the other ranks")
     began, ended = states[ranks.first_of_node]
     torch.set_rng_state(ended if torch.equal(began, before) else states[ranks.rank][1])
     return made
@@ -117,7 +117,10 @@ def find_waiting(model: nn.Module, ranks: Ranks) -> frozenset[str]:
     Raises:
         ValueError: The first rank of a machine has none of a parameter; raised on all.
     """
-    everywhere = gather([(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta])
+    everywhere = gather(
+        [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
+        "the names of weights that the other ranks lack",
+    )
     firsts = range(0, ranks.world_size, ranks.local_size)
     for rank in firsts:
         lacks = next((name for name, is_parameter in everywhere[rank] if is_parameter), None)

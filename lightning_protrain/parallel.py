@@ -30,6 +30,7 @@ from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
+from lightning_protrain.runtime.attendance import naming_wait
 from lightning_protrain.runtime.comm import Ranks, find_ranks
 from lightning_protrain.wishes import Wishes
 
@@ -67,7 +68,8 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.is_distributed:
-            self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
+            with naming_wait("the other ranks to make process groups"):
+                self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
             if (module := self.lightning_module) is not None:
                 refuse_differences(self._wanted.settings(module.trainer))
                 self._sigterm.listen(module.trainer)
@@ -193,18 +195,13 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         self.end_outlines()
         return super().load_checkpoint(*args, **kwargs)
 
-    @property
-    def has_outline(self) -> bool:
-        """Whether this rank knows names and shapes of some weights only, see [Note: Outlines]."""
-        module = self.lightning_module
-        return self._ranks is not None and module is not None and any(each.is_meta for each in module.parameters())
-
     def end_outlines(self, sharding: Sharding = Sharding.REPLICATE) -> None:
         """Gives every rank all weights, unless they will be shared; every rank calls it."""
         ranks, module = self._ranks, self.lightning_module
         if self._has_outlines and sharding is not Sharding.SHARD and ranks is not None and module is not None:
             self._has_outlines = False
-            send_values(module, ranks, find_waiting(module, ranks), self.root_device)
+            with naming_wait("the weights of rank 0"):
+                send_values(module, ranks, find_waiting(module, ranks), self.root_device)
 
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
@@ -252,7 +249,8 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             shares = plan.sharding is Sharding.SHARD
             shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
             waiting, self._waiting = self._waiting, frozenset()
-            send_values(model, self._ranks, waiting, self.root_device, shared, resident, self._own)
+            with naming_wait("the weights of rank 0"):
+                send_values(model, self._ranks, waiting, self.root_device, shared, resident, self._own)
         refuse_meta(model)
 
     def equalise_buffers(self) -> None:
@@ -278,7 +276,8 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         if chooses_flat(choice, mine, model, linked):
             self._flat = FlatAverage(mine)
         else:
-            self.model = wrap(model, mine, self.root_device, ddp)
+            with naming_wait("the other ranks to wrap resident weights in DDP"):
+                self.model = wrap(model, mine, self.root_device, ddp)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lightning_protrain.batches import batch_to_plan_with
 from lightning_protrain.callbacks.copies import copied_bytes
 from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
@@ -362,6 +363,9 @@ def describe_case(
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
     )
     if not (elsewhere or _needs_profile(case)):
+        return case
+    if trainer.global_rank:  # Rank 0 makes the plan. Loaders are made on all ranks together.
+        batch_to_plan_with(trainer)
         return case
     reason = _reason(wishes, elsewhere)
 

@@ -33,6 +33,7 @@ from lightning_protrain.companions import accepting_companions
 from lightning_protrain.device import Device, open_device
 from lightning_protrain.device_peers import numa_node
 from lightning_protrain.peers import PeerAccess, peers_found
+from lightning_protrain.runtime.attendance import naming_wait
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -145,7 +146,8 @@ class ProcessStrategy(ParallelStrategy):
         environment, device = self.cluster_environment, self.root_device
         asked = (environment, self.global_rank, self.world_size, device, self.parallel_devices, self._timeout)
         device_id = device if device.type != "cpu" else None
-        with peers_found(*asked) as found:
+        starting = naming_wait(f"all {self.world_size} ranks to start", self.global_rank)
+        with starting, peers_found(*asked) as found:
             _init_dist_connection(environment, self._backend(), timeout=self._timeout, device_id=device_id)
         if device.type == "cuda":
             # NCCL wants to be told of the end, and Lightning does so only for a backend called "nccl".

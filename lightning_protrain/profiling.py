@@ -66,9 +66,9 @@ def profile_training_step(
         ValueError: There is no batch, and the profile is needed. What the step itself raises is raised then, too.
     """
     try:
+        batch = batch_to_plan_with(trainer)
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
             raise UntraceableError("`training_step` takes batches itself, from `dataloader_iter`.")
-        batch = batch_to_plan_with(trainer)
         if batch is None:
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)

@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_protrain.callbacks.failures import failing_together
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
@@ -255,11 +256,11 @@ class ProTrainStrategy(PaperStrategy):
             kind = "cuda" if on_gpus else self.root_device.type
             choice = self.allowed_overlap(self._overlap_choice)
             self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
-        waits = self.has_outline and not (self.reads_rows and self.global_rank == 0)  # Rank 0 makes the plan.
-        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None or waits
+        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
-        return describe_case(wishes, trainer, model, *how)
+        with failing_together("Profiling a training step"):  # Rank 0 does.
+            return describe_case(wishes, trainer, model, *how)
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""

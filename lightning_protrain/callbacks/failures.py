@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_protrain.runtime.attendance import naming_wait
+
 
 def share_failure(error: BaseException | None, doing: str) -> None:
     """Tells the other ranks how this one got on; every rank calls it once at the same point, failed or not.
@@ -26,7 +28,8 @@ def share_failure(error: BaseException | None, doing: str) -> None:
     texts: list[str | None] = [None] * dist.get_world_size()
     mine = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        dist.all_gather_object(texts, mine)
+        with naming_wait(f"the other ranks ({doing[0].lower()}{doing[1:]})"):
+            dist.all_gather_object(texts, mine)
     except RuntimeError as gone:
         if error is not None:  # It is the one to be seen.
             return

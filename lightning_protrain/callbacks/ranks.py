@@ -6,13 +6,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_protrain.runtime.attendance import naming_wait
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks, by rank; every rank calls it."""
+
+def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
+    """Return the values of all ranks, by rank; every rank calls it.
+
+    Args:
+        value: That of this rank.
+        what: What all ranks tell each other, for a warning of a long wait.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with naming_wait(what):
+        dist.all_gather_object(values, value)
     return values
 
 

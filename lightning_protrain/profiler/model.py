@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.measuring import RealMode
+from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
 from lightning_protrain.profiler.recorder import Recorder, in_backward
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiler.snapshot import unchanged as unchanged
@@ -91,7 +92,13 @@ def _recorded_step(
     recorder = Recorder(mode, parameters, model.buffers(), compiled)
     mode.observer = recorder
     # Modes are of a thread, and autograd would take another one for what is on a GPU.
-    with unchanged(model), mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        unchanged(model),
+        mode,
+        on_one_rank(),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         units = {id(model.get_submodule(unit.name)): unit for unit in layout.units}
         for module in list(model.modules()):
             vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)

@@ -11,8 +11,10 @@ knows, see [Note: Record locks].
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +26,50 @@ _EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
 _TO_END = 5.0
 # Seconds between two looks at memory that ranks share: at first, and at most.
 _SOON, _LATER = 2e-5, 1e-3
+# Seconds of a wait in set-up until it is told, and again after twice as many.
+_SLOW = 30.0
 # Looks at the same note until it counts: a rank that has not been given the processor may be about to take it back.
 _LOOKS = 3
+# What a rank does before its first step, for errors and warnings.
+SETTING_UP = "Setting up"
 _GONE = "is gone without a word (killed, or out of memory? see its log)"
+
+
+@contextlib.contextmanager
+def naming_wait(what: str, rank: int | None = None) -> Iterator[None]:
+    """Warn while a wait for other ranks takes longer than 30 seconds.
+
+    Args:
+        what: What this rank waits for: `"the plan of rank 0"`.
+        rank: Of this process; None: as in the default group, and nothing is done where there is none.
+    """
+    if rank is None:
+        if not dist.is_available() or not dist.is_initialized():
+            yield
+            return
+        rank = dist.get_rank()
+    ended = threading.Event()
+
+    def warn() -> None:
+        waited = _SLOW
+        if ended.wait(waited):
+            return
+        _warn_of_wait(rank, waited, what)
+        while not ended.wait(waited):
+            waited *= 2
+            _warn_of_wait(rank, waited, what)
+
+    thread = threading.Thread(target=warn, name="protrain wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _warn_of_wait(rank: int, seconds: float, what: str) -> None:
+    warnings.warn(f"Rank {rank} has waited {seconds:.0f} seconds for {what}.", stacklevel=2)
 
 
 class Attendance:
@@ -47,7 +90,7 @@ class Attendance:
         self._patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         # What others have been seen to wait for while this one waits, with the number of that wait, and how often.
         self._seen: dict[int, tuple[str, int]] = {}
-        self.doing = "Setting up"
+        self.doing = SETTING_UP
 
     def leave(self, reason: str) -> None:
         """This rank takes part in nothing any more.
@@ -69,7 +112,8 @@ class Attendance:
         Raises:
             RuntimeError: It cannot end, because some rank has failed or has gone on without it; names it.
         """
-        look, said = time.monotonic() + _AT_FIRST, False
+        begin, slow, said = time.monotonic(), _SLOW, False
+        look = begin + _AT_FIRST
         self._num_waits += 1
         self._seen.clear()
         members = members or range(len(self._others) + 1)
@@ -78,6 +122,9 @@ class Attendance:
                 if not said:
                     self._write(f"waits/{self._rank}", f"{self._num_waits} {members.start} {members.stop} {what}")
                     said = True
+                if self.doing == SETTING_UP and time.monotonic() > begin + slow:
+                    _warn_of_wait(self._rank, slow, what)
+                    slow *= 2
                 self._refuse_absence(what, members)
                 look = time.monotonic() + _EVERY
             _wait_until(work, look)
