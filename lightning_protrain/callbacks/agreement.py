@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Asks which facts are true on at least one rank, see [Note: Facts].
+    """Asks for the highest value of each fact on any rank, see [Note: Facts].
 
     Args:
-        facts: Those of this rank; always as many.
+        facts: Those of this rank, numbers from 0 to 255; always as many.
     """
 
-    def __init__(self, facts: Callable[[], Sequence[bool]]) -> None:
+    def __init__(self, facts: Callable[[], Sequence[int]]) -> None:
         self._facts = facts
         self._group: dist.ProcessGroup | None = None
         self._question: tuple[dist.Work, torch.Tensor] | None = None
@@ -39,7 +39,7 @@ class Agreement:
             assert work is not None
             self._question = work, facts
 
-    def answer(self) -> list[bool]:
+    def answer(self) -> list[int]:
         """To `ask`, or to a question of its own; the same on every rank.
 
         Raises:
@@ -58,7 +58,7 @@ class Agreement:
                 "message, if it could leave one, is in the log of that rank."
             ) from gone
         self._question = None
-        return [bool(each) for each in facts]
+        return [int(each) for each in facts]
 
     def close(self) -> None:
         """There are no other ranks any more."""

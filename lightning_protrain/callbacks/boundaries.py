@@ -91,7 +91,7 @@ class BoundaryCheckpoint(ModelCheckpoint):
             if self.save_on_preemption:
                 self._preemption.listen(trainer)
 
-    def _facts(self) -> tuple[bool, ...]:
+    def _facts(self) -> tuple[int, ...]:
         self._asked = self._pending
         job = None if self._pending is None else self._pending.job
         return (*self._preemption.received, job is not None and not job.done())
@@ -99,16 +99,16 @@ class BoundaryCheckpoint(ModelCheckpoint):
     def _agree(self, trainer: Trainer) -> bool:
         """Whether the run ends here; settles a save that has ended. Every rank calls it at the end of a step."""
         end, requeue, writing = self._agreement.answer()
-        self._preemption.agreed = end, requeue
+        self._preemption.agreed = end, bool(requeue)
         if not writing and self._asked is self._pending:
             self._settle(trainer)
-        return end
+        return bool(end)
 
     def _leave(self, trainer: Trainer) -> None:
         """Ends the run if that is agreed, also if it was asked for in the save that has just been made."""
         if self._preemption.is_agreed or self._agree(trainer):
             self._settle(trainer)
-            self._preemption.leave(trainer)
+            self._preemption.leave(trainer, self.last_model_path)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0

@@ -61,8 +61,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         weights_and_counters_only: Resume with weights, steps and epochs, and begin everything else anew.
         replay: Whether batches that were trained are drawn again to find the place in the data. None: where loaders
             have a length and no position, and no data module saves a state.
-        save_on_preemption: Whether SIGTERM, or SLURM's signal, on any rank ends the run with a checkpoint at the end of
-            the step, and exit code 143.
+        save_on_preemption: Whether SIGTERM, SLURM's signal, SIGHUP or Ctrl-C on any rank ends the run with a checkpoint
+            at the end of the step; a second Ctrl-C ends it at once.
         asynchronous: Whether a save only copies the states to host memory, and writes them behind the training.
         frozen: `"reference"` names frozen weights and does not save them; `"auto"`: those that their source has.
 

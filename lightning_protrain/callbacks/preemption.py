@@ -1,4 +1,4 @@
-"""A signal that announces the end of a job becomes an end of the run, with a checkpoint.
+"""A signal that announces the end of a job, or Ctrl-C, becomes an end of the run, with a checkpoint.
 
 A handler only writes down that a signal has come: what it means is agreed on by all ranks at the end of a step, see
 [Note: Facts] in agreement.py.
@@ -6,8 +6,10 @@ A handler only writes down that a signal has come: what it means is agreed on by
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,23 +23,28 @@ from lightning_protrain.callbacks.shields import Shield
 
 # What a shell says of a process that SIGTERM has ended, 128 + 15; schedulers take it for a preemption.
 EXIT_CODE = 143
+# What a person does at a terminal: Ctrl-C, and closing it. Where a shell or `nohup` has them ignored, they stay so.
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+_SAID = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end at once, with nothing saved.\n"
 
 
 class Preemption:
     """Listens for signals from `listen` to `restore`.
 
     Attributes:
-        received: Whether this rank was told to end, and whether it was told so by the signal of SLURM.
+        received: The signal by which this rank was told to end, 0 before; and whether SLURM sent it to requeue the job.
         agreed: The same of all ranks, as far as they have agreed.
     """
 
     def __init__(self) -> None:
-        self.received = (False, False)
-        self.agreed = (False, False)
+        self.received = (0, False)
+        self.agreed = (0, False)
         self._previous: dict[int, Any] = {}
         self._requeue_signal: int | None = None
         self._requeues = False
         self._shield: Shield | None = None
+        self._speaks = False
+        self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
         """Workers that are started from here on outlive the signals, see [Note: Workers] in shields.py."""
@@ -45,13 +52,15 @@ class Preemption:
         self._shield.cover_fit(trainer)
 
     def listen(self, trainer: Trainer) -> None:
-        """From here on SIGTERM, and what SLURM sends in its place, end no process.
+        """From here on SIGTERM, what SLURM sends in its place, SIGHUP, and a first Ctrl-C, end no process.
 
         Lightning puts its own handlers in when a fit starts, and those from before back when it ends. Its handlers talk
         to other ranks, or save, in the middle of whatever is being done; they are left out.
         """
         if not self.is_listening:
-            self.received, self.agreed = (trainer.received_sigterm, False), (False, False)
+            self.received, self.agreed = (signal.SIGTERM * trainer.received_sigterm, False), (0, False)
+            self._speaks = trainer.is_global_zero
+            self._terminals = [number for number in (1, 2) if os.isatty(number)]
             trainer._signal_connector.received_sigterm = False  # It would end the run with nothing saved.
             if threading.current_thread() is threading.main_thread():
                 for number in self._signals(trainer):
@@ -67,16 +76,24 @@ class Preemption:
         """Whether the run ends."""
         return any(self.agreed)
 
-    def leave(self, trainer: Trainer) -> NoReturn:
-        """Ends the run, when everything is saved.
+    def leave(self, trainer: Trainer, saved: str) -> NoReturn:
+        """End the run, when everything is saved.
+
+        Args:
+            trainer: Whose run it is.
+            saved: The newest checkpoint.
 
         Raises:
-            SIGTERMException: It ends, with exit code 143.
+            SIGTERMException: The run ends, with the exit code that a shell gives the signal: 143 for SIGTERM.
         """
-        rank_zero_info(f"A signal asks for the end of the run: it ends at step {trainer.global_step}, and is saved.")
+        name = signal.Signals(self.agreed[0]).name
+        rank_zero_info(
+            f"{name}: the run ends at step {trainer.global_step}, and is saved in {saved}. "
+            'Start it again with ckpt_path="last" to go on.'
+        )
         if self.agreed[1] and self._requeues and trainer.is_global_zero:
             _requeue()
-        raise SIGTERMException(EXIT_CODE)
+        raise SIGTERMException(128 + self.agreed[0])
 
     def close(self) -> None:
         """Workers that are started from here on are as any others."""
@@ -87,19 +104,32 @@ class Preemption:
     def restore(self) -> None:
         """Puts back the handlers that nobody else has put back."""
         for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._note and handler is not None:
+            mine = (self._note, signal.SIG_DFL) if number == signal.SIGINT else (self._note,)
+            if signal.getsignal(number) in mine and handler is not None:
                 signal.signal(number, handler)
         self._previous = {}
 
     def _signals(self, trainer: Trainer) -> set[int]:
+        heard: set[int] = {each for each in _OF_TERMINALS if signal.getsignal(each) != signal.SIG_IGN}
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.requeue_signal is not None:
             self._requeue_signal, self._requeues = environment.requeue_signal, environment.auto_requeue
-            return {signal.SIGTERM, environment.requeue_signal}
-        return {signal.SIGTERM}
+            heard.add(environment.requeue_signal)
+        return {signal.SIGTERM, *heard}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = (True, self.received[1] or number == self._requeue_signal)
+        requeues = number == self._requeue_signal
+        # Of several signals the one that schedulers ask for counts, which has the highest number.
+        self.received = (max(self.received[0], signal.SIGTERM if requeues else number), self.received[1] or requeues)
+        if number == signal.SIGINT:
+            # The system ends the process, whatever it waits for; a notebook's process is left to its user.
+            again = self._previous.get(number) if hasattr(sys, "ps1") else signal.SIG_DFL
+            signal.signal(number, again)
+            if self._speaks:
+                os.write(2, _SAID)
+        if number == signal.SIGHUP:  # The terminal is gone: what is written to it would raise, and end the run.
+            for terminal in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
 
 
 def _requeue() -> None:

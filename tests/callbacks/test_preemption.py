@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -17,11 +18,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.preemption import EXIT_CODE
+from lightning_protrain.callbacks.preemption import EXIT_CODE, Preemption
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -187,6 +189,54 @@ def test_one_rank_is_saved_at_the_next_end_of_a_step(
     _assert_goes_on(whole, 1, tmp_path, root, step, accumulate)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_a_terminal_sends_saves_the_run_too(
+    tmp_path: Path, whole: Whole, number: int, code: int, world: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = _ranks(world, tmp_path / "first", tmp_path / "root", sent={world - 1: Signals("start", 3, number)})
+    assert [outcome.error for outcome in outcomes] == [f"SIGTERMException: {code}"] * world
+    told = capfd.readouterr().err
+    assert ("Press Ctrl-C again to end at once" in told) == (number == signal.SIGINT and world == 1)
+    _assert_goes_on(whole, world, tmp_path, tmp_path / "root", 3)
+
+
+def test_the_checkpoint_of_a_run_that_was_ended_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    preemption = Preemption()
+    preemption.agreed = signal.SIGHUP, False
+    with caplog.at_level("INFO"), pytest.raises(SIGTERMException, match="129"):
+        preemption.leave(L.Trainer(accelerator="cpu", logger=False, barebones=True), "runs/step=3.ckpt")
+    assert 'SIGHUP: the run ends at step 0, and is saved in runs/step=3.ckpt. Start it again with ckpt_path="last"' in (
+        caplog.text
+    )
+
+
+class Twice(Signals):
+    """Ctrl-C is pressed again within the step."""
+
+    def send(self, place: str) -> None:
+        if (place, self.begun) == (self.place, self.batch):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
+    (outcome,) = _ranks(1, tmp_path / "first", tmp_path / "root", sent={0: Twice("start", 5)})
+    assert outcome.error == "killed"
+    assert [each.manifest.step for each in find(tmp_path / "root").found] == [4]
+
+
+def test_signals_that_a_shell_has_ignored_stay_ignored(tmp_path: Path) -> None:
+    def fit(rank: int) -> list[Any]:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As `nohup` does.
+        return _fit(0, 1, tmp_path / "root", max_steps=4, sent=Signals("start", 2, signal.SIGHUP))
+
+    folder = tmp_path / "first"
+    folder.mkdir()
+    values(run_ranks(fit, 1, folder))
+    assert find(tmp_path / "root").found[0].manifest.step == 4
+
+
 @pytest.mark.parametrize("who", [(0,), (1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("place", "batch", "accumulate", "step"),
@@ -332,4 +382,18 @@ def test_the_process_says_143(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == EXIT_CODE
     assert time.monotonic() - begin < BOUND
+    assert find(tmp_path / "root").found[0].manifest.step >= 5
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path) -> None:
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(Path(__file__).parents[2])
+        os.execv(sys.executable, [sys.executable, "-c", SCRIPT, str(tmp_path / "root")])
+    told = b""
+    while b"step 5" not in told:
+        told += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
     assert find(tmp_path / "root").found[0].manifest.step >= 5
