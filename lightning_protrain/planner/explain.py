@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
 from itertools import takewhile
 from typing import Protocol
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, PhasePrediction, Prediction
 
-# Characters: a terminal is 80 wide, and a longer name of the module around them would hide the names of the units.
-MAX_SHARED_NAME = 12
+# Of what `print` shows.
+MAX_LINES, WIDTH = 25, 80
 
 
 class _Chunk(Protocol):
@@ -94,33 +97,43 @@ class Explained(Protocol):
 
 @dataclass(frozen=True)
 class _Row:
-    """What one unit gets; units in a row that get the same become one row of the table."""
+    """What one unit gets: its policy, and the bytes of its chunks."""
 
     name: str
     policy: str
     resident: tuple[int, ...]
     streamed: tuple[int, ...]
 
-    def is_like(self, other: _Row) -> bool:
-        return replace(self, name="") == replace(other, name="") and _stem(self.name) == _stem(other.name) is not None
+
+class Explanation(Group):
+    """A plan in tables and sentences, at most `MAX_LINES` lines of 80 characters: for `print`, and for rich."""
+
+    def __str__(self) -> str:
+        file = StringIO()
+        Console(file=file, width=WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str] = ()) -> Group:
-    """The plan as tables: what every unit gets, what that takes of the memory, and what it is expected to give.
+def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str] = ()) -> Explanation:
+    """Return the plan as tables: what every unit gets, what that takes of the memory, and what it is expected to give.
 
     Args:
         plan: The plan.
         budget: Bytes of the device that the plan may use; None: what it was predicted for, if it was.
         sentences: More to say about what lives where.
     """
-    if budget is None and plan.prediction is not None:
-        budget = plan.prediction.budget
-    said = [placement(plan), *sharing_sentences(plan), *sentences]
-    parts: list[RenderableType] = [unit_table(plan), *said, "", memory_table(plan, budget)]
-    if plan.prediction is not None:
-        parts += ["", phase_table(plan.prediction), *host_sentences(plan.prediction), time_sentence(plan.prediction)]
-        parts += plan.prediction.advice
-    return Group(*parts)
+    prediction = plan.prediction
+    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *sentences, ""]
+    if prediction is None:
+        parts.append(memory_table(plan, budget))
+    else:
+        parts += [phase_table(prediction, budget or prediction.budget), peak_sentence(prediction)]
+        parts += [*host_sentences(prediction), time_sentence(prediction), *prediction.advice]
+    for max_rows in range(MAX_LINES, 2, -1):
+        explanation = Explanation(unit_table(plan, max_rows), *parts)
+        if str(explanation).count("\n") < MAX_LINES:
+            break
+    return explanation
 
 
 def short_bytes(count: int) -> str:
@@ -141,25 +154,42 @@ def short_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def unit_table(plan: Explained) -> Table:
-    """What every unit gets; equal neighbours are one row."""
+def unit_table(plan: Explained, max_rows: int) -> Table:
+    """Return what every unit gets.
+
+    Neighbours whose names differ in a number alone are one row if they get the same; where that makes too many rows,
+    if their chunks do; then always. Where that is too much as well, rows in the middle are left out.
+
+    Args:
+        plan: The plan.
+        max_rows: Rows at most; three or more.
+    """
     rows = _rows(plan)
+    keys: tuple[Callable[[_Row], object], ...] = (
+        lambda row: (row.policy, row.resident, row.streamed),
+        lambda row: (row.resident, row.streamed),
+        lambda row: None,
+    )
+    for key in keys:
+        runs = _runs(rows, key)
+        if len(runs) <= max_rows:
+            break
     shared = _shared_parent([row.name for row in rows])
-    table = Table(title="Plan", title_justify="left")
-    table.add_column(f"unit of {shared}" if shared else "unit")
-    for column in ("chunks", "size", "where"):
-        table.add_column(column, justify="left" if column == "where" else "right")
-    table.add_column("activations")
-    for run in _runs(rows):
-        first = run[0]
-        sizes = first.resident + first.streamed
-        table.add_row(
-            _run_name(run)[len(shared) :].removeprefix("."),
-            f"{len(run)} x {len(sizes)}" if len(run) > 1 else str(len(sizes)),
-            f"{len(run)} x {short_bytes(sum(sizes))}" if len(run) > 1 else short_bytes(sum(sizes)),
-            _where(first),
-            first.policy,
-        )
+    cells = [_cells(run, shared) for run in runs]
+    if len(runs) > max_rows:
+        num_hidden = sum(map(len, runs[max_rows - 2 : -1]))
+        cells[max_rows - 2 : -1] = [(f"{num_hidden} more units", "", "", "", "")]
+    table = _table(f"unit of {shared}" if shared else "unit")
+    for column in ("chunks", "size", "where", "activations"):
+        table.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def _table(first: str, show_footer: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=show_footer)
+    table.add_column(first, footer="total")
     return table
 
 
@@ -193,11 +223,7 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
     also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
     also["gathers for other ranks"] = memory.gathers_for_others
     terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
-    what = "Model states" + (" and activations" if memory.activations else "")
-    if memory.swapped_activations and not memory.activations:
-        what = "Model states and swapped activations"
-    table = Table(title=f"{what} on the device", title_justify="left", show_footer=True)
-    table.add_column("term", footer="total")
+    table = _table("on the device", show_footer=True)
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
     table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")
     for term, nbytes in terms.items():
@@ -205,19 +231,31 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
     return table
 
 
-def phase_table(prediction: Prediction) -> Table:
-    """What each phase is expected to need at its peak, and what takes most of it."""
-    table = Table(title=f"Expected on {prediction.hardware}", title_justify="left")
-    table.add_column("phase")
-    table.add_column("device", justify="right")
-    table.add_column("host", justify="right")
-    table.add_column("mostly")
+def phase_table(prediction: Prediction, budget: int) -> Table:
+    """Return what each phase is expected to need at its peak, and what takes most of it."""
+    table = _table(f"on {prediction.hardware}")
+    for column in ("device", f"of {short_bytes(budget)}", "host", "mostly"):
+        table.add_column(column, justify="left" if column == "mostly" else "right")
     for phase in prediction.phases:
-        largest = max(phase.device.items(), key=lambda term: term[1], default=("", 0))
-        mostly = f"{largest[0].replace('_', ' ')}, {short_bytes(largest[1])}" if largest[1] else ""
-        where = f" (in {phase.unit})" if phase.unit and mostly else ""
-        table.add_row(phase.name, short_bytes(phase.device_bytes), short_bytes(phase.host_bytes), mostly + where)
+        share = f"{100 * phase.device_bytes / budget:.0f} %"
+        mostly = next(iter(_terms(phase)), "")
+        table.add_row(phase.name, short_bytes(phase.device_bytes), share, short_bytes(phase.host_bytes), mostly)
     return table
+
+
+def peak_sentence(prediction: Prediction) -> str:
+    """Return what the device is expected to hold at the peak of a run, the largest first."""
+    phase = max(prediction.phases, key=lambda phase: phase.device_bytes)
+    unit = f" in {phase.unit}" if phase.unit else ""
+    return f"At the peak ({phase.name}{unit}) the device holds {', '.join(_terms(phase))}."
+
+
+def _terms(phase: PhasePrediction) -> list[str]:
+    """Return what the device holds, the largest first; without what is less than a hundredth of all of it."""
+    terms = sorted(phase.device.items(), key=lambda term: -term[1])
+    return [
+        f"{short_bytes(size)} of {name.replace('_', ' ')}" for name, size in terms if 100 * size > phase.device_bytes
+    ]
 
 
 def host_sentences(prediction: Prediction) -> list[str]:
@@ -266,21 +304,40 @@ def _rows(plan: Explained) -> list[_Row]:
 
 
 def _shared_parent(names: Sequence[str]) -> str:
-    """The module that all of them are in, if its name is long enough to push what tells them apart out of the table."""
+    """Return the module that all of them are in."""
     parents = [name.split(".")[:-1] for name in names]
-    shared = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
-    return shared if len(shared) > MAX_SHARED_NAME else ""
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
 
 
-def _runs(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Consecutive rows that differ in nothing but the number in their names."""
+def _runs(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[list[_Row]]:
+    """Return consecutive rows of one key whose names differ in nothing but their number."""
     runs: list[list[_Row]] = []
     for row in rows:
-        if runs and row.is_like(runs[-1][-1]):
+        before = runs[-1][-1] if runs else None
+        if before is not None and key(before) == key(row) and _stem(before.name) == _stem(row.name) is not None:
             runs[-1].append(row)
         else:
             runs.append([row])
     return runs
+
+
+def _cells(run: Sequence[_Row], shared: str) -> tuple[str, ...]:
+    """Return the row of a table that stands for a run."""
+    chunks = [row.resident + row.streamed for row in run]
+    resident, streamed = (sum(len(getattr(row, where)) for row in run) for where in ("resident", "streamed"))
+    policies = Counter(row.policy for row in run)
+    return (
+        _run_name(run)[len(shared) :].removeprefix("."),
+        _each([len(sizes) for sizes in chunks], str),
+        _each([sum(sizes) for sizes in chunks], short_bytes),
+        f"{resident} device, {streamed} streamed" if resident and streamed else "streamed" if streamed else "device",
+        run[0].policy if len(policies) == 1 else ", ".join(f"{count} {policy}" for policy, count in policies.items()),
+    )
+
+
+def _each(counts: Sequence[int], text: Callable[[int], str]) -> str:
+    """Return `3 x 5` where all of several are the same, else their sum."""
+    return f"{len(counts)} x {text(counts[0])}" if len(counts) > 1 == len(set(counts)) else text(sum(counts))
 
 
 def _stem(name: str) -> str | None:
@@ -293,12 +350,6 @@ def _run_name(run: Sequence[_Row]) -> str:
     """The name of the row: "model.layers.0-5" for several, "(root)" for the module without a name."""
     name = run[0].name or "(root)"
     return name if len(run) == 1 else f"{name}-{run[-1].name.rpartition('.')[2]}"
-
-
-def _where(row: _Row) -> str:
-    if row.resident and row.streamed:
-        return f"{len(row.resident)} on the device, {len(row.streamed)} streamed"
-    return "streamed" if row.streamed else "device"
 
 
 def _share(nbytes: int, budget: int | None) -> str:

@@ -10,10 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rich.console import Group
-
 from lightning_protrain.planner.answers import only_plan
-from lightning_protrain.planner.explain import explain
+from lightning_protrain.planner.explain import Explanation, explain, short_bytes
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
@@ -106,7 +104,7 @@ class MemoryTerms:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A whole decision, or none: every parameter in one chunk, every block with one policy.
 
@@ -154,8 +152,19 @@ class Plan:
         """
         return self.block(block).policy
 
-    def explain(self, budget: int | None = None, sentences: Sequence[str] = ()) -> Group:
-        """The plan as tables to print with rich, see `lightning_protrain.planner.explain`."""
+    def __repr__(self) -> str:
+        policies = Counter(str(block.policy) for block in self.blocks)
+        blocks = ", ".join(f"{count} {policy}" for policy, count in policies.items()) or "none"
+        return (
+            f"Plan({len(self.chunks)} chunks, {self.num_offloaded_chunks} of them streamed through "
+            f"{self.num_chunk_buffers} buffers; blocks: {blocks}; {short_bytes(self.memory.total)} on the device)"
+        )
+
+    def __str__(self) -> str:
+        return str(self.explain())
+
+    def explain(self, budget: int | None = None, sentences: Sequence[str] = ()) -> Explanation:
+        """Return the plan as tables, for `print` or rich; see `lightning_protrain.planner.explain`."""
         return explain(self, budget, sentences)
 
     def to_json(self) -> str:

@@ -65,7 +65,7 @@ def _text(
     console = Console(width=200, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(render_plan(plan, budget, overlap, peers))
-    return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
+    return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
 LLAMA = _plan(
@@ -86,34 +86,32 @@ SWAPPED = replace(
 
 def test_equal_blocks_are_one_row() -> None:
     lines = _text(LLAMA, 16 * MIB)
-    rows = [line for line in lines if line.startswith(("| model", "| lm_head"))]
-    assert rows == [
-        "| model.embed_tokens | 1 | 8.0 MiB | device | |",
-        "| model.layers.0-1 | 2 x 3 | 2 x 3.0 MiB | device | keep |",
-        "| model.layers.2-3 | 2 x 3 | 2 x 3.0 MiB | streamed | keep |",
-        "| model.layers.4-11 | 8 x 3 | 8 x 3.0 MiB | streamed | checkpoint |",
-        "| model.norm | 1 | 512 B | device | |",
-        "| lm_head | 1 | 8.0 MiB | streamed | |",
+    assert lines[2:8] == [
+        "model.embed_tokens 1 8.0 MiB device",
+        "model.layers.0-1 2 x 3 2 x 3.0 MiB device keep",
+        "model.layers.2-3 2 x 3 2 x 3.0 MiB streamed keep",
+        "model.layers.4-11 8 x 3 8 x 3.0 MiB streamed checkpoint",
+        "model.norm 1 512 B device",
+        "lm_head 1 8.0 MiB streamed",
     ]
     assert "Parameters: 14.0 MiB on the device, 38.0 MiB streamed through 2 chunk buffers." in lines
 
 
 def test_memory_is_shown_against_the_budget() -> None:
     lines = _text(LLAMA, 16 * MIB)
-    assert "| resident states | 4.0 MiB | 25 % of 16.0 MiB |" in lines
-    assert "| chunk buffers | 2.0 MiB | 12 % of 16.0 MiB |" in lines
-    assert "| gradients in flight | 1.0 MiB | 6 % of 16.0 MiB |" in lines
-    assert "| module buffers | 512 B | 0 % of 16.0 MiB |" in lines
-    assert "| total | 7.0 MiB | 44 % of 16.0 MiB |" in lines
-    assert "| total | 7.0 MiB | no limit |" in _text(LLAMA)
+    assert "resident states 4.0 MiB 25 % of 16.0 MiB" in lines
+    assert "chunk buffers 2.0 MiB 12 % of 16.0 MiB" in lines
+    assert "gradients in flight 1.0 MiB 6 % of 16.0 MiB" in lines
+    assert "module buffers 512 B 0 % of 16.0 MiB" in lines
+    assert "total 7.0 MiB 44 % of 16.0 MiB" in lines
+    assert "total 7.0 MiB no limit" in _text(LLAMA)
 
 
 def test_swapped_activations_have_a_row_if_there_are_any() -> None:
     lines = _text(SWAPPED, 20 * MIB)
-    assert "| swapped activations | 3.0 MiB | 15 % of 20.0 MiB |" in lines
-    assert "| total | 10.0 MiB | 50 % of 20.0 MiB |" in lines
-    assert "| model.layers.0 | 3 | 3.0 MiB | device | swap |" in lines
-    assert "Model states and swapped activations on the device" in lines
+    assert "swapped activations 3.0 MiB 15 % of 20.0 MiB" in lines
+    assert "total 10.0 MiB 50 % of 20.0 MiB" in lines
+    assert "model.layers.0 3 3.0 MiB device swap" in lines
     assert not any("swapped" in line for line in _text(LLAMA, 20 * MIB))
 
 
@@ -164,9 +162,9 @@ def test_swapped_bytes_are_logged_apart_and_only_if_a_block_swaps() -> None:
     ("chunks", "blocks", "names"),
     [
         ((_chunk("a.0"), _chunk("b.1")), (), ["a.0", "b.1"]),
-        ((_chunk("a.0"), _chunk("a.1", 5)), (), ["a.0", "a.1"]),
+        ((_chunk("a.0"), _chunk("a.1", 5)), (), ["0", "1"]),
         ((_chunk("a.0"), _chunk("x"), _chunk("a.1")), (), ["a.0", "x", "a.1"]),
-        ((_chunk("a.9"), _chunk("a.10")), (), ["a.9-10"]),
+        ((_chunk("a.9"), _chunk("a.10")), (), ["9-10"]),
         ((_chunk("a"), _chunk("b")), (), ["a", "b"]),
         ((_chunk(""), _chunk("0"), _chunk("1")), (), ["(root)", "0-1"]),
         ((_chunk("x"),), (BlockPlan("tied", KEEP),), ["x", "tied"]),
@@ -176,13 +174,13 @@ def test_only_equal_neighbours_are_joined(
     chunks: tuple[ChunkPlan, ...], blocks: tuple[BlockPlan, ...], names: list[str]
 ) -> None:
     lines = _text(_plan(*chunks, blocks=blocks))
-    table = lines[: next(i for i, line in enumerate(lines) if "Model states" in line)]
-    assert [line.split("|")[1].strip() for line in table if line.startswith("|")] == names
+    table = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("Parameters"))]
+    assert [line.split()[0] for line in table] == names
 
 
 def test_a_unit_in_two_places_says_so() -> None:
     lines = _text(_plan(_chunk("a", resident=True), _chunk("a"), _chunk("a")))
-    assert "| a | 3 | 3.0 MiB | 1 on the device, 2 streamed | |" in lines
+    assert "a 3 3.0 MiB 1 device, 2 streamed" in lines
 
 
 @pytest.mark.parametrize(

@@ -42,38 +42,76 @@ PLAN = Plan(
 def _lines(plan: Plan, budget: int | None = None, sentences: tuple[str, ...] = ()) -> list[str]:
     console = Console(width=200, color_system=None, file=io.StringIO(), record=True)
     console.print(plan.explain(budget, sentences))
-    return [" ".join(line.replace("\u2502", "|").split()) for line in console.export_text().splitlines()]
+    return [" ".join(line.split()) for line in console.export_text().splitlines()]
+
+
+def _of_units(names: list[str]) -> Plan:
+    """One chunk in each unit; the policy alternates, and the first half is resident."""
+    policies = (BlockPolicy.SWAP, BlockPolicy.SELECTIVE)
+    return replace(
+        PLAN,
+        chunks=tuple(
+            ChunkPlan((f"{name}.weight",), name, "float32", True, MIB, 2 * index < len(names))
+            for index, name in enumerate(names)
+        ),
+        blocks=tuple(BlockPlan(name, policies[index % 2], index % 2) for index, name in enumerate(names)),
+    )
 
 
 @pytest.mark.parametrize(
     ("around", "header", "units"),
     [
-        ("model.", "unit", ["model.layers.0", "model.layers.1-3"]),
-        ("", "unit", ["layers.0", "layers.1-3"]),
+        ("model.", "unit of model.layers", ["0", "1-3"]),
+        ("", "unit of layers", ["0", "1-3"]),
         ("model.base_model.model.", "unit of model.base_model.model.layers", ["0", "1-3"]),
     ],
 )
-def test_a_long_name_around_all_units_is_said_once(around: str, header: str, units: list[str]) -> None:
+def test_a_name_around_all_units_is_said_once(around: str, header: str, units: list[str]) -> None:
     renamed = [chunk._replace(unit=f"{around}{chunk.unit.removeprefix('model.')}") for chunk in PLAN.chunks]
     blocks = [replace(block, name=f"{around}{block.name.removeprefix('model.')}") for block in PLAN.blocks]
-    table = unit_table(replace(PLAN, chunks=tuple(renamed), blocks=tuple(blocks)))
+    table = unit_table(replace(PLAN, chunks=tuple(renamed), blocks=tuple(blocks)), 9)
     assert table.columns[0].header == header
     assert list(table.columns[0].cells) == units
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        ([f"m.layers.{i}" for i in range(3)], "layers.0 1 1.0 MiB device swap"),
+        ([f"m.layers.{i}" for i in range(96)], "layers.0-48 49 x 1 49 x 1.0 MiB device 25 swap, 24 selective"),
+        ([f"m.{part}.{i}.{side}" for part in "ab" for i in range(30) for side in "xy"], "more units"),
+    ],
+)
+@pytest.mark.parametrize("prediction", [PREDICTION, None])
+def test_what_print_shows_has_few_lines(names: list[str], line: str, prediction: Prediction | None) -> None:
+    advice = tuple("A piece of advice that takes more than one line, as some of them do." * 2 for _ in range(3))
+    expected = prediction and replace(prediction, advice=advice, phases=prediction.phases * 2)
+    plan = replace(_of_units([*names, "m.head"]), prediction=expected)
+    text = str(plan)
+    assert len(text.splitlines()) <= 25
+    assert max(map(len, text.splitlines())) <= 80
+    assert text == str(plan.explain())
+    said = [" ".join(row.split()) for row in text.splitlines()]
+    if line == "more units":
+        count = next(int(row.split()[0]) for row in said if row.endswith(line))
+        assert count + sum(row.startswith(("a.", "b.", "head")) for row in said) == len(names) + 1
+    else:
+        assert line in said
+    assert "\n" not in repr(plan)
+    assert len(repr(plan)) < 200
 
 
 def test_everything_is_said() -> None:
     lines = _lines(PLAN, sentences=("One more thing.",))
     for line in (
-        "| model.layers.0 | 1 | 1.0 MiB | device | checkpoint |",
-        "| model.layers.1-3 | 3 x 1 | 3 x 1.0 MiB | streamed | checkpoint |",
+        "0 1 1.0 MiB device checkpoint",
+        "1-3 3 x 1 3 x 1.0 MiB streamed checkpoint",
         "Parameters: 1.0 MiB on the device, 3.0 MiB streamed through 2 chunk buffers.",
         "One more thing.",
-        "Model states and activations on the device",
-        "| activations | 1.0 MiB | 6 % of 16.0 MiB |",
-        "| total | 8.0 MiB | 50 % of 16.0 MiB |",
-        "Expected on Test GPU",
-        "| forward | 8.0 MiB | 1.0 MiB | activations, 7.0 MiB (in model.layers.1) |",
-        "| step | 0 B | 1.0 MiB | |",
+        "on Test GPU device of 16.0 MiB host mostly",
+        "forward 8.0 MiB 50 % 1.0 MiB 7.0 MiB of activations",
+        "step 0 B 0 % 1.0 MiB",
+        "At the peak (forward in model.layers.1) the device holds 7.0 MiB of activations, 1.0 MiB of chunk buffers.",
         "Warning: buy memory.",
     ):
         assert line in lines, line
@@ -95,11 +133,13 @@ def test_what_the_host_has_beside_the_states_of_one_rank_is_said() -> None:
 def test_without_a_prediction_nothing_is_expected() -> None:
     lines = _lines(replace(PLAN, prediction=None))
     assert not any("xpected" in line for line in lines)
-    assert "| total | 8.0 MiB | no limit |" in lines
+    assert "activations 1.0 MiB no limit" in lines
+    assert "total 8.0 MiB no limit" in lines
 
 
 def test_a_budget_that_is_given_counts_for_more_than_the_predicted_one() -> None:
-    assert "| total | 8.0 MiB | 25 % of 32.0 MiB |" in _lines(PLAN, 32 * MIB)
+    assert "forward 8.0 MiB 25 % 1.0 MiB 7.0 MiB of activations" in _lines(PLAN, 32 * MIB)
+    assert "total 8.0 MiB 25 % of 32.0 MiB" in _lines(replace(PLAN, prediction=None), 32 * MIB)
 
 
 def test_sums_over_ranks_are_said() -> None:
@@ -142,7 +182,7 @@ def test_how_chunks_come_is_said(sharding: Sharding, gathered_by: int, sentence:
 
 
 def test_what_gathers_for_others_take_is_a_term() -> None:
-    plan = replace(PLAN, memory=replace(PLAN.memory, gathers_for_others=2 * MIB))
-    assert "| gathers for other ranks | 2.0 MiB | 12 % of 16.0 MiB |" in _lines(plan)
-    assert "| total | 10.0 MiB | 63 % of 16.0 MiB |" in _lines(plan)
-    assert not any("gathers" in line for line in _lines(PLAN))
+    plan = replace(PLAN, prediction=None, memory=replace(PLAN.memory, gathers_for_others=2 * MIB))
+    assert "gathers for other ranks 2.0 MiB 12 % of 16.0 MiB" in _lines(plan, 16 * MIB)
+    assert "total 10.0 MiB 63 % of 16.0 MiB" in _lines(plan, 16 * MIB)
+    assert not any("gathers" in line for line in _lines(replace(PLAN, prediction=None)))
