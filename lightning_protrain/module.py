@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback
@@ -192,6 +192,25 @@ class CausalLMModule(RestorableModule):
             raise ValueError("The number of embeddings is open: set vocab_size, or give the datamodule a `tokenizer`.")
         # Among the hyperparameters, so that a checkpoint can be loaded where there is no tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move and cast as any module, but cast no buffer that a checkpoint does not hold.
+
+        transformers computes rotary frequencies in float32 whatever dtype the weights have. Cast to bfloat16 they turn
+        late positions by another angle than in the model that is exported and used.
+        """
+        kept = [
+            (module._buffers, name, buffer)
+            for module in self.modules()
+            for name in module._non_persistent_buffers_set
+            if (buffer := module._buffers[name]) is not None
+        ]
+        applied = super()._apply(fn, recurse)
+        for buffers, name, before in kept:
+            now = buffers[name]
+            if now is not None and now.dtype != before.dtype:
+                buffers[name] = before.to(now.device)
+        return applied
 
     def on_fit_start(self) -> None:
         """Put the model into train mode: Lightning leaves a model in eval mode where it is."""

@@ -116,6 +116,18 @@ def pretrained(tmp_path):
     return str(tmp_path / "gpt2")
 
 
+@pytest.mark.parametrize("strategy", ["auto", "protrain"])
+def test_a_model_in_bfloat16_says_what_transformers_reads_back(strategy: str, tmp_path: Path) -> None:
+    """Rotary frequencies stay in float32, as transformers computes them, whatever the dtype of the weights."""
+    module = build()
+    trainer(tmp_path, precision="bf16-true", devices=1, strategy=strategy).validate(module, Sequences(), verbose=False)
+    read = AutoModelForCausalLM.from_config(module.model.config, dtype=torch.bfloat16).eval()
+    read.load_state_dict(module.model.state_dict())
+    ids = torch.arange(VOCAB)[None]
+    with torch.no_grad():
+        assert torch.equal(module.eval()(input_ids=ids).logits, read(input_ids=ids).logits)
+
+
 @pytest.mark.filterwarnings(f"ignore:.*{ALL_LOGITS}")
 @pytest.mark.parametrize(("model_type", "overrides", "chunked"), ARCHITECTURES)
 def test_the_loss_and_gradients_are_those_of_transformers(model_type, overrides, chunked):
