@@ -37,7 +37,7 @@ from torchmetrics import Metric
 
 from lightning_protrain.consensus import refuse_other_models
 from lightning_protrain.epochs import length_is_known
-from lightning_protrain.fsdp_refusals import refuse_precision, refuse_run, refuse_sharded
+from lightning_protrain.fsdp_refusals import refuse_optimizers, refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     describe_tensors,
     load_optimizer_parts,
@@ -190,6 +190,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             if recomputed:
                 self._recompute(model, recomputed)
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
             point_to_parts(self.optimizers, model, known)
         self.setup_precision_plugin()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.export import SavePretrained
 
@@ -51,6 +54,20 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
             raise ValueError(
                 f"{type(callback).__name__} keeps a second, whole copy of the weights, which cannot be averaged with "
                 'the parts that strategy="protrain_fsdp2" leaves on each rank. Remove the callback.'
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers whose kernels take no DTensor.
+
+    Raises:
+        ValueError: An optimizer of bitsandbytes, or one that derives from it.
+    """
+    for optimizer in optimizers:
+        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__):
+            raise ValueError(
+                f"{type(optimizer).__name__} is an optimizer of bitsandbytes, which cannot step the parts of weights "
+                'that strategy="protrain_fsdp2" leaves on each rank. Use torch.optim.AdamW, or strategy="protrain".'
             )
 
 

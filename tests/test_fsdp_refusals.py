@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import lightning as L
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from lightning_protrain.callbacks.export import SavePretrained
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.fsdp_refusals import refuse_optimizers
 from tests.fsdp2_cases import RANKS, SMALL, Flat, Uneven, train
 from tests.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
 from tests.ranks import run_ranks, values
@@ -123,6 +125,16 @@ def test_what_cannot_be_sharded_is_refused_before_it_is(tmp_path: Path) -> None:
         for message, (text, sharded) in found.items():
             assert message in text
             assert not sharded
+
+
+class Derived(bnb.optim.AdamW8bit):
+    pass
+
+
+@pytest.mark.parametrize("kind", [bnb.optim.AdamW8bit, bnb.optim.Lion, Derived])
+def test_an_optimizer_that_steps_whole_tensors_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{kind.__name__} is an optimizer of bitsandbytes.*torch\.optim\.AdamW"):
+        refuse_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))]), kind([nn.Parameter(torch.ones(1))])])
 
 
 def different_models(rank: int) -> None:
