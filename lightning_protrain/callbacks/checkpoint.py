@@ -45,8 +45,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
     """Saves and keeps checkpoints that survive a crash, and finds the newest and the best again.
 
     With a metric every evaluation counts: the best one so far is saved when it is found, whatever the other triggers
-    say. The newest checkpoint is always kept, so `save_last` makes no copy. `fit(ckpt_path="last")` takes the newest
-    one of which every byte is right, says which ones it has skipped, and never begins anew in silence.
+    say. The newest checkpoint is always kept, so `save_last` makes no copy: it saves the last step of the fit, whatever
+    the other triggers say. `fit(ckpt_path="last")` takes the newest one of which every byte is right, says which ones it
+    has skipped, and never begins anew in silence.
 
     Args:
         dirpath, filename, monitor, verbose, save_last, save_top_k, save_on_exception, save_weights_only, mode: As in
@@ -94,6 +95,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         # What "last" has found on this rank, on one of several.
         self._listed: str | None = None
         self._due = False
+        # How Lightning counts epochs at the end of the latest batch.
+        self._epoch: dict[str, Any] | None = None
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
         self._resumption = Resumption(allow_drift, weights_and_counters_only, replay, self._frozen)
@@ -166,7 +169,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._scores.begin(known=bool(self.best_k_models))
         self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
-        self._due = False
+        self._due, self._epoch = False, None
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
@@ -211,6 +214,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Saves if steps or time say so: at the end of the step, and after the evaluation that follows on it."""
+        self._epoch = trainer.fit_loop.epoch_progress.state_dict()
         every, stepped = self._every_n_train_steps, not accumulates(trainer)
         steps = stepped and every >= 1 and trainer.global_step % every == 0
         ends = stepped and self._agree(trainer)
@@ -282,9 +286,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             self._close(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves what `save_last` promises, if nothing was saved at all."""
-        if self.save_last and not self._last_checkpoint_saved and self._resumed_from is None:
-            self._save_now(trainer, None, fresh=False)
+        """Save the last step, as `save_last` promises."""
+        if self.save_last:
+            self._save_now(trainer, *self._scores.now(trainer))
         self._settle(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -310,6 +314,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             return
         self._settle(trainer)
         candidates = self._monitor_candidates(trainer)
+        if self._epoch is not None:
+            candidates["epoch"] = torch.tensor(self._epoch["current"]["completed"])
         path = self._exchange.broadcast(self._path(candidates, fresh), f"Saving step {trainer.global_step}")
         record = {**self.ranking.record(score), "callback": self.state_key}
         if accumulates(trainer):
@@ -327,6 +333,10 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         doing = f"Saving {path}"
         with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            if self._epoch is not None and not trainer.is_last_batch:
+                # Lightning counts an epoch that `max_steps` has ended as a whole one, and would skip the rest of it.
+                checkpoint["epoch"] = self._epoch["current"]["completed"]
+                checkpoint["loops"]["fit_loop"]["epoch_progress"] = self._epoch
             self._frozen.take_out(trainer, checkpoint, record)
         self._resumption.gather(checkpoint, doing)
         with self._exchange.together(doing), io_of(trainer).copying(self._snapshot if behind else None):

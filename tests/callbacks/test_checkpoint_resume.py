@@ -81,12 +81,18 @@ class Noisy(L.LightningModule):
 
 
 def _run(
-    folder: Path, accumulate: int, plan: str | None, path: Path | str | None = None, every: int = 1, **options: Any
+    folder: Path,
+    accumulate: int,
+    plan: str | None,
+    path: Path | str | None = None,
+    every: int = 1,
+    saves: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Noisy, dict[str, Any]]:
     """Trains to the end, saves every step or every so many; what the end of it is, as Lightning saves it."""
     module = Noisy()
     seed = 1 if path is None else 12345
-    saver = ProTrainCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    saver = ProTrainCheckpoint(folder, **(saves or {"every_n_train_steps": every}), save_top_k=-1)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -163,6 +169,20 @@ def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
     _, last = _run(tmp_path / "chain", 1, None, "last")
     assert _unexplained(last, expected) == []
     assert {each.manifest.branch for each in find(tmp_path / "chain").found} == {0}
+
+
+@pytest.mark.parametrize("saves", [{"every_n_train_steps": 100, "save_last": True}, {"every_n_epochs": 1}], ids=str)
+@pytest.mark.parametrize(("stop", "name"), [(3, "epoch=0-step=3.ckpt"), (13, "epoch=1-step=13.ckpt")])
+def test_an_epoch_that_max_steps_has_ended_goes_on_in_its_middle(
+    tmp_path: Path, saves: dict[str, Any], stop: int, name: str
+) -> None:
+    module, expected = _run(tmp_path / "whole", 1, None)
+    _run(tmp_path / "two", 1, None, saves=saves, max_steps=stop)
+    assert find(tmp_path / "two").found[0].path.name == name
+    resumed, last = _run(tmp_path / "two", 1, None, "last", saves=saves)
+    assert resumed.losses == module.losses[stop:]
+    assert last["global_step"] == 20
+    assert _differences(last["state_dict"], expected["state_dict"]) == []
 
 
 def test_a_checkpoint_without_random_numbers_is_said(tmp_path: Path) -> None:
