@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -127,6 +127,30 @@ def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterat
         elif not path:
             weight = weights.get(name.replace(".base_layer.", "."))
             yield name, "the shape {}", list(shape), None if weight is None else list(weight.shape)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a model of transformers or the adapters of one of PEFT with `save_pretrained`; no network is asked.
+
+    PEFT would ask the Hub whether the vocabulary is still that of the base, to know whether the embedding is wanted.
+    """
+    if not hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+        return
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted = any(hasattr(layer, "base_layer") for layer in layers)
+    model.save_pretrained(folder, save_embedding_layers=adapted or _has_other_vocabulary(model))
+
+
+def _has_other_vocabulary(model: Any) -> bool:
+    """Return whether the embedding has other rows than the base has, as far as this machine knows the base."""
+    name = model.active_peft_config.base_model_name_or_path
+    try:
+        base = AutoConfig.from_pretrained(name, local_files_only=True) if name else model.config
+    except (OSError, ValueError):
+        return False
+    sizes = [getattr(each.get_text_config(), "vocab_size", None) for each in (base, model.config)]
+    return sizes[0] != sizes[1]
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:

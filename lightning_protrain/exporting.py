@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from lightning_protrain.adapters import with_lora
+from lightning_protrain.adapters import save_model, with_lora
 from lightning_protrain.architectures import build_model
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
@@ -189,7 +189,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
             load_tokenizer(folder).save_pretrained(partial)
         if folder and (_has(folder, "processor_config.json") or _has(folder, "preprocessor_config.json")):
             AutoProcessor.from_pretrained(folder).save_pretrained(partial)
-        model.save_pretrained(partial)
+        save_model(model, partial)
         os.rename(partial, target)
     finally:
         if partial.exists():

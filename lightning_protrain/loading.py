@@ -314,7 +314,7 @@ def _options(
 
 def _remember(model: PreTrainedModel, folder: str) -> None:
     """Where a model comes from, and how it generates."""
-    model.config.name_or_path = folder
+    model.name_or_path = model.config.name_or_path = folder  # PEFT writes the first, transformers the second
     if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 

@@ -99,6 +99,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "batches": ("profiler.model",),
     "profiling": ("batches", "profiler"),
     "callbacks": (
+        "adapters",
         "batches",
         "callbacks",
         "checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.baseline import InitialValidation
+from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.stdlib import stdlib_conversations
-from lightning_protrain.data.tokenizer import MIN_VOCAB_SIZE
+from lightning_protrain.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lightning_protrain.planner.presets import parse_bytes
+from tests.data.conftest import conversation
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 QUICKSTART = next(path for path in CONFIGS if path.name == "quickstart.yaml")
@@ -68,3 +72,44 @@ def test_the_quickstart_tells_the_loss_before_and_after(
     cli = ProTrainCLI(["--config", str(QUICKSTART)], run=False)
     assert any(isinstance(callback, InitialValidation) for callback in cli.trainer.callbacks)
     assert type(cli.trainer.logger).__name__ == "CSVLogger"
+
+
+@pytest.fixture
+def small_folder() -> None:
+    """What `chat.yaml` and `lora.yaml` name: a small model, and conversations for each of their data sets."""
+    rows = [conversation(f"Question {i}?", f"First {i}.", f"Last {i}.") for i in range(60)]
+    train_tokenizer(rows, 280).save_pretrained("models/my-model")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=280, **sizes)).save_pretrained(
+        "models/my-model"
+    )
+    Path("data").mkdir()
+    kinds = {"user": "human", "assistant": "bot"}
+    agent = [
+        {"conversations": [{"from": kinds[m["role"]], "value": m["content"]} for m in row["messages"]]} for row in rows
+    ]
+    for name, written in (("chats", rows), ("manners", rows[:4]), ("agent", agent)):
+        Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_folder")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "result"), [("chat", "my-trained"), ("lora", "my-adapters")])
+def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
+    name: str, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    config = CONFIGS[0].with_name(f"{name}.yaml")
+    options = ["--data.max_length=128", "--trainer.accumulate_grad_batches=2", "--data.packing=false"]
+    if name == "chat":
+        options.append("--data.num_workers=0")
+    cli = ProTrainCLI(["fit", f"--config={config}", "--trainer.accelerator=cpu", *options])
+    assert find(Path("checkpoints") / name).found[0].manifest.step == cli.trainer.global_step
+    kind = AutoModelForCausalLM if name == "chat" else AutoPeftModelForCausalLM
+    tokens = torch.arange(6)[None]
+    assert isinstance(cli.model.model, torch.nn.Module)
+    with torch.no_grad():
+        trained = cli.model.model.eval()(tokens).logits
+        loaded = kind.from_pretrained(f"models/{result}", dtype=trained.dtype).eval()
+        assert torch.equal(loaded(tokens).logits, trained)

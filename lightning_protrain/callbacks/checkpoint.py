@@ -45,9 +45,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
     """Saves and keeps checkpoints that survive a crash, and finds the newest and the best again.
 
     With a metric every evaluation counts: the best one so far is saved when it is found, whatever the other triggers
-    say. The newest checkpoint is always kept, so `save_last` makes no copy: it saves the last step of the fit, whatever
-    the other triggers say. `fit(ckpt_path="last")` takes the newest one of which every byte is right, says which ones it
-    has skipped, and never begins anew in silence.
+    say. The newest checkpoint is always kept, so `save_last` makes no copy: it saves the last step of the fit, where
+    no other trigger does. `fit(ckpt_path="last")` takes the newest one of which every byte is right, says which ones
+    it has skipped, and never begins anew in silence.
 
     Args:
         dirpath, filename, monitor, verbose, save_last, save_top_k, save_on_exception, save_weights_only, mode: As in

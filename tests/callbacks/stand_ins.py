@@ -83,10 +83,10 @@ def chat_data(folder: Path) -> ChatDataModule:
 def fit(module: LightningModule, data: ChatDataModule | None, *callbacks: Callback, **options: Any) -> Trainer:
     """Trains two steps, unless told otherwise, with a validation after each."""
     defaults = {"max_steps": 2, "val_check_interval": 1, "log_every_n_steps": 1, "logger": False}
+    defaults["enable_checkpointing"] = False
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=list(callbacks),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_protrain.adapters import save_model
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.export import SavePretrained
+from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
@@ -58,6 +64,102 @@ def test_adapters_alone_are_written_and_read_back_by_peft(tmp_path: Path) -> Non
     trained = {name: value for name, value in model.state_dict().items() if "lora_" in name}
     assert trained
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in trained.items())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """A small pretrained model with the tokenizer of `chat_data`, as a folder."""
+    data = chat_data(tmp_path)
+    fit(CausalLMModule(config=CONFIG, warmup_steps=0), data, SavePretrained(str(tmp_path / "base")))
+    return str(tmp_path / "base")
+
+
+@pytest.mark.filterwarnings("ignore:.*is not known to make its logits")
+def test_peft_finds_the_base_of_saved_adapters(tmp_path: Path, base: str) -> None:
+    module = CausalLMModule(model=base, lora={"r": 2}, warmup_steps=0)
+    fit(module, chat_data(tmp_path), SavePretrained(str(tmp_path / "out")), strategy=_strategy("offload"))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out")).eval()
+    tokens = torch.arange(6)[None]
+    assert module.model is not None
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, module.model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(("rows", "saved"), [(0, False), (8, True)])
+def test_the_hub_is_not_asked_for_the_vocabulary(
+    tmp_path: Path, base: str, rows: int, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + rows)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_: pytest.fail("it asks"))
+    save_model(adapted, tmp_path / "known")
+    adapted.active_peft_config.base_model_name_or_path = "nobody/nothing"
+    save_model(adapted, tmp_path / "unknown")
+    with safe_open(tmp_path / "known" / "adapter_model.safetensors", "pt") as file:
+        assert any("embed_tokens" in name for name in file.keys()) is saved  # noqa: SIM118 (no dict)
+
+
+class Full(ProTrainStrategy):
+    """On this strategy the disks of some folders are full when the model is written."""
+
+    full: tuple[str, ...] = ()
+    error: Exception = OSError(errno.ENOSPC, "No space left on device")
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        model: Any = trainer.lightning_module.model
+        save = model.save_pretrained
+
+        def write(folder: Path, **options: Any) -> None:
+            folder.mkdir()
+            (folder / "half").touch()
+            if folder.name.removesuffix(".partial") in self.full:
+                raise self.error
+            (folder / "half").unlink()
+            save(folder, **options)
+
+        model.save_pretrained = write
+
+
+@pytest.mark.parametrize("error", [Full.error, SafetensorError("I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_leaves_the_checkpoint_of_the_last_step_and_says_what_to_do(
+    tmp_path: Path, error: Exception
+) -> None:
+    strategy = Full(plan="resident", monitor=False)
+    strategy.full, strategy.error = ("out", "other"), error
+    saver = ProTrainCheckpoint(tmp_path / "checkpoints", save_last=True, every_n_train_steps=100)
+    export = SavePretrained(str(tmp_path / "out"), str(tmp_path / "other"))
+    options = {"strategy": strategy, "enable_checkpointing": True}
+    module = CausalLMModule(config=CONFIG, warmup_steps=0)
+    with (
+        pytest.warns(UserWarning, match=r"out': .*No space left on device.*It is written to .*other' instead"),
+        pytest.raises(OSError, match=r"other': .*No space left on device.*step=2\.ckpt: make room, then") as failure,
+    ):
+        fit(module, chat_data(tmp_path), export, saver, **options)
+    assert f"`lightning-protrain export {saver.last_model_path} {tmp_path / 'other'}`" in str(failure.value)
+    assert verify(Path(saver.last_model_path)) == []
+    assert not [each.name for each in tmp_path.iterdir() if each.name.startswith(("out", "other"))]
+
+
+def test_a_full_disk_without_a_checkpoint_says_what_is_lost(tmp_path: Path) -> None:
+    strategy = Full(plan="resident", monitor=False)
+    strategy.full = ("out",)
+    with pytest.raises(OSError, match="No checkpoint was saved either: what was trained is lost"):
+        fit(
+            CausalLMModule(config=CONFIG), chat_data(tmp_path), SavePretrained(str(tmp_path / "out")), strategy=strategy
+        )
+
+
+def test_a_second_folder_takes_what_the_first_cannot(tmp_path: Path) -> None:
+    strategy = Full(plan="resident", monitor=False)
+    strategy.full = ("out",)
+    export = SavePretrained(str(tmp_path / "out"), str(tmp_path / "other"))
+    with pytest.warns(UserWarning, match="It is written to"):
+        fit(CausalLMModule(config=CONFIG), chat_data(tmp_path), export, strategy=strategy)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_killed_run_left_is_written_anew(tmp_path: Path) -> None:
