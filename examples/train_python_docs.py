@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--max-steps", type=int, default=60)
-    parser.add_argument("--device-memory", default="80MiB")
+    parser.add_argument("--device-memory", default="112MiB")
     parser.add_argument("--dataset", default="stdlib", help="or a .jsonl file")
     parser.add_argument("--cache-dir", default=None)
     args = parser.parse_args()
