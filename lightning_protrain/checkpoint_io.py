@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import lightning
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
@@ -227,6 +227,13 @@ class ProTrainCheckpointIO(CheckpointIO):
 
     def _lock(self, root: Path) -> AbstractContextManager[object]:
         return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
+
+
+def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
+    """Return what reads the checkpoint at `path`: `checkpoints`, but for a folder that Lightning's own cannot read."""
+    if type(checkpoints) is TorchCheckpointIO and is_remains(Path(path)):
+        return ProTrainCheckpointIO()
+    return checkpoints
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -26,7 +26,7 @@ from lightning_protrain.callbacks import (  # noqa: F401
     failures,
     plan_monitor,
 )
-from lightning_protrain.checkpoint import consolidation, inspection, ranks, retention
+from lightning_protrain.checkpoint import consolidation, inspection, ranking, ranks, retention
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import REFUSALS, is_refusal, key_in, refusal_in
@@ -193,7 +193,8 @@ def file_command(arguments: Sequence[str]) -> int:
     prune.add_argument("path", type=Path, help="the folder that the checkpoints are in")
     prune.add_argument("--dry_run", action="store_true", help="only say what would be removed")
     consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
-    consolidate.add_argument("folder", type=Path, help="the checkpoint; it is verified first")
+    consolidate.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run; it is verified first")
+    consolidate.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
     consolidate.add_argument("file", type=Path, help="its new name, as one file")
     consolidate.add_argument("--source", type=Path, help="the model whose frozen weights it only refers to")
     reshard = commands.add_parser("reshard", help=FILE_COMMANDS["reshard"])
@@ -202,30 +203,36 @@ def file_command(arguments: Sequence[str]) -> int:
     reshard.add_argument("--ranks", type=int, required=True, help="how many")
     for name in ("export", "merge"):
         command = commands.add_parser(name, help=FILE_COMMANDS[name])
-        command.add_argument("checkpoint", type=Path, help="a folder of ProTrainCheckpoint, or a .ckpt file")
+        command.add_argument("checkpoint", type=Path, help="a checkpoint, a stock .ckpt file, or the folder of a run")
+        command.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
         command.add_argument("folder", type=Path, help="to be made; it must not exist")
         command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
         command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
-    folder = {"inspect": "path", "prune": "path", "consolidate": "folder", "reshard": "checkpoint"}.get(given.command)
-    if folder is not None and getattr(given, folder).is_file():
+    folder = given.path if given.command in ("inspect", "prune") else given.checkpoint
+    if given.command not in ("export", "merge") and folder.is_file():
         parser.error(
-            f"{getattr(given, folder)} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock "
-            ".ckpt file needs nothing done to it: any Trainer resumes from it, and `export` and `merge` read it."
+            f"{folder} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock .ckpt file needs "
+            "nothing done to it: any Trainer resumes from it, and `export` and `merge` read it."
         )
     try:
+        if hasattr(given, "take"):
+            given.checkpoint = ranking.take(given.checkpoint, given.take)
         if given.command == "consolidate":
-            consolidation.consolidate(given.folder, given.file, source=given.source)
+            consolidation.consolidate(given.checkpoint, given.file, source=given.source)
+            _say_written(given.checkpoint, given.file)
             return 0
         if given.command == "reshard":
             ranks.reshard_folder(given.checkpoint, given.folder, given.ranks)
             return 0
         if given.command == "export":
             exporting.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
+            _say_written(given.checkpoint, given.folder)
             return 0
         if given.command == "merge":
             exporting.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
+            _say_written(given.checkpoint, given.folder, given.adapter)
             return 0
         if given.command == "prune":
             lines, good = retention.prune(given.path, Files(), given.dry_run)
@@ -236,6 +243,15 @@ def file_command(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     sys.stdout.write(f"{text}\n")
     return 0 if good else 1
+
+
+def _say_written(source: Path, *targets: Path | None) -> None:
+    for target in targets:
+        if target is not None:
+            files = sorted(target.iterdir()) if target.is_dir() else [target]
+            size = sum(file.stat().st_size for file in files) / 1e9
+            names = f": {', '.join(file.name for file in files)}" if target.is_dir() else ""
+            sys.stdout.write(f"Wrote {target}, {size:.3f} GB, from {source}{names}\n")
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_protrain.checkpoint_io import reader_of
 from lightning_protrain.consensus import refuse_other_models
 from lightning_protrain.epochs import length_is_known
 from lightning_protrain.fsdp_refusals import refuse_optimizers, refuse_precision, refuse_run, refuse_sharded
@@ -379,6 +380,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             )
         if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
             return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        checkpoints = reader_of(path, self.checkpoint_io)
+        if checkpoints is not self.checkpoint_io:
+            return checkpoints.load_checkpoint(path, weights_only=weights_only)
         return super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

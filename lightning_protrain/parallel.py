@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_protrain.checkpoint_io import reader_of
 from lightning_protrain.consensus import refuse_differences, refuse_others, say_if_weights_differ
 from lightning_protrain.meetings import MeetingStrategy
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
@@ -190,10 +191,13 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             self._has_outlines = True
             return load_on_first(self._ranks, load, outline)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What a checkpoint holds; before it is compared with the weights of this rank, and put there, it has them."""
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what a checkpoint holds; before it is compared with the weights of this rank, it has them."""
         self.end_outlines()
-        return super().load_checkpoint(*args, **kwargs)
+        checkpoints = reader_of(checkpoint_path, self.checkpoint_io)
+        if checkpoints is not self.checkpoint_io:
+            return checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def end_outlines(self, sharding: Sharding = Sharding.REPLICATE) -> None:
         """Gives every rank all weights, unless they will be shared; every rank calls it."""

@@ -61,7 +61,17 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "fsdp_steps": ("runtime.recompute",),
     "fsdp_refusals": ("callbacks.export",),
     "fsdp2": (
-        *("consensus", "epochs", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units", "meetings", "peers"),
+        *(
+            "checkpoint_io",
+            "consensus",
+            "epochs",
+            "fsdp_refusals",
+            "fsdp_state",
+            "fsdp_steps",
+            "fsdp_units",
+            "meetings",
+            "peers",
+        ),
         *("runtime.comm", "runtime.recompute"),
     ),
     "wishes": ("planner", "profiler.blocks", "profiler.machine"),
@@ -80,6 +90,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
     "parallel": (
+        "checkpoint_io",
         "consensus",
         "meetings",
         "outline",

@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.cli import file_command
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import OPTIMIZERS, ParityModule, fit, token_batches, zoo
 from tests.plans import plans
@@ -71,10 +73,12 @@ def _strategy(plan: str, module: ParityModule) -> Any:
     return "auto" if make is None else ProTrainStrategy(plan=make(module))
 
 
-def _save(model: str, optimizer: str, plan: str, step: int, folder: Path) -> Path:
+def _save(
+    model: str, optimizer: str, plan: str, step: int, folder: Path, kind: type[ModelCheckpoint] = ModelCheckpoint
+) -> Path:
     """Trains until `step`, saves, and goes on a little, so that nothing of the run can be in the file by accident."""
     module = _module(model, optimizer)
-    saver = ModelCheckpoint(folder, filename="saved-{step}", every_n_train_steps=step, save_top_k=-1)
+    saver = kind(folder, filename="saved-{step}", every_n_train_steps=step, save_top_k=-1)
     strategy = _strategy(plan, module)
     fit(module, strategy=strategy, max_steps=step + 2, enable_checkpointing=True, callbacks=[saver])
     return folder / f"saved-step={step}.ckpt"
@@ -131,6 +135,16 @@ def test_a_resumed_run_ends_as_one_without_a_break(
     assert list(weights) == list(expected)
     for name, value in weights.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("resumed_by", ["plain", "offload"])
+def test_a_folder_is_resumed_without_the_callback_that_saved_it(resumed_by: str, tmp_path: Path) -> None:
+    path = _save("tied", "adamw", "half", 5, tmp_path / "saved", ProTrainCheckpoint)
+    if resumed_by == "plain":  # Which reads files alone.
+        path = tmp_path / "stock.ckpt"
+        assert file_command(["consolidate", str(tmp_path / "saved"), str(path)]) == 0
+    weights, expected = _resume("tied", "adamw", resumed_by, path).state_dict(), _uninterrupted("tied", "adamw")
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

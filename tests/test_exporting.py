@@ -131,6 +131,20 @@ def test_adapters_are_merged_and_read_back_by_both(more: dict[str, Any], dtype: 
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
 
 
+def test_the_folder_of_a_run_is_exported_and_it_is_said_what_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = make(model=pretrained(tmp_path / "base"), lora=LORA)
+    checkpoint = train(module, tmp_path)
+    out, adapter = tmp_path / "out", tmp_path / "adapter"
+    assert file_command(["merge", str(checkpoint.parent), str(out), "--take=last", f"--adapter={adapter}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said] == [f"Wrote {out}", f"Wrote {adapter}"]
+    assert all(f"from {checkpoint}: " in line for line in said)
+    assert "model.safetensors" in said[0]
+    assert "adapter_model.safetensors" in said[1]
+
+
 def test_adapters_are_exported_alone(tmp_path: Path) -> None:
     module = make(LLAMA, lora=LORA)
     file_command(["export", str(train(module, tmp_path)), str(tmp_path / "out")])

@@ -104,6 +104,11 @@ def refusal(drifts: Collection[Drift], source: str) -> str:
         source: The checkpoint.
     """
     terms = [term for term in TERMS if any(each.term == term for each in drifts)]
+    if "model" in terms:
+        return (
+            f"{source} is a checkpoint of another model; names or shapes of weights differ:\n{describe(drifts)}\n"
+            "Resume it with the model that it was saved from, or resume another checkpoint."
+        )
     return (
         f"{source} was saved under other terms than those of this run:\n{describe(drifts)}\n"
         f"Put them back. If they are meant to differ, say so with ProTrainCheckpoint(allow_drift={terms}), or take "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from lightning_protrain.checkpoint.discovery import Found
-from lightning_protrain.checkpoint.manifest import Manifest
+from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
+from lightning_protrain.checkpoint.manifest import Manifest, is_remains
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,32 @@ class Ranking:
         while self.best([each for each in line if each.manifest.identity in stay]) is not best:
             stay.add(bests.pop().manifest.identity)
         return [each for each in line if each.manifest.identity not in stay]
+
+
+def take(path: Path, which: Literal["last", "best"]) -> Path:
+    """Return the checkpoint at `path`, or, where it is the folder of a run, the last or the best one in it.
+
+    The last one is the newest of which every byte is right; newer ones that are not are named in a warning.
+
+    Args:
+        path: A checkpoint, as a folder or a stock file, or the folder of a run.
+        which: Of a run's folder.
+
+    Raises:
+        ValueError: The folder has no checkpoint, none that is good, or those of several runs; or none has a score.
+    """
+    if not path.is_dir() or is_remains(path):
+        return path
+    newest = newest_good(path)
+    if newest.chosen is None:
+        raise ValueError(f"{path} is no checkpoint of ProTrainCheckpoint, and holds none.")
+    if which == "last":
+        if newest.skipped:
+            warnings.warn(newest.message(), stacklevel=2)
+        return newest.chosen.path
+    line = line_of(find(path))
+    record = next((each.manifest.record for each in line if "score" in each.manifest.record), None)
+    best = None if record is None else Ranking(record["monitor"], record["mode"]).best(line)
+    if best is None:
+        raise ValueError(f"No checkpoint in {path} has a score: none was saved with `monitor`. Take the last one.")
+    return best.path

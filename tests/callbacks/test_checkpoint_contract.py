@@ -84,7 +84,6 @@ def _saved(root: Path, **options: Any) -> Path:
 
 
 DRIFTS: list[tuple[str, dict[str, Any], str]] = [
-    ("model", {"module": Configured(width=4)}, r"model layers\.0\.weight\[0\]: saved 3, now 4"),
     (
         "optimizer",
         {"module": Configured(optimizer=torch.optim.SGD)},
@@ -102,6 +101,18 @@ DRIFTS: list[tuple[str, dict[str, Any], str]] = [
     ("data", {"shift": 1}, r"data \[0\]\.fingerprint: saved 'crc32:"),
     ("data", {"shuffle": False}, r"data \[0\]\.shuffled: saved True, now False"),
 ]
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_checkpoint_of_another_model_is_called_so_and_no_option_is_named(tmp_path: Path, only: bool) -> None:
+    path = _saved(tmp_path)
+    module = Configured(width=4)
+    message = r"(?s)step=3\.ckpt is a checkpoint of another model.*model layers\.0\.weight\[0\]: saved 3, now 4"
+    with pytest.raises(ValueError, match=message) as caught:
+        _fit(tmp_path, path, module, weights_and_counters_only=only, precision="bf16-mixed")
+    assert "allow_drift" not in str(caught.value)
+    assert "weights_and_counters_only" not in str(caught.value)
+    assert module.trained == 0
 
 
 @pytest.mark.parametrize(("term", "options", "message"), DRIFTS, ids=[message for *_, message in DRIFTS])

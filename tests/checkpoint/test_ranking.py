@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_protrain.checkpoint.discovery import Found
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.ranking import Ranking
+from lightning_protrain.checkpoint.ranking import Ranking, take
+from tests.checkpoint.contents import flip, save
 
 Mode = Literal["min", "max"]
 
@@ -145,3 +147,36 @@ def test_the_best_the_newest_and_the_protected_never_go(
 def test_what_there_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give"):
         Ranking("loss", **options)
+
+
+def _run_of(root: Path, scores: Sequence[float | None]) -> None:
+    ranking, parent = Ranking("loss", "max"), None
+    for step, score in enumerate(scores):
+        parent = save(root, step, parent=parent, record=ranking.record(score))
+
+
+def test_of_the_folder_of_a_run_the_last_or_the_best_is_taken(tmp_path: Path) -> None:
+    _run_of(tmp_path, [1.0, 3.0, 2.0, None])
+    assert take(tmp_path, "last") == tmp_path / "step=3"
+    assert take(tmp_path, "best") == tmp_path / "step=1"
+    assert take(tmp_path / "step=2", "best") == tmp_path / "step=2"
+    assert take(tmp_path / "gone.ckpt", "best") == tmp_path / "gone.ckpt"
+
+
+def test_the_last_is_the_newest_good_one(tmp_path: Path) -> None:
+    _run_of(tmp_path, [1.0, 2.0])
+    flip(tmp_path / "step=1" / "weights.safetensors", 300)
+    with pytest.warns(UserWarning, match=r"step=0 \(step 0\) is the newest good checkpoint"):
+        assert take(tmp_path, "last") == tmp_path / "step=0"
+
+
+@pytest.mark.parametrize(
+    ("which", "scores", "message"),
+    [("last", [], "holds none"), ("best", [], "holds none"), ("best", [None], "has a score: none was saved with")],
+)
+def test_where_there_is_none_to_take_it_is_said(
+    tmp_path: Path, which: Any, scores: Sequence[float | None], message: str
+) -> None:
+    _run_of(tmp_path, scores)
+    with pytest.raises(ValueError, match=message):
+        take(tmp_path, which)
