@@ -399,8 +399,9 @@ class CausalLMModule(RestorableModule):
         optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
-        # A plain function has no state: a resumed run with another number of steps follows its own schedule.
-        scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, num_steps, floor))
+        # A checkpoint holds no argument of a partial: a resumed run with more steps follows a schedule of its own.
+        factor = partial(learning_rate_factor, warmup=warmup, num_steps=num_steps, floor=floor)
+        scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _schedule_steps(self) -> tuple[int | None, int]:

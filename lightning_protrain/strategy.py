@@ -157,6 +157,7 @@ class ProTrainStrategy(PaperStrategy):
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
         self._device: Device | None = None
+        self._counters = TransferCounters()
         self._budget: int | None = None
 
     @property
@@ -167,7 +168,7 @@ class ProTrainStrategy(PaperStrategy):
     @property
     def counters(self) -> TransferCounters:
         """What has been moved since the latest `setup`; all zero before it."""
-        return self._device.counters if self._device is not None else TransferCounters()
+        return self._counters
 
     @property
     def budget(self) -> int | None:
@@ -188,6 +189,11 @@ class ProTrainStrategy(PaperStrategy):
     def num_hooks(self) -> int:
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: the device, the runtime and the other ranks."""
+        own = dict.fromkeys(("_device", "_runtime", "_ranks", "_undivided", "_flat"))
+        return {**super().__getstate__(), **own, "_handles": []}
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
@@ -215,6 +221,7 @@ class ProTrainStrategy(PaperStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
+        self._counters = self._device.counters
         shardings = self.own_shardings()
         self.end_outlines(shardings[0])
         if fitting:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +18,15 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor,
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import PREFIX
+from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoint, ProTrainStrategy
+from lightning_protrain.callbacks.baseline import InitialValidation
+from lightning_protrain.callbacks.completion import SampleCompletion
+from lightning_protrain.callbacks.evaluator import Evaluator
+from lightning_protrain.callbacks.export import SavePretrained
+from lightning_protrain.callbacks.plan_monitor import PREFIX, PlanMonitor
+from tests.callbacks.stand_ins import chat_data, fit
+from tests.models import zoo
+from tests.ranks import run_ranks, trainer_on_rank, values
 
 PLANS = ("offload", "resident")
 
@@ -182,3 +192,59 @@ def test_hooks_are_called_in_the_order_of_a_plain_run(
         called.append(hooks.names)
     assert called[0] == called[1]
     assert len(called[0]) > 10
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("there_and_back", [_pickled, _saved])
+def test_trainer_and_module_are_pickled_after_a_fit(
+    there_and_back: Callable[[Any], Any], plan: str, tmp_path: Path
+) -> None:
+    module = BoringModel()
+    trainer = run(module, plan, enable_checkpointing=True, default_root_dir=tmp_path)
+    (copied,) = there_and_back([trainer])
+    assert copied.strategy.plan == trainer.strategy.plan
+    assert copied.strategy.counters == trainer.strategy.counters
+    loaded = there_and_back(module)
+    assert torch.equal(loaded.layer.weight, module.layer.weight)
+    assert copied.validate(loaded, verbose=False) == trainer.validate(module, verbose=False)
+
+
+def test_what_the_recipes_use_is_pickled_after_a_fit(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 2}
+    module = CausalLMModule(config={"model_type": "llama", "max_position_embeddings": 512, **sizes})
+
+    def data() -> ChatDataModule:
+        return chat_data(tmp_path)
+
+    callbacks = [
+        PlanMonitor(),
+        SampleCompletion(["Question?"], max_new_tokens=1),
+        InitialValidation(),
+        Evaluator({"more": data()}, max_batches=1),
+        SavePretrained(str(tmp_path / "model")),
+        ProTrainCheckpoint(dirpath=tmp_path / "checkpoints", monitor="val_loss"),
+    ]
+    trainer = fit(module, data(), *callbacks, strategy=ProTrainStrategy(plan="offload"), enable_checkpointing=True)
+    for one in (trainer, trainer.datamodule, module, *callbacks):
+        assert type(_pickled(one)) is type(one)
+
+
+def _fit_and_pickle(rank: int) -> bool:
+    trainer = trainer_on_rank(rank, 2, partial(ProTrainStrategy, plan="offload"), max_steps=2)
+    trainer.fit(zoo()["tied"]())
+    return isinstance(_pickled(trainer).strategy, ProTrainStrategy)
+
+
+def test_trainers_of_several_ranks_are_pickled_after_a_fit(tmp_path: Path) -> None:
+    assert values(run_ranks(_fit_and_pickle, 2, tmp_path)) == [True, True]
