@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,10 +16,10 @@ from lightning_protrain.runtime.eightbit import in_tiles
 from lightning_protrain.runtime.optimizer import fused_host_step, on_host_threads
 from lightning_protrain.runtime.updates import Updates
 
-PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 _MIXED = ("bf16-mixed", "16-mixed")
 _TRUE = ("bf16-true", "16-true")
-_NAMES = ("32-true", *_TRUE, *_MIXED)
+_NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
 # What a caching allocator holds over what tensors ask for (alpha in the paper, equation 11), until it is measured.
 ALPHA = 1.10
 ALPHA_4BIT = 0.75
@@ -37,8 +37,8 @@ class ProTrainPrecision(Precision):
     """Computes as Lightning does under the same name, see docs/precision.md for where each dtype is.
 
     Args:
-        precision: `"32-true"`; `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`: float32 weights,
-            autocast computes; `"16-mixed"`: the same with a gradient scaler.
+        precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:
+            float32 weights, autocast computes; `"16-mixed"`: the same with a gradient scaler.
         scaler: Of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
 
     Attributes:
@@ -51,7 +51,9 @@ class ProTrainPrecision(Precision):
         self.precision = precision
         self.scaler = scaler
         # One that autocasts needs to know its device, which is known when the strategy opens it.
-        self._base = HalfPrecision(precision) if precision in _TRUE else Precision()  # type: ignore[arg-type]
+        self._base = DoublePrecision() if precision == "64-true" else Precision()
+        if precision in _TRUE:
+            self._base = HalfPrecision(precision)  # type: ignore[arg-type]
         self._updates: Updates | None = None
         self._threads: int | None = None
         self._device_type = "cpu"
@@ -200,7 +202,7 @@ def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
     # Exactly these: what a class derived from them does is not known.
     if type(plugin) is MixedPrecision:
         return ProTrainPrecision(cast(PrecisionName, plugin.precision), plugin.scaler)
-    if type(plugin) is HalfPrecision:
+    if type(plugin) in (HalfPrecision, DoublePrecision):
         return ProTrainPrecision(cast(PrecisionName, plugin.precision))
     raise ValueError(_refusal(plugin.precision, type(plugin).__name__))
 

@@ -85,7 +85,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             "run='a/b': a run is named",
             "trainer.callbacks[0].run",
         ),
-        ({"trainer__precision": "64-true"}, "precision='64-true'", "trainer.precision"),
         ({"data__dataset": "nowhere.jsonl"}, "No data set 'nowhere.jsonl'.", "data.dataset"),
         ({"data__dataset": [{"path": "nowhere.jsonl"}]}, "No data set 'nowhere.jsonl'.", "data.dataset[0].path"),
         ({"data__dataset": "texts.jsonl"}, "texts.jsonl, line 1: no `messages` list", "data.dataset"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_a_precision_of_ours_stays_the_object_it_is() -> None:
         MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
         HalfPrecision("bf16-true"),
         HalfPrecision("16-true"),
+        DoublePrecision(),
     ],
     ids=lambda plugin: plugin.precision,
 )
@@ -63,12 +65,6 @@ def test_what_lightning_makes_of_other_precisions_is_replaced(plugin: Precision)
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("plugin", [DoublePrecision()])
-def test_any_other_is_refused_by_its_name(plugin: Precision) -> None:
-    with pytest.raises(ValueError, match=rf"'{plugin.precision}' \({type(plugin).__name__}\).*'32-true', 'bf16-true'"):
-        as_protrain_precision(plugin)
-
-
 def test_a_name_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="'8-true'"):
         ProTrainPrecision("8-true")
@@ -78,14 +74,13 @@ def test_a_class_of_the_user_is_refused_too() -> None:
     class Custom(Precision):
         pass
 
-    with pytest.raises(ValueError, match="Custom"):
-        as_protrain_precision(Custom())
-
-
-def test_the_trainer_refuses_before_it_trains() -> None:
     module = zoo()["reused"]()
-    with pytest.raises(ValueError, match="64-true"):
-        fit(module, strategy="protrain", precision="64-true", fast_dev_run=True)
+    for attempt in (
+        lambda: as_protrain_precision(Custom()),
+        lambda: fit(module, strategy="protrain", plugins=[Custom()], fast_dev_run=True),
+    ):
+        with pytest.raises(ValueError, match=r"'32-true' \(Custom\).*'64-true', '32-true', 'bf16-true'"):
+            attempt()
     assert module.losses == []
 
 
@@ -101,16 +96,26 @@ def test_parameters_keep_their_dtype() -> None:
 # --- the same bits as Lightning ---------------------------------------------------------------------------------------
 
 MODELS, PLANS = zoo(), plans()
+DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 CLIPPING: dict[str, dict[str, Any]] = {"unclipped": {}, "norm": {"gradient_clip_val": 0.5}}
 
 
-def run(module: ParityModule, precision: str, plan: Any = None, overlap: str = "off", **options: Any) -> Result:
+def run(
+    module: ParityModule,
+    precision: str,
+    plan: Any = None,
+    overlap: str = "off",
+    device_memory: str | int | None = None,
+    **options: Any,
+) -> Result:
     """Trains in `precision`, plainly or under a plan; scaled where 16 bits need it."""
     if precision == "16-mixed":
         options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
     else:
         options["precision"] = precision
-    if plan is not None:
+    if device_memory is not None:
+        options["strategy"] = ProTrainStrategy(device_memory=device_memory)
+    elif plan is not None:
         options["strategy"] = ProTrainStrategy(plan=plan, overlap_optimizer=overlap)
     fit(module, **options)
     return Result(tuple(module.losses), snapshot(module))
@@ -128,6 +133,8 @@ def cases() -> Iterator[tuple[str, str, str, str, int]]:
         if (precision, model) == ("16-mixed", "lstm"):
             continue  # oneDNN has no such LSTM.
         yield precision, model, plan, list(CLIPPING)[number % 2], (1, 3)[number // 2 % 2]
+    for number, model in enumerate(MODELS):
+        yield "64-true", model, "offload", list(CLIPPING)[number % 2], (1, 3)[number // 2 % 2]
 
 
 @pytest.mark.parametrize(("precision", "model", "plan", "clipping", "accumulation"), list(cases()))
@@ -136,14 +143,14 @@ def test_parity(precision: str, model: str, plan: str, clipping: str, accumulati
     module = MODELS[model]()
     options = {"accumulate_grad_batches": accumulation, **CLIPPING[clipping]}
     # A plan is made for the dtypes that the model trains in; Lightning converts the same again.
-    planned = PLANS[plan](module.to(torch.bfloat16) if precision == "bf16-true" else module)
+    planned = PLANS[plan](module.to(DTYPES.get(precision)))
     assert differences(expected, run(module, precision, planned, **options)) == []
 
 
 @pytest.mark.parametrize(
     ("overlap", "clipping"), [("backward", "unclipped"), ("forward", "unclipped"), ("forward", "norm")]
 )
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", *DTYPES])
 @pytest.mark.parametrize("model", ["tied", "frozen", "lstm"])
 def test_parity_of_overlapped_steps(model: str, precision: str, overlap: str, clipping: str) -> None:
     found = run(MODELS[model](), precision, "offload", overlap, **CLIPPING[clipping])
@@ -186,7 +193,7 @@ def test_the_state_of_the_scaler_is_saved() -> None:
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", *DTYPES])
 def test_evaluation_computes_in_that_precision(precision: str) -> None:
     outputs = []
     for strategy in ("auto", ProTrainStrategy(plan="offload")):
@@ -196,7 +203,19 @@ def test_evaluation_computes_in_that_precision(precision: str) -> None:
                             enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
         outputs.append(torch.stack(trainer.predict(module, token_batches())))
     assert torch.equal(*outputs)
-    assert outputs[0].dtype is torch.bfloat16
+    assert outputs[0].dtype is DTYPES.get(precision, torch.bfloat16)
+
+
+def test_a_plan_is_searched_for_in_double_precision() -> None:
+    """Weights, gradients and states of eight bytes are what the budget is held against."""
+    bounds = []
+    for precision in ("32-true", "64-true"):
+        with pytest.raises(ValueError, match="would need at least") as caught:
+            run(MODELS["tied"](), precision, device_memory="1KiB")
+        bounds.append(int(re.findall(r"Raise device_memory to .*?\((\d+) bytes\)", str(caught.value))[0]))
+    assert bounds[1] > 1.5 * bounds[0]
+    found = run(MODELS["tied"](), "64-true", device_memory=bounds[1])
+    assert differences(plain("tied", "64-true", "unclipped", 1), found) == []
 
 
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
