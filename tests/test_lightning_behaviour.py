@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import pickle
@@ -94,9 +95,10 @@ def run(model: L.LightningModule, plan: str | None, function: str = "fit", **opt
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = "auto" if plan is None else ProTrainStrategy(plan=plan)
+    if plan is not None:
+        defaults["strategy"] = ProTrainStrategy(plan=plan)
     torch.manual_seed(0)
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**defaults, **options})
+    trainer = L.Trainer(accelerator="cpu", devices=1, **{**defaults, **options})
     getattr(trainer, function)(model)
     return trainer
 
@@ -248,3 +250,33 @@ def _fit_and_pickle(rank: int) -> bool:
 
 def test_trainers_of_several_ranks_are_pickled_after_a_fit(tmp_path: Path) -> None:
     assert values(run_ranks(_fit_and_pickle, 2, tmp_path)) == [True, True]
+
+
+class Average(L.Callback):
+    """Keeps a copy of the module, and has it predict."""
+
+    def __init__(self) -> None:
+        self.copied: Any = None
+        self.seen: list[tuple[Any, Any]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.copied = copy.deepcopy(pl_module)
+        batch = torch.ones(2, 32)
+        with torch.no_grad():
+            self.seen.append((self.copied(batch), pl_module(batch)))
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_module_is_copied_in_a_fit(plan: str, overlap: Any) -> None:
+    """The copy has the weights of its step, belongs to nobody, and trains by itself."""
+    average, module = Average(), BoringModel()
+    strategy = ProTrainStrategy(plan=plan, overlap_optimizer=overlap)
+    trainer = run(module, None, strategy=strategy, callbacks=[average])
+    assert trainer.strategy.num_hooks == 0
+    assert all(torch.equal(copied, original) for copied, original in average.seen)
+    assert average.copied._trainer is None
+    assert not {"forward", "__deepcopy__"} & {name for each in average.copied.modules() for name in vars(each)}
+    assert torch.equal(average.copied.layer.weight, module.layer.weight)
+    run(average.copied, plan, max_epochs=1)
+    assert not torch.equal(average.copied.layer.weight, module.layer.weight)

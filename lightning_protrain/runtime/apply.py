@@ -26,7 +26,14 @@ from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.guard import below_guard
-from lightning_protrain.runtime.hooks import Interception, ViewWatch, histories, hook_outputs, refuse_weights
+from lightning_protrain.runtime.hooks import (
+    Interception,
+    Interceptions,
+    ViewWatch,
+    histories,
+    hook_outputs,
+    refuse_weights,
+)
 from lightning_protrain.runtime.local_rows import register_divided
 from lightning_protrain.runtime.owners import Share, share_chunks
 from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
@@ -98,9 +105,10 @@ def apply_plan(
         swap = _make_swap(model, units, device, say, spare_host_bytes)
         executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers, together)
     watch = ViewWatch()
-    interceptions = [Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)]
+    each = {unit.name: Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
+    interceptions = Interceptions(model, each, caching, divided=bool(replaced))
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
@@ -111,7 +119,7 @@ def apply_plan(
             share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].slots[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, caching, swap, replaced)
+    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, swap, replaced)
 
 
 class Runtime:
@@ -130,10 +138,9 @@ class Runtime:
         chunks: list[Chunk],
         executor: Executor,
         updates: Updates,
-        interceptions: list[Interception],
+        interceptions: Interceptions,
         watch: ViewWatch,
         manual: bool,
-        caching: list[Any],
         swap: ActivationSwap | None,
         replaced: Sequence[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> None:
@@ -146,7 +153,6 @@ class Runtime:
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
-        self._caching = caching
         self._swap = swap
 
     @property
@@ -239,11 +245,7 @@ class Runtime:
         """Takes everything off the model; safe to call again, also after it has failed."""
         self.reset()
         self.updates.close()
-        while self._caching:
-            self._caching.pop().use_cache = True
-        while self._interceptions:
-            self._interceptions[-1].remove()
-            self._interceptions.pop()
+        self._interceptions.remove()
         for chunk in self._chunks:
             chunk.detach()
         self._device.close()

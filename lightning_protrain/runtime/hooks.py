@@ -8,6 +8,7 @@ host parameters are registered again.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.executor import Executor, in_backward
@@ -37,19 +38,18 @@ class Interception:
     """
 
     def __init__(self, unit: Unit, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
-        self._unit = unit
+        self.unit = unit
         self._executor = executor
         self._watch = watch
         self._swap = swap
         self._had_own = unit.module.__dict__.get("forward")
         self._forward: Callable[..., Any] = unit.module.forward
         functools.update_wrapper(self, self._forward)
-        unit.module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() or not torch.is_grad_enabled():
             return self._compute(*args, **kwargs)
-        unit, executor = self._unit, self._executor
+        unit, executor = self.unit, self._executor
         number = executor.begin_call(unit)
         received = histories((args, kwargs))
         with self._swapping(number):
@@ -62,38 +62,102 @@ class Interception:
             hook_outputs(outputs, received, unit, number, executor, self._watch)
         return outputs
 
-    def remove(self) -> None:
-        """Gives the module its forward back."""
+    def put_on(self) -> None:
+        """Replace the forward of the module."""
+        self.unit.module.__dict__["forward"] = self
+
+    def take_off(self) -> None:
+        """Give the module its forward back."""
         if self._had_own is None:
-            self._unit.module.__dict__.pop("forward", None)
+            self.unit.module.__dict__.pop("forward", None)
         else:
-            self._unit.module.__dict__["forward"] = self._had_own
+            self.unit.module.__dict__["forward"] = self._had_own
 
     def _swapping(self, number: int) -> AbstractContextManager[None]:
         if self._swap is None:
             return nullcontext()
-        return self._swap.call(self._unit.name, self._unit.module, number, self._unit.swap_bytes)
+        return self._swap.call(self.unit.name, self.unit.module, number, self.unit.swap_bytes)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        self._executor.enter(self._unit)
+        self._executor.enter(self.unit)
         try:
             outputs = self._forward(*args, **kwargs)
-            refuse_weights(outputs, self._unit)
+            refuse_weights(outputs, self.unit)
             return outputs
         finally:
-            self._executor.exit(self._unit)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ValueError(
-            f"The model cannot be copied while its plan is applied ({self._unit.name!r} is streamed): the copy would "
-            "share host memory and hooks with the original. Copy it before fit or after it, or copy `state_dict()`."
-        )
+            self._executor.exit(self.unit)
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
-            f"The model cannot be pickled while its plan is applied ({self._unit.name!r} is streamed). Save its "
+            f"The model cannot be pickled while its plan is applied ({self.unit.name!r} is streamed). Save its "
             "`state_dict()`, or use `trainer.save_checkpoint`."
         )
+
+
+class Interceptions:
+    """All interceptions of a model, which are taken off together.
+
+    They are off too while a module around one of them is copied by `copy.deepcopy`: the copy is the one that there
+    would be without a plan, whole and in host memory.
+
+    Args:
+        model: The model that the plan is applied to.
+        each: Its interceptions by the names of their units.
+        caching: Configurations of the model whose `use_cache` is off while the plan is applied.
+        divided: Whether nodes divide weights, so that none has all of them.
+    """
+
+    def __init__(self, model: nn.Module, each: Mapping[str, Interception], caching: list[Any], divided: bool) -> None:
+        self._each = list(each.values())
+        self._caching = caching
+        self._divided = divided
+        parts = [name.split(".") for name in each if name]
+        around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
+        modules = [model.get_submodule(name) for name in (around or dict.fromkeys(each))]
+        self._around = [(module, functools.partial(self._copy, module)) for module in modules]
+        self._put_on()
+
+    def __len__(self) -> int:
+        """Return how many forwards are replaced."""
+        return len(self._each)
+
+    def remove(self) -> None:
+        """Give every module its forward back; safe to call again."""
+        self._take_off()
+        self._each, self._caching, self._around = [], [], []
+
+    def _put_on(self) -> None:
+        for config in self._caching:
+            config.use_cache = False
+        for each in self._each:
+            each.put_on()
+        for module, copier in self._around:
+            module.__dict__["__deepcopy__"] = copier
+
+    def _take_off(self) -> None:
+        for config in self._caching:
+            config.use_cache = True
+        for each in self._each:
+            each.take_off()
+        for module, _ in self._around:
+            module.__dict__.pop("__deepcopy__", None)
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if self._divided:
+            raise ValueError("The model cannot be copied in a run whose nodes divide weights. Copy it before fit.")
+        if (running := next((each.unit.name for each in self._each if each.unit.depth), None)) is not None:
+            raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
+        self._take_off()
+        try:
+            for tensor in (*module.parameters(), *module.buffers()):  # Else what is resident would be there twice.
+                if tensor.device.type != "cpu" and type(tensor) in (Tensor, nn.Parameter):
+                    there = tensor.detach().cpu()
+                    memo[id(tensor)] = (
+                        nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+                    )
+            return copy.deepcopy(module, memo).cpu()
+        finally:
+            self._put_on()
 
 
 def refuse_weights(outputs: Any, unit: Unit) -> None:

@@ -213,15 +213,36 @@ def test_a_unit_that_returns_a_copy_of_its_weight(make: Any) -> None:
     assert_parity(lambda: PositionNet("copy"), make)
 
 
-@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
-def test_copies_of_an_applied_model_are_refused(copying: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("pickling", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_pickling_an_applied_model_is_refused(pickling: Callable[[nn.Module], Any]) -> None:
     model = Net()
-    with (
-        applied(model),
-        pytest.raises(ValueError, match=r"cannot be (copied|pickled) while its plan is applied \('inp'"),
-    ):
-        copying(model)
-    copying(copy.deepcopy(model))
+    with applied(model), pytest.raises(ValueError, match=r"cannot be pickled while its plan is applied \('inp'"):
+        pickling(model)
+    pickling(model)
+
+
+def test_a_copy_of_an_applied_model_is_a_plain_one() -> None:
+    model = Net()
+    before, kept = attributes(copy.deepcopy(model)), attributes(model)
+    with applied(model) as state:
+        state.step(mean_square, model, batches()[0], 0)
+        during = attributes(model)
+        whole, part = copy.deepcopy(model), copy.deepcopy(model.blocks)
+        assert attributes(model) == during != kept
+        assert [names for _, names, _ in attributes(whole)] == [names for _, names, _ in before]
+        for copied, original in ((whole, model), (part, model.blocks)):
+            assert {each: (type(p), p.grad, p._backward_hooks) for each, p in copied.named_parameters()} == {
+                each: (nn.Parameter, None, None) for each, _ in original.named_parameters()
+            }
+            for (name, value), (_, expected) in zip(
+                copied.named_parameters(), original.named_parameters(), strict=True
+            ):
+                assert torch.equal(value, expected), name
+                assert value.data_ptr() != expected.data_ptr()
+        expected = model(batches()[0])
+    assert torch.equal(whole(batches()[0]), expected)
+    assert attributes(model) == kept
+    pickle.dumps(whole)
 
 
 def attributes(model: nn.Module) -> list[tuple[str, list[str], list[int]]]:
