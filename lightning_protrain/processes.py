@@ -38,6 +38,27 @@ from lightning_protrain.runtime.attendance import naming_wait
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
+def _number(name: str, alone: int) -> property:
+    """Make the property `name` of a strategy: a number that the cluster environment has where there are several ranks.
+
+    A run of one process asks no environment, as in `SingleDeviceStrategy`: SLURM, say, need not have set its variables.
+
+    Args:
+        name: Of the property of `ParallelStrategy`.
+        alone: Its value in a run of one process, until it is set.
+    """
+
+    def read(strategy: ProcessStrategy) -> int:
+        if name in strategy._numbers or not strategy.is_distributed:
+            return strategy._numbers.get(name, alone)
+        return int(getattr(ParallelStrategy, name).fget(strategy))
+
+    def write(strategy: ProcessStrategy, number: int) -> None:
+        strategy._numbers[name] = number
+
+    return property(read, write)
+
+
 class ProcessStrategy(ParallelStrategy):
     """The part of a strategy that knows of processes and of nothing that they train.
 
@@ -47,6 +68,11 @@ class ProcessStrategy(ParallelStrategy):
     """
 
     _has_trainer = False
+
+    world_size = _number("world_size", 1)
+    global_rank = _number("global_rank", 0)
+    local_rank = _number("local_rank", 0)
+    node_rank = _number("node_rank", 0)
 
     def __init__(
         self,
@@ -59,6 +85,7 @@ class ProcessStrategy(ParallelStrategy):
         timeout: timedelta | None,
         start_method: StartMethod,
     ) -> None:
+        self._numbers: dict[str, int] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -84,6 +111,11 @@ class ProcessStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Number of processes on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that the user asks for; None: the one of the device."""
+        return self._process_group_backend
 
     @property
     def root_device(self) -> torch.device:

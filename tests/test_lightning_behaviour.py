@@ -280,3 +280,28 @@ def test_a_module_is_copied_in_a_fit(plan: str, overlap: Any) -> None:
     assert torch.equal(average.copied.layer.weight, module.layer.weight)
     run(average.copied, plan, max_epochs=1)
     assert not torch.equal(average.copied.layer.weight, module.layer.weight)
+
+
+SLURM = {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize("variables", [{}, SLURM, {"LOCAL_RANK": "1"}], ids=["plain", "slurm", "stray"])
+def test_one_process_has_the_numbers_that_it_has_in_a_plain_run(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment says, or leaves out."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    plain, planned = (run(BoringModel(), plan, max_epochs=1) for plan in (None, "offload"))
+    for name in ("world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "is_global_zero"):
+        assert getattr(planned, name) == getattr(plain, name), name
+    assert planned.strategy.root_device == plain.strategy.root_device
+    assert planned.strategy.process_group_backend is None
+
+
+def test_the_numbers_of_one_process_can_be_set() -> None:
+    """As those of `SingleDeviceStrategy`, which are plain attributes."""
+    strategy = ProTrainStrategy()
+    strategy.world_size, strategy.global_rank = 4, 3
+    assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (4, 3, 0)
+    assert not strategy.is_global_zero
