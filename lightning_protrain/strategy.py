@@ -92,7 +92,7 @@ class ProTrainStrategy(PaperStrategy):
             gets the others from all of the `"world"` whenever it computes. Weights are DTensors from set-up on.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
-        monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one.
+        monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: As in `DDPStrategy`.
 
@@ -150,7 +150,7 @@ class ProTrainStrategy(PaperStrategy):
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._host_bytes = self._wishes.host_memory
-        self._monitor = PlanMonitor() if monitor else None
+        self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()

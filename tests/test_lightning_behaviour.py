@@ -106,9 +106,21 @@ def run(model: L.LightningModule, plan: str | None, function: str = "fit", **opt
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", [BoringModel, Manual, Fetching, Logging])
 def test_loggers_get_what_they_get_from_a_plain_run(model: type[L.LightningModule], plan: str) -> None:
-    """The figures of the plan come in calls of their own, at steps at which the run logs."""
     plain, planned = Recording(), Recording()
     expected, found = (run(model(), which, logger=one) for which, one in ((None, plain), (plan, planned)))
+    assert planned.calls == plain.calls
+    assert set(found.logged_metrics) == set(expected.logged_metrics)
+    assert set(found.callback_metrics) == set(expected.callback_metrics)
+    assert set(found.progress_bar_metrics) == set(expected.progress_bar_metrics)
+
+
+@pytest.mark.parametrize("model", [BoringModel, Manual, Fetching, Logging])
+def test_a_monitor_of_the_user_logs_beside_the_run(model: type[L.LightningModule]) -> None:
+    """The figures of the plan come in calls of their own, at steps at which the run logs."""
+    plain, planned = Recording(), Recording()
+    expected, found = (
+        run(model(), plan, logger=one, callbacks=[PlanMonitor()]) for plan, one in ((None, plain), ("offload", planned))
+    )
     own = [(step, names) for step, names in planned.calls if not names[0].startswith(PREFIX)]
     assert own == plain.calls
     steps = {step for step, names in plain.calls if any(name in ("both_step", "loss") for name in names)}

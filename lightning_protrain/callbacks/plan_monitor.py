@@ -98,9 +98,13 @@ class PlanMonitor(Callback):
 
     The loggers get these figures directly, as from `LearningRateMonitor`: what the module logs, the progress bar and
     the metrics of other callbacks stay as they are. With another strategy it says nothing.
+
+    Args:
+        log: Whether to give loggers anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: bool = True) -> None:
+        self._log = log
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
@@ -142,7 +146,7 @@ class PlanMonitor(Callback):
             self._uploaded = None
         self._time_step(trainer.global_step)
         prediction, measured = strategy.plan.prediction, strategy.measured_peak_bytes
-        if trainer.loggers and _is_written(trainer, pl_module):
+        if self._log and trainer.loggers and _is_written(trainer, pl_module):
             logged = device_bytes(strategy.plan, strategy.counters)
             logged["waited_seconds"] = strategy.counters.waited_seconds
             if self._step_seconds is not None:
