@@ -121,7 +121,7 @@ def test_what_fails_in_code_of_others_keeps_its_traceback(init_args: dict[str, A
 
 
 def test_an_operation_that_fails_keeps_its_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datamodule, "load_splits", lambda *_: int("many"))
+    monkeypatch.setattr(datamodule, "Source", lambda *_: int("many"))
     with pytest.raises(ValueError, match="invalid literal for int"):
         run()
 

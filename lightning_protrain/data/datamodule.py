@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from lightning_protrain.data.cache import keep_tokens, load_tokens, token_folder
 from lightning_protrain.data.collating import Batch, Collator, Row, Rows
 from lightning_protrain.data.conversations import split_indices
-from lightning_protrain.data.encoding import HasImages, OnUntrainable, encode_rows
+from lightning_protrain.data.encoding import EncodedRows, HasImages, OnUntrainable, encode_rows
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.image_rows import ImageRows, image_rows
 from lightning_protrain.data.loader import TrainLoader, count_trained
@@ -27,7 +29,7 @@ from lightning_protrain.data.preview import Shown, show
 from lightning_protrain.data.report import DatasetReport
 from lightning_protrain.data.sampling import EpochSampler, ShareSampler
 from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.sources import load_splits
+from lightning_protrain.data.sources import Source
 from lightning_protrain.data.specs import DatasetSpec, dataset_spec
 from lightning_protrain.data.tokenizer import cached_tokenizer_folder, load_tokenizer
 
@@ -72,7 +74,7 @@ class ChatDataModule(LightningDataModule):
             "validation". Without a split "test", testing and prediction read the validation rows.
         seed: Seed of the split and of the order of every epoch.
         num_workers: Processes that make batches; 0 makes them in the main process.
-        cache_dir: Where trained tokenizers are kept; None takes `~/.cache/lightning_protrain`.
+        cache_dir: Where tokens and trained tokenizers are kept; None takes `~/.cache/lightning_protrain`.
 
     Attributes:
         tokenizer: After `setup`.
@@ -145,28 +147,25 @@ class ChatDataModule(LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.reports: list[DatasetReport] = []
         self.examples: dict[str, list[Sequence[Encoded]]] = {}
-        self._splits: list[dict[str, Any]] | None = None
         self._trained_folder: Path | None = None
         self._chats: Chats | None = None
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
-        """Trains the tokenizer into the cache if none was given: once per node."""
+        """Train the tokenizer if none was given, and tokenize what the Trainer is about to read: once per node.
+
+        Rows with images are left to `setup`.
+        """
         self._tokenizer_folder()
+        if self.trainer is not None and self.trainer.state.fn is not None:
+            # An Evaluator's data is not that of the Trainer, and validated alone.
+            stage = self.trainer.state.fn.value if getattr(self.trainer, "datamodule", None) is self else "validate"
+            self._encode_stage(stage, texts_only=True)
 
     def setup(self, stage: str) -> None:
-        """Loads the tokenizer, proves the mask on it, and encodes what the stage reads, in every process."""
-        splits = self._read_splits()
-        if self._chats is None:
-            self.tokenizer = load_tokenizer(self._tokenizer_folder())
-            self._chats = Chats(self.tokenizer, self.tokenizer_name)
-        for name in _STAGE_SPLITS[stage]:
-            if name not in self.examples:
-                self.examples[name] = [
-                    self._encode(index, self._with_all_splits(parts, self.specs[index].label)[name], name)
-                    for index, parts in enumerate(splits)
-                ]
+        """Load the tokenizer, and the tokens of what the stage reads; those that are not in the cache are made."""
+        self._encode_stage(stage)
 
     def train_dataloader(self) -> TrainLoader:
         """Batches in an order that depends on seed and epoch alone, from where training stands."""
@@ -254,20 +253,60 @@ class ChatDataModule(LightningDataModule):
                 shown.append(show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids)))
         return shown
 
-    def _encode(self, index: int, rows: Any, split: str) -> Sequence[Encoded]:
+    def _encode_stage(self, stage: str, texts_only: bool = False) -> None:
+        if self._chats is None:
+            self.tokenizer = load_tokenizer(self._tokenizer_folder())
+            self._chats = Chats(self.tokenizer, self.tokenizer_name)
+        for name in _STAGE_SPLITS[stage]:
+            if name in self.examples:
+                continue
+            try:
+                parts = [self._encode(index, name, texts_only) for index in range(len(self.specs))]
+            except HasImages:
+                return
+            self.examples[name] = [examples for examples, _ in parts]
+            for _, report in parts:
+                rank_zero_info(report.describe())
+                self.reports.append(report)
+
+    def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
+        """Return the examples of a data set: from the cache, where they are put if they are not there.
+
+        Raises:
+            HasImages: It has images, and they were not wanted.
+        """
         assert self._chats is not None
-        spec, settings = self.specs[index], self.settings[index]
-        name = f"{spec.label}, {split}"
+        source, settings = self._sources[index], self.settings[index]
+        name = f"{source.spec.label}, {split}"
+        folder = self._token_folder(source, settings, split)
+        found = load_tokens(folder)
+        if found is not None:
+            return found[0], replace(found[1], name=name)
+        rows = self._with_all_splits(source.splits, source.spec.label)[split]
         examples: Sequence[Encoded]
         try:
             examples, report = encode_rows(rows, self._chats.encoder(settings), name)
         except HasImages:
+            if texts_only:
+                raise
             examples, report = image_rows(rows, self._chats.image_encoder(settings), name)
         if split == "train" and rows.malformed.count:
             report = replace(report, dropped=(*report.dropped, ("malformed", rows.malformed.count)))
-        rank_zero_info(report.describe())
-        self.reports.append(report)
-        return examples
+        if isinstance(examples, EncodedRows):
+            examples = keep_tokens(folder, examples, report)
+        return examples, report
+
+    def _token_folder(self, source: Source, settings: ChatSettings, split: str) -> Path:
+        """Return where the tokens of a split are kept, see [Note: Token cache]."""
+        assert self.tokenizer is not None
+        return token_folder(
+            self.cache_dir,
+            self.tokenizer,
+            rows=source.fingerprint,
+            split=split,
+            divided=None if "validation" in source.tables else (self.val_fraction, self.seed),
+            settings=(settings, settings.template),
+        )
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -322,13 +361,12 @@ class ChatDataModule(LightningDataModule):
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def _read_splits(self) -> list[dict[str, Any]]:
-        if self._splits is None:
-            self._splits = [
-                load_splits(spec, None if settings.options.train_on_inputs else settings.options.roles)
-                for spec, settings in zip(self.specs, self.settings, strict=True)
-            ]
-        return self._splits
+    @cached_property
+    def _sources(self) -> list[Source]:
+        return [
+            Source(spec, None if settings.options.train_on_inputs else settings.options.roles)
+            for spec, settings in zip(self.specs, self.settings, strict=True)
+        ]
 
     def _with_all_splits(self, splits: Mapping[str, Any], label: str) -> dict[str, Any]:
         found = dict(splits)
@@ -346,7 +384,7 @@ class ChatDataModule(LightningDataModule):
         if self.tokenizer_name is not None:
             return self.tokenizer_name
         if self._trained_folder is None:
-            rows = list(chain.from_iterable(part for parts in self._read_splits() for part in parts.values()))
+            rows = list(chain.from_iterable(part for source in self._sources for part in source.splits.values()))
             self._trained_folder = cached_tokenizer_folder(rows, self.vocab_size, self.cache_dir)
         return self._trained_folder
 

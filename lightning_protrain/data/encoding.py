@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from lightning_protrain.data.agreement import (
     NO_END,
@@ -28,7 +29,7 @@ from lightning_protrain.data.found import FoundTurns, Masked, find_turns, mask_t
 from lightning_protrain.data.markers import Markers
 from lightning_protrain.data.masking import MaskOptions
 from lightning_protrain.data.rendering import Rendered, Renderer
-from lightning_protrain.data.report import DatasetReport, count
+from lightning_protrain.data.report import DatasetReport, count, progress_bar
 from lightning_protrain.data.truncation import Dropped, truncate
 
 OnUntrainable = Literal["error", "drop", "warn"]
@@ -36,8 +37,7 @@ TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
 _ENCODE_AT_ONCE = 512
-# Fewer rows than this take less time than a progress bar takes to be read.
-_SHOW_PROGRESS_FROM = 20_000
+_SHOW_PROGRESS_FROM = 2_000
 
 
 class HasImages(Exception):
@@ -213,20 +213,62 @@ class EncodedRows(Sequence[Encoded]):
     """Examples of different lengths, stored end to end.
 
     Args:
-        examples: Without images; their borders are not kept.
+        lengths: Tokens of each example, int64 of shape [examples].
+        ids: Token ids of all, int32 of shape [tokens].
+        trained: Which tokens are trained, bool of shape [tokens].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None: no example has weights.
     """
 
-    def __init__(self, examples: Sequence[Encoded]) -> None:
-        self.lengths = np.array([len(example) for example in examples], dtype=np.int64)
-        self._offsets = np.concatenate(([0], self.lengths.cumsum()))
-        self._ids = _joined([example.input_ids for example in examples], np.int32)
-        self._trained = _joined([example.trained for example in examples], np.bool_)
-        weighted = any(example.weights is not None for example in examples)
-        self._weights = None
-        self.is_weighted = weighted
-        if weighted:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        trained: NDArray[np.bool_],
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
+        self.lengths = lengths
+        self.is_weighted = weights is not None
+        self._offsets = np.concatenate(([0], lengths.cumsum()))
+        self._ids, self._trained, self._weights = ids, trained, weights
+
+    @classmethod
+    def of(cls, examples: Sequence[Encoded]) -> Self:
+        """Return examples without images, end to end; their borders are not kept."""
+        weights = None
+        if any(example.weights is not None for example in examples):
             values = [example.trained if example.weights is None else example.weights for example in examples]
-            self._weights = _joined(values, np.float32)
+            weights = _joined(values, np.float32)
+        return cls(
+            np.array([len(example) for example in examples], dtype=np.int64),
+            _joined([example.input_ids for example in examples], np.int32),
+            _joined([example.trained for example in examples], np.bool_),
+            weights,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays to files of `folder`, and wait until they are on the disk."""
+        arrays: dict[str, NDArray[Any]] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
+        if self._weights is not None:
+            arrays["weights"] = self._weights
+        for name, array in arrays.items():
+            with (folder / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Map the arrays that `save` wrote.
+
+        Raises:
+            OSError, ValueError: A file is missing or broken.
+        """
+        paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
+        # As plain arrays: each access to one that knows of its file takes several times as long.
+        found = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
+        if any(len(array) != found[0].sum() for array in found[1:]):
+            raise ValueError(f"the arrays in {folder} do not fit each other")
+        return cls(*found)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -254,8 +296,8 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
         ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
         HasImages: One has images.
     """
-    kept, report = collect(_encoded(rows, encoder), rows, encoder, name)
-    return EncodedRows(kept), report
+    kept, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
+    return EncodedRows.of(kept), report
 
 
 def collect(
@@ -302,9 +344,9 @@ def collect(
     return kept, report
 
 
-def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder) -> Iterator[Encoded | UntrainableError]:
-    with Progress(transient=True, disable=len(rows) < _SHOW_PROGRESS_FROM) as progress:
-        task = progress.add_task("Tokenizing", total=len(rows))
+def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> Iterator[Encoded | UntrainableError]:
+    with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
+        task = progress.add_task(f"Tokenizing {name}", total=len(rows))
         for start in range(0, len(rows), _ENCODE_AT_ONCE):
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("images" in row for row in part):

@@ -20,7 +20,6 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from PIL import Image
-from rich.progress import Progress
 
 from lightning_protrain.data.agreement import UntrainableError
 from lightning_protrain.data.conversations import Conversation, MalformedRow
@@ -28,7 +27,7 @@ from lightning_protrain.data.encoding import REFUSED, TEMPLATE, collect
 from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.images import image_size
 from lightning_protrain.data.rendering import Rendered
-from lightning_protrain.data.report import DatasetReport
+from lightning_protrain.data.report import DatasetReport, progress_bar
 from lightning_protrain.data.vision import ImageEncoder
 
 PROCESSOR = "an image does not open, or the processor refuses it"
@@ -107,7 +106,7 @@ def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -
 
     def results() -> Iterator[Encoded | UntrainableError]:
         is_told = False
-        with Progress(transient=True, disable=len(rows) < _SHOW_PROGRESS_FROM) as progress:
+        with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
             for index in progress.track(range(len(rows)), description="Counting tokens"):
                 result = measure.encode(rows[index], _where(rows, index, name))
                 if isinstance(result, Encoded):

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
+from rich.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,13 @@ def count(
         spread,
         num_unwritten,
     )
+
+
+def progress_bar(total: int, show_from: int) -> Progress:
+    """Return a progress bar that is gone when it ends; rank 0 alone shows it.
+
+    Args:
+        total: Rows to come.
+        show_from: Fewer rows than this take less time than a progress bar takes to be read.
+    """
+    return Progress(transient=True, disable=total < show_from or getattr(rank_zero_only, "rank", 0) != 0)

@@ -10,15 +10,14 @@ from typing import Any, Literal, overload
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from lightning_protrain.data.conversations import Conversation, MalformedRow
 from lightning_protrain.data.formats import RowFormat
 from lightning_protrain.data.images import check_image
+from lightning_protrain.data.report import progress_bar
 from lightning_protrain.data.tables import Table
 
 MAX_EXAMPLES = 5
-# Fewer rows than this take less time than a progress bar takes to be read.
 _SHOW_PROGRESS_FROM = 20_000
 
 
@@ -115,7 +114,7 @@ def read_rows(
     if total == 0:
         raise ValueError(f"{name} has no rows. Give data, or leave it out.")
     check = _Check(row_format, on_malformed)
-    with Progress(transient=True, disable=total < _SHOW_PROGRESS_FROM) as progress:
+    with progress_bar(total, _SHOW_PROGRESS_FROM) as progress:
         kept = []
         for place, (table, index, raw) in enumerate(progress.track(_raws(tables), total, description="Reading")):
             if check.is_good(table, index, raw):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _Tables = dict[str, list[Table]]
 
 
-def load_splits(
-    dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
-) -> dict[str, Rows]:
-    """Reads a data set: its rows under "train", and under "validation" and "test" if it brings such splits.
+class Source:
+    """A data set: its files are opened once, when that is needed, and its rows are read when they are.
 
     Every row is checked once; what stays in memory are places of rows, not their text.
 
@@ -40,24 +39,55 @@ def load_splits(
             `train_on_inputs` and `roles_to_train` come first.
 
     Raises:
-        ValueError: Nothing of that name, a file that cannot be read, or malformed rows.
+        ValueError: Nothing of that name, a file that cannot be read, or malformed rows: when it is opened or read.
     """
-    spec = dataset_spec(dataset)
-    tables = _tables(spec)
-    if spec.images_dir is not None:
-        tables = {split: _below(parts, Path(spec.images_dir).expanduser()) for split, parts in tables.items()}
-    row_format = RowFormat(spec.format, spec.fields, spec.roles, _trained_roles(spec, trained_roles))
-    return {
-        split: read_rows(
-            tables[split],
-            row_format,
-            f"{spec.label!r}, split {split}",
-            on_malformed=spec.on_malformed,
-            max_rows=spec.max_rows,
-        )
-        for split in SPLITS
-        if split in tables
-    }
+
+    def __init__(
+        self, dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None
+    ) -> None:
+        self.spec = dataset_spec(dataset)
+        self._trained_roles = _trained_roles(self.spec, trained_roles)
+
+    @cached_property
+    def tables(self) -> _Tables:
+        """The files by split: "train", and "validation" and "test" if it brings such splits."""
+        tables = _tables(self.spec)
+        if self.spec.images_dir is None:
+            return tables
+        folder = Path(self.spec.images_dir).expanduser()
+        return {split: _below(parts, folder) for split, parts in tables.items()}
+
+    @cached_property
+    def splits(self) -> dict[str, Rows]:
+        """The rows, by split as well."""
+        spec = self.spec
+        row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
+        return {
+            split: read_rows(
+                self.tables[split],
+                row_format,
+                f"{spec.label!r}, split {split}",
+                on_malformed=spec.on_malformed,
+                max_rows=spec.max_rows,
+            )
+            for split in SPLITS
+            if split in self.tables
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A text that is another one where the rows are others, or are read in another way."""
+        spec = self.spec
+        tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
+        options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
+        return repr((tables, options))
+
+
+def load_splits(
+    dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
+) -> dict[str, Rows]:
+    """Return the rows of a data set by split, see `Source`."""
+    return Source(dataset, trained_roles).splits
 
 
 def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:

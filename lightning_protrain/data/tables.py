@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_protrain.data.conversations import MalformedRow
+from lightning_protrain.data.conversations import MalformedRow, fingerprint
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,6 +52,10 @@ class Table(ABC):
     @abstractmethod
     def decode(self, raw: Any, where: str) -> Any:
         """What is stored -> the row; raises `MalformedRow` where that cannot be done."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a hash of all rows."""
 
 
 class JsonLines(Table):
@@ -103,6 +108,10 @@ class JsonLines(Table):
     def raws(self) -> Iterator[bytes]:
         with self.path.open("rb") as lines:
             yield from (line for line in lines if line.removeprefix(_BOM).strip())
+
+    def fingerprint(self) -> str:
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def decode(self, raw: bytes, where: str) -> Any:
         try:
@@ -191,6 +200,9 @@ class RowList(Table):
     def decode(self, raw: Any, where: str) -> Any:
         return _checked_text(raw, None, where) if self._escapes else raw
 
+    def fingerprint(self) -> str:
+        return fingerprint(self.rows)
+
 
 class ArrowTable(Table):
     """Rows of a `datasets.Dataset`, memory-mapped as it is; images stay bytes or paths.
@@ -222,6 +234,9 @@ class ArrowTable(Table):
     def raws(self) -> Iterator[dict[str, Any]]:
         for batch in self.dataset.iter(_READ_AT_ONCE):
             yield from batch.to_pylist()
+
+    def fingerprint(self) -> str:
+        return str(self.dataset._fingerprint)
 
     def decode(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
         return {

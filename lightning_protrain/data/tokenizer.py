@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_protrain.data.cache import make_folder
 from lightning_protrain.data.conversations import Conversation, fingerprint, text_of
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
@@ -91,20 +89,8 @@ def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache
         raise ValueError(f"vocab_size={vocab_size} leaves no room for the bytes. Give at least {MIN_VOCAB_SIZE}.")
     key = fingerprint(rows, vocab_size=vocab_size, chat_template=CHAT_TEMPLATE, special_tokens=SPECIAL_TOKENS)
     folder = cache_dir / "tokenizers" / key
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder.parent))
-    try:
-        train_tokenizer(rows, vocab_size).save_pretrained(staging)
-        staging.chmod(0o755)  # mkdtemp keeps others out, a shared cache must not
-        os.rename(staging, folder)
-    except OSError:
-        # Another process came first and put an equal tokenizer there.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    if not folder.is_dir():
+        make_folder(folder, lambda staging: train_tokenizer(rows, vocab_size).save_pretrained(staging))
     return folder
 
 

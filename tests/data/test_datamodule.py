@@ -232,7 +232,7 @@ def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -
     data.prepare_data()
     data.setup("fit")
     assert data.tokenizer.get_vocab() == tokenizer.get_vocab()
-    assert not Path("cache").exists()
+    assert not Path("cache", "tokenizers").exists()
 
 
 def test_a_data_set_that_cannot_be_divided_is_named(tmp_path: Path) -> None:

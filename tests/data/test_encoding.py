@@ -304,7 +304,7 @@ def test_rows_are_stored_end_to_end(lengths: list[int], weighted: bool) -> None:
         )
         for number, size in enumerate(lengths)
     ]
-    rows = EncodedRows(given_examples)
+    rows = EncodedRows.of(given_examples)
     assert rows.lengths.tolist() == lengths
     for one, other in zip(rows, given_examples, strict=True):
         assert np.array_equal(one.input_ids, other.input_ids)

@@ -1,0 +1,213 @@
+"""Tokens are made once: not again in the next run, and on one rank of a node alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.data import cache, datamodule, encoding
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.sources import Source
+from lightning_protrain.module import CausalLMModule
+from tests.data.conftest import conversation
+from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def folder(tokenizer: Any, tmp_path: Path) -> Path:
+    """Of a tokenizer."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is tokenized."""
+    names: list[str] = []
+    encode = datamodule.encode_rows
+
+    def encode_rows(rows: Any, encoder: Any, name: str) -> Any:
+        names.append(name.rpartition(", ")[2])
+        return encode(rows, encoder, name)
+
+    monkeypatch.setattr(datamodule, "encode_rows", encode_rows)
+    return names
+
+
+def _ready(chats: Any, folder: Path, **options: Any) -> ChatDataModule:
+    data = ChatDataModule(chats, str(folder), **{"cache_dir": "cache", "max_length": 64, "batch_size": 4, **options})
+    data.setup("fit")
+    return data
+
+
+def _batches(data: ChatDataModule) -> list[Any]:
+    batches = [*data.train_dataloader(), *data.val_dataloader()]
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in batches]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_the_next_run_reads_no_row_and_makes_no_token(
+    suffix: str, rows: list[Any], folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighted = [{"messages": [*row["messages"][:-1], {**row["messages"][-1], "weight": 0.5}]} for row in rows]
+    name = f"chats.{suffix}"
+    if suffix == "parquet":
+        Dataset.from_list(weighted).to_parquet(name)
+    else:
+        Path(name).write_text(json.dumps(weighted) if suffix == "json" else "\n".join(map(json.dumps, weighted)))
+    first = _ready(name, folder)
+    monkeypatch.setattr(Source, "splits", property(lambda _: pytest.fail("rows are read")))
+    second = _ready(name, folder)
+    assert made == ["train", "validation"]
+    assert second.reports == first.reports
+    assert _batches(second) == _batches(first)
+    assert second.show(1) == first.show(1)
+
+
+def _append(chats: Path, folder: Path) -> None:
+    with chats.open("a") as file:
+        file.write(json.dumps(conversation("More?", "More.")) + "\n")
+
+
+def _exchange(chats: Path, folder: Path) -> None:
+    before = chats.stat()
+    chats.write_text(chats.read_text().replace("Done", "Gone"))
+    os.utime(chats, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _other_template(chats: Path, folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("message['content'] +", "message['content'] | trim +"))
+
+
+@pytest.mark.parametrize("change", [_append, _exchange, _other_template])
+def test_what_changes_on_disk_is_tokenized_again(
+    change: Callable[[Path, Path], None], chats: str, folder: Path, made: list[str]
+) -> None:
+    _ready(chats, folder)
+    change(Path(chats), folder)
+    _ready(chats, folder)
+    assert made == ["train", "validation"] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 32}, {"train_on": "last_turn"}, {"seed": 1}, {"val_fraction": 0.5}, {"train_on_eos": "none"}],
+)
+def test_other_settings_are_other_tokens(options: dict[str, Any], chats: str, folder: Path, made: list[str]) -> None:
+    _ready(chats, folder)
+    _ready(chats, folder, **options)
+    assert made == ["train", "validation"] * 2
+
+
+def test_other_code_makes_other_tokens(
+    chats: str, folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ready(chats, folder)
+    monkeypatch.setattr(cache, "_code_digest", lambda: "of the next version")
+    _ready(chats, folder)
+    assert made == ["train", "validation"] * 2
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"packing": True}, {"group_by_length": True}])
+def test_what_changes_no_token_tokenizes_nothing(
+    options: dict[str, Any], chats: str, folder: Path, made: list[str]
+) -> None:
+    _ready(chats, folder)
+    Path(chats).rename("moved.jsonl")
+    data = _ready({"path": "moved.jsonl", "repeat": 2}, folder, **options)
+    assert made == ["train", "validation"]
+    assert data.reports[0].name == "moved.jsonl, train"
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "lengths.npy", "report.json"])
+def test_broken_tokens_are_made_again(name: str, chats: str, folder: Path, made: list[str]) -> None:
+    before = _batches(_ready(chats, folder))
+    for path in Path("cache", "tokens").glob(f"*/{name}"):
+        path.write_bytes(path.read_bytes()[:-40])
+    with pytest.warns(UserWarning, match=r"The tokens in .* are broken \(.*\): they are made again"):
+        assert _batches(_ready(chats, folder)) == before
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The tokens")
+        assert _batches(_ready(chats, folder)) == before
+    assert made == ["train", "validation"] * 2
+
+
+def test_a_cache_that_cannot_be_written_ends_no_run(chats: str, folder: Path, made: list[str]) -> None:
+    Path("file").touch()
+    with pytest.warns(UserWarning, match=r"cannot be kept in file/tokens \(.*set `cache_dir`"):
+        data = _ready(chats, folder, cache_dir="file")
+    assert len(_batches(data)) > 1
+    assert made == ["train", "validation"]
+
+
+def test_an_interrupted_write_leaves_nothing(chats: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        _ready(chats, folder)
+    assert not list(Path("cache", "tokens").iterdir())
+
+
+def test_a_progress_bar_is_shown_on_the_first_rank(
+    chats: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable, value in (("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("rich._console", None)  # A new one sees the variables.
+    monkeypatch.setattr(encoding, "_SHOW_PROGRESS_FROM", 20)
+    for rank, shown in ((1, False), (0, True)):
+        monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", rank)
+        _ready(chats, folder, cache_dir=f"cache{rank}")
+        assert ("Tokenizing" in capsys.readouterr().out) == shown
+
+
+def _fit(rank: int, chats: str, folder: Path, how: str) -> Any:
+    counted: list[str] = []
+    encode = datamodule.encode_rows
+
+    def encode_rows(rows: Any, encoder: Any, name: str) -> Any:
+        counted.append(name.rpartition(", ")[2])
+        if how == "fails":
+            raise MemoryError("no room for tokens")
+        if how == "dies":
+            kill_this_rank()
+        return encode(rows, encoder, name)
+
+    datamodule.encode_rows = encode_rows  # type: ignore[assignment]  # This process is forked, and ends.
+    torch.manual_seed(0)
+    data = ChatDataModule(chats, str(folder), cache_dir="cache", max_length=64, batch_size=4)
+    model = CausalLMModule(config={**LLAMA, "num_attention_heads": 2, "vocab_size": 300}, warmup_steps=0)
+    trainer = trainer_on_rank(rank, 2, ProTrainStrategy, max_steps=2, num_sanity_val_steps=0)
+    trainer.fit(model, data)
+    return counted, [len(part) for part in data.examples["train"]]
+
+
+def test_one_rank_of_a_node_tokenizes_and_all_read(chats: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "meeting").mkdir()
+    first, second = values(run_ranks(_fit, 2, tmp_path / "meeting", chats, folder, "works"))
+    assert (first[0], second[0]) == (["train", "validation"], [])
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize(("how", "reason"), [("fails", "MemoryError: no room for tokens"), ("dies", "rank 0")])
+def test_the_other_ranks_are_told_why_the_first_one_made_no_tokens(
+    how: str, reason: str, chats: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "meeting").mkdir()
+    first, second = run_ranks(_fit, 2, tmp_path / "meeting", chats, folder, how)
+    assert first.error == ("killed" if how == "dies" else reason)
+    assert second.error is not None
+    assert reason in second.error
+    assert second.seconds < 2 * BOUND
