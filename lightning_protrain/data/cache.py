@@ -29,15 +29,14 @@ from lightning_protrain.data.report import DatasetReport
 _REPORT = "report.json"
 
 
-def token_folder(cache_dir: Path, tokenizer: PreTrainedTokenizerBase, **terms: object) -> Path:
+def token_folder(cache_dir: Path, **terms: object) -> Path:
     """Return where the tokens of one split of a data set are kept, or will be.
 
     Args:
         cache_dir: Folder of all caches of the package.
-        tokenizer: As it was loaded.
-        terms: What else the tokens depend on, with a `repr` of its own.
+        terms: What the tokens depend on beside the code, each with a `repr` that says all of it.
     """
-    key = hashlib.sha256(repr((sorted(terms.items()), _tokenizer_digest(tokenizer), _code_digest())).encode())
+    key = hashlib.sha256(repr((sorted(terms.items()), _code_digest())).encode())
     return cache_dir / "tokens" / key.hexdigest()[:32]
 
 
@@ -97,7 +96,7 @@ def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of the files that the tokenizer is saved as: vocabulary, special tokens and chat template."""
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.cache import keep_tokens, load_tokens, token_folder
+from lightning_protrain.data.cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
 from lightning_protrain.data.collating import Batch, Collator, Row, Rows
 from lightning_protrain.data.conversations import split_indices
 from lightning_protrain.data.encoding import EncodedRows, HasImages, OnUntrainable, encode_rows
@@ -148,6 +148,7 @@ class ChatDataModule(LightningDataModule):
         self.reports: list[DatasetReport] = []
         self.examples: dict[str, list[Sequence[Encoded]]] = {}
         self._trained_folder: Path | None = None
+        self._tokenizer_digest = ""
         self._chats: Chats | None = None
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] = {}
@@ -256,6 +257,7 @@ class ChatDataModule(LightningDataModule):
     def _encode_stage(self, stage: str, texts_only: bool = False) -> None:
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder())
+            self._tokenizer_digest = tokenizer_digest(self.tokenizer)
             self._chats = Chats(self.tokenizer, self.tokenizer_name)
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
@@ -298,10 +300,9 @@ class ChatDataModule(LightningDataModule):
 
     def _token_folder(self, source: Source, settings: ChatSettings, split: str) -> Path:
         """Return where the tokens of a split are kept, see [Note: Token cache]."""
-        assert self.tokenizer is not None
         return token_folder(
             self.cache_dir,
-            self.tokenizer,
+            tokenizer=self._tokenizer_digest,
             rows=source.fingerprint,
             split=split,
             divided=None if "validation" in source.tables else (self.val_fraction, self.seed),
