@@ -184,30 +184,20 @@ def decide(make: Callable[[], Plan]) -> Plan:
     return Plan.from_json(answer)
 
 
-_LIMITS = {
-    "training": "limit_train_batches",
-    "validation": "limit_val_batches",
-    "test": "limit_test_batches",
-    "prediction": "limit_predict_batches",
-}
-
-
-def refuse_uneven(num_batches: float | Sequence[float], kind: str = "training") -> None:
-    """Ranks with different numbers of batches would wait for each other at the end of an epoch.
+def refuse_uneven(num_batches: float) -> None:
+    """Refuse ranks with different numbers of batches: they would wait for each other at the end of an epoch.
 
     Args:
-        num_batches: Of one epoch on this rank, or of each of its data loaders; every rank calls it.
-        kind: Of what: `"training"`, `"validation"`, `"test"` or `"prediction"`.
+        num_batches: Training batches of one epoch on this rank; every rank calls it.
 
     Raises:
         ValueError: Another rank has more or fewer; raised on all.
     """
-    mine = list(num_batches) if isinstance(num_batches, Sequence) else [num_batches]
-    counts = gather(mine, f"the number of {kind} batches of the other ranks")
+    counts = gather(num_batches, "the numbers of training batches of the other ranks")
     if any(count != counts[0] for count in counts):
-        each = ", ".join(f"rank {rank}: {' + '.join(map(str, count))}" for rank, count in enumerate(counts))
+        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ValueError(
-            f"The ranks have different numbers of {kind} batches ({each}), and the step after the shortest epoch "
+            f"The ranks have different numbers of training batches ({each}), and the step after the shortest epoch "
             "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
-            f"or set Trainer({_LIMITS[kind]}=...)."
+            "or set Trainer(limit_train_batches=...)."
         )

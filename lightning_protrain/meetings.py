@@ -9,9 +9,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lightning_protrain.consensus import refuse_uneven
 from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
+from lightning_protrain.evaluation import each_once, evaluate_as_ever, evaluate_each_once
 from lightning_protrain.runtime.attendance import is_of_collective
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.sigterm import SigtermNote
@@ -40,7 +42,7 @@ class MeetingStrategy(ParallelStrategy):
         """Refuses epochs of different lengths before the first batch."""
         module = self.lightning_module
         if self._ranks is not None and module is not None:
-            refuse_uneven(module.trainer.num_training_batches, "training")
+            refuse_uneven(module.trainer.num_training_batches)
             meet_in_epochs(module.trainer, self._meet_before_batch, self._meet)
             self._sigterm.wait_for_others()
 
@@ -73,28 +75,40 @@ class MeetingStrategy(ParallelStrategy):
         """Whether each batch of an evaluation has collectives, so that ranks need as many of them."""
         return False
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Leave samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._ranks is None or self.lightning_module is None:
+            return dataloader
+        return each_once(dataloader, self.lightning_module.trainer)
+
     def on_validation_start(self) -> None:
-        """Waits for all ranks in a fit: metrics do, and name nobody. Refuses evaluations of different lengths."""
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            if place := validation_place(trainer):
-                self._meet(place)
-            counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-            self._refuse_uneven_evaluation(counts, "validation")
+        """Wait for all ranks in a fit: metrics do, and name nobody."""
+        if self.lightning_module is not None and (place := validation_place(self.lightning_module.trainer)):
+            self._meet(place)
+        self._evaluate_each_once()
 
     def on_test_start(self) -> None:
-        """Refuses evaluations of different lengths."""
-        if self.lightning_module is not None:
-            self._refuse_uneven_evaluation(self.lightning_module.trainer.num_test_batches, "test")
+        """Begin an evaluation, see [Note: Each sample once]."""
+        self._evaluate_each_once()
 
     def on_predict_start(self) -> None:
-        """The same."""
-        if self.lightning_module is not None:
-            self._refuse_uneven_evaluation(self.lightning_module.trainer.num_predict_batches, "prediction")
+        """Begin a prediction, see [Note: Forwards together]."""
+        self._evaluate_each_once()
 
-    def _refuse_uneven_evaluation(self, counts: Any, kind: str) -> None:
-        if self._ranks is not None and self.evaluates_together:
-            refuse_uneven(counts, kind)
+    def _evaluate_each_once(self) -> None:
+        if self._ranks is not None and self.lightning_module is not None:
+            together = self._ranks if self.evaluates_together else None
+            evaluate_each_once(self.lightning_module.trainer, together)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or sum of a tensor over all ranks; anything else comes back as it is.
+
+        The mean of integers is a float64: Lightning rounds it down, and weighs what is logged by such means of sizes.
+        """
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]  # The next class has it.
 
     def on_train_end(self) -> None:
         """Waits for the last epoch of all ranks."""
@@ -152,4 +166,5 @@ class MeetingStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             meet_no_more(module.trainer)
+            evaluate_as_ever(module.trainer)
         super().teardown()

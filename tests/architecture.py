@@ -86,7 +86,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "replicas": (),
     "sigterm": (),
     "epochs": (),
-    "meetings": ("consensus", "epochs", "runtime.attendance", "runtime.comm", "sigterm"),
+    "evaluation": ("runtime.comm",),
+    "meetings": ("consensus", "epochs", "evaluation", "runtime.attendance", "runtime.comm", "sigterm"),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
     "parallel": (
@@ -139,7 +140,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "epochs", "meetings", "precision", "trainer", "cli", "module", "restoring", "data", "callbacks", "",
+    "sigterm", "epochs", "evaluation", "meetings", "precision", "trainer", "cli", "module", "restoring", "data",
+    "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.

@@ -274,10 +274,9 @@ def test_evaluation_fetches_together(tmp_path: Path) -> None:
     assert one == other > 0
 
 
-def test_uneven_evaluation_is_refused(tmp_path: Path) -> None:
-    for each in run_ranks(_evaluate, 2, tmp_path, Uneven):
-        assert "different numbers of validation batches (rank 0: 2, rank 1: 1)" in str(each.error)
-        assert "Trainer(limit_val_batches=...)" in str(each.error)
+def test_a_rank_that_runs_out_of_batches_goes_on_fetching(tmp_path: Path) -> None:
+    one, other = values(run_ranks(_evaluate, 2, tmp_path, Uneven))
+    assert one == other > 0
 
 
 class Skipping(Module):
