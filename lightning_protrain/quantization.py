@@ -84,12 +84,14 @@ def _pack(module: nn.Module, weight: Any) -> None:
 
     def state(count: int, kind: torch.dtype, size: int, codes: int, **more: Any) -> Any:
         absmax = torch.empty(count, dtype=kind, device="meta")
-        return QuantState(absmax=absmax, blocksize=size, code=torch.empty(codes, device="meta"), **more)
+        return QuantState(
+            absmax=absmax, blocksize=size, code=torch.empty(codes, dtype=torch.float32, device="meta"), **more
+        )
 
     scales = {"shape": weight.shape, "dtype": weight.dtype, "quant_type": weight.quant_type}
     if weight.compress_statistics:
         inner = state(-(-num_blocks // 256), torch.float32, 256, 256, dtype=torch.float32)
-        offset = torch.empty((), device="meta")
+        offset = torch.empty((), dtype=torch.float32, device="meta")
         outer = state(num_blocks, torch.uint8, blocksize, 16, **scales, offset=offset, state2=inner)
     else:
         outer = state(num_blocks, torch.float32, blocksize, 16, **scales)
@@ -104,5 +106,5 @@ def _round(module: nn.Module, weight: Any) -> None:
     from bitsandbytes.nn import Int8Params
 
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
-    scales = torch.empty(weight.shape[0], device="meta")
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")
     module.weight = Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)

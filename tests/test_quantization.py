@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.architectures import build_model
@@ -45,11 +46,12 @@ def test_weights_are_those_that_transformers_quantises(name: str, folder: Path) 
     assert {p.dtype for p in found.parameters()} > {torch.bfloat16}
 
 
+@pytest.mark.parametrize("precision", [Precision(), HalfPrecision("bf16-true")], ids=lambda each: each.precision)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "int8"])
-def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, folder: Path) -> None:
+def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precision: Precision, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     real = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
-    with torch.device("meta"):
+    with torch.device("meta"), precision.module_init_context():
         empty = build_model(config, "bfloat16")
         quantize_without_memory(empty, SETTINGS[name])
     sizes = {key: packed_nbytes(parameter) for key, parameter in real.named_parameters()}
