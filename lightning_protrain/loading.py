@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.architectures import auto_class, dtype_called, vocab_size_of
-from lightning_protrain.quantization import quantize_without_memory, quantizer
+from lightning_protrain.quantization import float32_by_default, quantize_without_memory, quantizer
 
 # Names of dtypes in safetensors.
 _DTYPES = {
@@ -125,7 +126,8 @@ def load_model(
         _check(folder, kind, stored, options)
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
-        model, _ = kind.from_pretrained(None, state_dict=stored, **options)
+        with float32_by_default() if quantization is not None else nullcontext():
+            model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         _remember(model, folder)
     else:
         _refuse_pickle(folder, allow_pickle)

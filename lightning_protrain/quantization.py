@@ -6,7 +6,8 @@ bitsandbytes is imported where weights are quantised: it takes seconds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -36,6 +37,17 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
         return BitsAndBytesConfig(**settings)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"quantization is refused by BitsAndBytesConfig: {error}") from error
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Let bitsandbytes make its tables of codes in float32, as which kernels read them, under `bf16-true` as well."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:

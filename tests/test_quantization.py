@@ -33,16 +33,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.parametrize("precision", [Precision(), HalfPrecision("bf16-true")], ids=lambda each: each.precision)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_weights_are_those_that_transformers_quantises(name: str, folder: Path) -> None:
+def test_weights_are_those_that_transformers_quantises(name: str, precision: Precision, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
-    found = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+    with precision.module_init_context():
+        found = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
     wanted = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(**SETTINGS[name])
     )
     theirs = wanted.state_dict()
     assert found.state_dict().keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[key]) for key, value in found.state_dict().items())
+    for key, value in found.state_dict().items():
+        assert value.dtype == theirs[key].dtype
+        assert torch.equal(value, theirs[key])
     assert {p.dtype for p in found.parameters()} > {torch.bfloat16}
 
 
@@ -50,7 +54,8 @@ def test_weights_are_those_that_transformers_quantises(name: str, folder: Path) 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "int8"])
 def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precision: Precision, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
-    real = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+    with precision.module_init_context():
+        real = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
     with torch.device("meta"), precision.module_init_context():
         empty = build_model(config, "bfloat16")
         quantize_without_memory(empty, SETTINGS[name])
