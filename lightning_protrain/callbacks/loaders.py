@@ -35,6 +35,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_protrain.checkpoint.randomness import capture, restore
 
 Kind = Literal["stateful", "replayed", "placed", "nowhere"]
+_AS_IT_WAS = (
+    "Give the run the data that it was saved with, or begin the data anew with "
+    "ProTrainCheckpoint(weights_and_counters_only=True)."
+)
 
 
 class ResumableLoader(CombinedLoader):
@@ -64,6 +68,8 @@ class ResumableLoader(CombinedLoader):
         self.random_after: dict[str, Any] | None = None
         self.epoch_begins = False
         self._drawn = 0
+        # Whether the data may be shorter than what was trained of it: the epoch is over then.
+        self._may_end = False
         # Positions and random states before the latest batch, of data without a length.
         self._ahead: tuple[list[Any], dict[str, Any]] | None = None
 
@@ -95,11 +101,40 @@ class ResumableLoader(CombinedLoader):
         if self._ahead is not None and self._drawn > self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             positions, ahead = self._ahead
         return {
+            "lengths": [sized_len(loader) for loader in self.flattened],
             "begun": self._begun,
             "generators": self._generator_states(),
             "positions": positions,
             "ahead": ahead,
         }
+
+    def refuse_other_length(self, name: str, trained: int, same: bool) -> None:
+        """Refuse to go on in the middle of an epoch of data that is not as long as what the checkpoint was taken in.
+
+        Args:
+            name: The checkpoint, for the message.
+            trained: Batches of the epoch that were trained.
+            same: Whether the data is to have the length that it had.
+
+        Raises:
+            ValueError: The data is shorter than what was trained of it, or has another length than it had.
+        """
+        saved, limit = self._saved or {}, self._trainer.fit_loop.max_batches
+        self._may_end = not same or "moved" in saved  # Another number of ranks has loaders of another length.
+        if self._may_end:
+            return
+        lengths = [sized_len(loader) for loader in self.flattened]
+        changed = [(was, now) for was, now in zip(saved.get("lengths", ()), lengths, strict=False) if was != now]
+        if changed:
+            raise ValueError(
+                f"{name} was saved after batch {trained} of an epoch of {changed[0][0]} batches, and the data of this "
+                f"run has {changed[0][1]}. {_AS_IT_WAS}"
+            )
+        if trained >= limit:
+            raise ValueError(
+                f"{name} was saved after batch {trained} of an epoch, and an epoch of this run ends after {limit}. "
+                f"{_AS_IT_WAS}"
+            )
 
     def __iter__(self) -> ResumableLoader:
         if self._saved is not None:
@@ -180,8 +215,16 @@ class ResumableLoader(CombinedLoader):
         self._restore(begun[0])
         super().__iter__()
         self._restore(begun[1])
-        for _ in range(trained):
-            super().__next__()
+        for number in range(trained):
+            try:
+                super().__next__()
+            except StopIteration as end:
+                if self._may_end:
+                    raise
+                raise ValueError(
+                    f"{trained} batches of this epoch were trained, and the data of this run ends after {number}. "
+                    f"{_AS_IT_WAS}"
+                ) from end
         self._begun, self._drawn = begun, trained
         rank_zero_info(f"{trained} batches of the epoch were drawn again without training: it goes on where it was.")
 

@@ -155,6 +155,10 @@ class Resumption:
             refused, passed = compare(content[CONTRACT], current, self._allowed)
             if refused:
                 raise ValueError(refusal(refused, self._name))
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            if self._loader is not None and progress.current.ready and not progress.is_last_batch:
+                same = not any(drift.term in ("data", "batch_size") for drift in passed)
+                self._loader.refuse_other_length(self._name, progress.current.ready, same)
             if passed:
                 rank_zero_warn(f"{self._name} was saved under other terms, which is allowed:\n{describe(passed)}")
             if any(drift.term == "optimizer" for drift in passed):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import SequentialSampler, TensorDataset
@@ -113,7 +114,8 @@ def _data(loader: Any) -> dict[str, Any]:
         return {name: told[name] for name in told if name not in ("batch_size", "world_size", "num_batches")}
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
-        return {}
+        length = sized_len(loader)
+        return {} if length is None else {"batches": length}
     known: dict[str, Any] = {"dataset": _kind(dataset)}
     if hasattr(dataset, "__len__"):
         known["rows"] = len(dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,52 @@ def test_data_that_is_limited_has_a_length(tmp_path: Path) -> None:
     resumed, last = _run(tmp_path / "b", (1, 0, "endless"), path, 20, loader=_stream(), **options)
     assert resumed.given == whole.given[4:]
     assert _unexplained(last, expected) == []
+
+
+class Unsized:
+    """An iterable of which nothing is known."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.rand(2, 4) for _ in range(self.count))
+
+
+class Sized(Unsized):
+    """An iterable of which the length is all that is known."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "step", "options", "message"),
+    [
+        (Sized(10), Sized(6), 8, {}, r"data \[0\]\.batches: saved 10, now 6"),
+        (Sized(10), Sized(11), 4, {}, r"data \[0\]\.batches: saved 10, now 11"),
+        (Sized(10), Sized(10), 8, {"limit_train_batches": 7}, "after batch 8 of an epoch.*run ends after 7"),
+        (
+            DataLoader(Samples(19), batch_size=2),
+            DataLoader(Samples(19), batch_size=2, drop_last=True),
+            4,
+            {},
+            "after batch 4 of an epoch of 10 batches, and the data of this run has 9",
+        ),
+        (Unsized(10), Unsized(5), 8, {"limit_train_batches": 10}, "8 batches of this epoch.*ends after 5"),
+    ],
+    ids=["shorter", "longer", "limited", "drop_last", "without a length"],
+)
+def test_data_of_another_length_is_refused_with_both_numbers(
+    tmp_path: Path, before: Any, now: Any, step: int, options: dict[str, Any], message: str
+) -> None:
+    limits = {"limit_train_batches": 10}
+    _run(tmp_path / "a", (1, 0, ""), loader=before, max_steps=step, **limits)
+    module = Recorded()
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        _run(tmp_path / "b", (1, 0, ""), tmp_path / "a" / f"epoch=0-step={step}.ckpt", loader=now, module=module,
+             **{**limits, **options})  # fmt: skip
+    assert module.given == []
 
 
 def test_at_the_end_of_training_no_batch_is_drawn(tmp_path: Path) -> None:

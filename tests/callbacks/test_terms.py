@@ -117,5 +117,6 @@ def test_a_sampler_says_more() -> None:
     assert terms(seed=2)["data"] != terms()["data"]
 
 
-def test_of_what_says_nothing_nothing_is_known() -> None:
-    assert data_terms([[1, 2, 3]]) == {"batch_size": None, "data": None}
+def test_of_what_says_nothing_its_length_is_known() -> None:
+    assert data_terms([[1, 2, 3]]) == {"batch_size": None, "data": [{"batches": 3}]}
+    assert data_terms([iter([1, 2, 3])]) == {"batch_size": None, "data": None}
