@@ -291,6 +291,14 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             self._save_now(trainer, *self._scores.now(trainer))
         self._settle(trainer)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so if a finished run was resumed: nothing was left to train."""
+        if trainer.ckpt_path and self._epoch is None and not tries_only(trainer):
+            rank_zero_info(
+                f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
+                "To go on, raise max_steps or max_epochs."
+            )
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Others may write this run now."""
         self._close(trainer)

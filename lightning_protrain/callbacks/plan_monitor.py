@@ -164,9 +164,9 @@ class PlanMonitor(Callback):
             self._compare(prediction, measured)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the summary, on rank zero."""
-        strategy = trainer.strategy
-        if isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
+        """Print the summary, on rank zero, unless a finished run was resumed and no batch was trained."""
+        strategy, trained = trainer.strategy, self._uploaded is None
+        if trained and isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
 
     def _time_step(self, step: int) -> None:

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.discovery import find
 from lightning_protrain.checkpoint.payload import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.strategy import ProTrainStrategy
 from tests.checkpoint.contents import flip
 
 BATCHES = 4
@@ -300,6 +302,21 @@ def test_a_second_fit_goes_on_in_the_same_line(tmp_path: Path) -> None:
     trainer.fit(trainer.model)
     assert (trainer.global_step, float(saver.best_model_score)) == (6, 2.0)
     assert {each.manifest.branch for each in find(tmp_path).found} == {0}
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 6}, {"epochs": 1}])
+def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(
+    tmp_path: Path, limit: dict[str, Any], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(tmp_path, save_last=True, **limit)
+    with caplog.at_level("INFO"):
+        assert "nothing was left" not in caplog.text
+        again = {"strategy": ProTrainStrategy(plan="resident"), "callbacks": [PlanMonitor()]}
+        _fit(tmp_path, save_last=True, **limit, ckpt_path="last", **again)
+    step = 6 if "max_steps" in limit else 4
+    assert f"step={step}.ckpt is the end of its run, at step {step}" in caplog.text
+    assert "To go on, raise max_steps or max_epochs" in caplog.text
+    assert "ProTrain streamed" not in capsys.readouterr().out
 
 
 def test_resumed_at_its_end_it_rewrites_nothing(tmp_path: Path) -> None:
