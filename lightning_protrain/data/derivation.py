@@ -8,10 +8,11 @@ message and the start of the user's next turn. What comes of it is a family to b
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary
+from lightning_protrain.data.masking import ASSISTANT
 from lightning_protrain.data.probes import Messages, Render
 from lightning_protrain.data.vocabulary import Vocabulary
 
@@ -56,6 +57,55 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
     return ()
 
 
+def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
+    """Return the family, changed so that nothing that the generation prompt writes is content of the assistant.
+
+    Whitespace behind a start marker becomes a further start marker; what else the prompt writes becomes a scaffold.
+
+    Args:
+        family: A chat format.
+        render: Renders messages.
+        vocabulary: Spells the tokens.
+    """
+    prompt = _prompt(render, vocabulary)
+    starts = [start for boundary in family.boundaries if boundary.role == ASSISTANT for start in boundary.start]
+    written = [start for start in starts if start in prompt]
+    if not written:
+        return family
+    last = max(written, key=lambda start: (prompt.rfind(start) + len(start), len(start)))
+    behind = prompt[prompt.rfind(last) + len(last) :]
+    text = behind.lstrip()
+    longer = last + behind[: len(behind) - len(text)]
+    boundaries = [
+        replace(boundary, start=(*boundary.start, longer))
+        if last in boundary.start and longer not in starts and boundary.role == ASSISTANT
+        else boundary
+        for boundary in family.boundaries
+    ]
+    scaffold = [Exclusion("scaffold", text)] if text else []
+    return replace(
+        family,
+        boundaries=tuple(boundaries),
+        exclusions=(*family.exclusions, *(one for one in scaffold if one not in family.exclusions)),
+    )
+
+
+def _prompt(render: Render, vocabulary: Vocabulary) -> str:
+    """Return what a template writes behind a user's message, with a generation prompt."""
+    for as_parts in (False, True):
+        try:
+            text = vocabulary.text(render(_messages(as_parts)[:1], add_generation_prompt=True))
+        except ValueError:
+            continue
+        if _FIRST in text:
+            return text.rpartition(_FIRST)[2]
+    return ""
+
+
+def _messages(as_parts: bool) -> list[dict[str, Any]]:
+    return [{"role": role, "content": [{"type": "text", "text": word}] if as_parts else word} for role, word in _CHAT]
+
+
 @dataclass(frozen=True)
 class _Sample:
     """What stands around the words of `_CHAT`.
@@ -80,9 +130,7 @@ class _Sample:
 
 
 def _sample(render: Render, vocabulary: Vocabulary, as_parts: bool) -> _Sample | None:
-    messages: list[dict[str, Any]] = [
-        {"role": role, "content": [{"type": "text", "text": word}] if as_parts else word} for role, word in _CHAT
-    ]
+    messages = _messages(as_parts)
 
     def text(some: Messages, prompt: bool = False) -> str:
         return vocabulary.text(render(some, add_generation_prompt=prompt))

@@ -209,10 +209,27 @@ class _Resolver:
         return tuple(dict.fromkeys(marker for text in dict.fromkeys(texts) for marker in self.markers(text)))
 
     def _resolve(self, text: str) -> tuple[Marker, ...]:
-        # A space at the end becomes part of the word that follows, so it is content's.
         core = text.rstrip(" ") or text
+        spaces = self._spaces(text[len(core) :].encode()) if core != text else frozenset[int]()
         if core in self.vocabulary.added:
-            return (Marker(text, (self.vocabulary.added[core],)),)
+            ids = (self.vocabulary.added[core],)
+            found: list[tuple[tuple[int, ...], bytes]] = [(ids, b"")]
+            markers: tuple[Marker, ...] = (Marker(text, ids),)
+        else:
+            found = self._found(core)
+            markers = self._with_tails(text, core, found)
+        # A space at the end is content's where it is part of the word that follows, not where it is a token of its own.
+        return (*markers, *(Marker(text, ids, spaces) for ids, rest in found if spaces and not rest))
+
+    def _spaces(self, begin: bytes) -> frozenset[int]:
+        """Return the tokens that are nothing but whitespace and begin with `begin`."""
+        tokens = sorted(self.vocabulary.beginning_with(begin))
+        return frozenset(
+            token for token, spelled in zip(tokens, self.vocabulary.spell(tokens), strict=True) if spelled.isspace()
+        )
+
+    def _found(self, core: str) -> list[tuple[tuple[int, ...], bytes]]:
+        """Return the tokens of a marker in all surroundings, with the end of it that is in the token behind them."""
         symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
         surroundings = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
         encoded = self.vocabulary.encode([before + core + after for before, after in surroundings])
@@ -224,7 +241,7 @@ class _Resolver:
                     found[part] = None
         if not found:
             raise ValueError(self._lost(core))
-        return self._with_tails(text, core, list(found))
+        return list(found)
 
     def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
         """Adds, for whatever of the end of a marker may be shared with what follows, the tails."""
@@ -280,13 +297,20 @@ def _cut(
     if spans is None:
         return None
     inside: list[int] = []
+    # Spaces that the tokenizer inserts belong to the marker only where more of it follows.
+    inserted: list[int] = []
     for (start, stop), index in zip(spans, ids, strict=True):
         if stop <= first or (start == stop and start in (first, last)):
             continue
         if start >= last:
             break
+        if start == stop:
+            inserted.append(index)
+            continue
         if start < first and text[start:first].strip():
             return None
+        inside += inserted
+        inserted = []
         if stop > last:
             return (tuple(inside), text[max(start, first) : last]) if inside else None
         inside.append(index)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,8 @@ from lightning_protrain.data.scanner import scan
 from lightning_protrain.data.vocabulary import Vocabulary
 
 _SHOWN = 1500
+# Up to this many answers of a probe, the generation prompt of each is looked at.
+_ALL_PROMPTS = 2
 
 
 class NotProven(ValueError):
@@ -201,6 +204,7 @@ class _Proof:
             if shown is not None:
                 if self._tells_roles(form, ids):
                     self._check(form, shown)
+                    self._check_prompts(form, shown, ids)
                 return None
             refusal = refusal or ValueError("the chat template leaves out what the assistant says")
             if not form.exact and self._tells_roles(form, ids):
@@ -254,7 +258,9 @@ class _Proof:
         text = b"".join(spelled)
         for start in self.starts:
             for length in range(len(spelled[-1])):
-                # A tokenizer may put spaces between the tokens of a marker.
+                # A tokenizer may put spaces between the tokens of a marker, and before the first word of a content.
+                if not spelled[-1][: len(spelled[-1]) - length].strip(b" "):
+                    continue
                 if text[: len(text) - length].translate(None, b" ").lstrip() == start:
                     return text[len(text) - length :]
         return b""
@@ -283,6 +289,34 @@ class _Proof:
             end = f"(?:{ends})" if ends else ""
             if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
+
+    def _check_prompts(self, probe: Probe, rendering: Rendering, ids: Sequence[int]) -> None:
+        """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
+        positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
+        if not probe.exact:
+            return
+        if len(positions) > _ALL_PROMPTS:
+            # The space of a prompt is a token of its own before digits and letters that are not Latin.
+            said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
+            positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
+        spelled = self.vocabulary.spell(list(ids))
+        stops = np.cumsum([len(piece) for piece in spelled])
+        row = np.asarray(ids, dtype=np.int64)
+        trained = trained_tokens(row, scan(row, self.markers), self.markers, MaskOptions())
+        for at in positions:
+            try:
+                before, prompt = (
+                    b"".join(self.vocabulary.spell(self.render(probe.messages[:at], add_generation_prompt=asked)))
+                    for asked in (False, True)
+                )
+            except ValueError:
+                continue
+            if b"".join(spelled).startswith(prompt):
+                begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False)))
+                inside = (stops <= len(prompt)) & (np.append(0, stops[:-1]) >= begin) & trained
+                if inside.any():
+                    what = b"".join(spelled[place] for place in np.flatnonzero(inside)).decode(errors="replace")
+                    self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
     def _learn_leads(self, probe: Probe, rendering: Rendering, said: Sequence[str]) -> None:
         """What the model writes between the generation prompt and the message: [Note: Proof]."""

@@ -10,7 +10,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.boundaries import EOS, Family
-from lightning_protrain.data.derivation import derive
+from lightning_protrain.data.derivation import derive, with_prompt
 from lightning_protrain.data.families import FAMILIES
 from lightning_protrain.data.markers import Markers, resolve
 from lightning_protrain.data.masking import ASSISTANT
@@ -47,6 +47,7 @@ def find_family(
             )
         render = TemplateRender(tokenizer)
     if family is not None:
+        family = with_prompt(family, render, vocabulary)
         markers = resolve(family, vocabulary)
         prove(render, vocabulary, markers)
         return family, markers
@@ -77,7 +78,7 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
     best: tuple[int, Family, Markers] | None = None
     for name, make in (*_named(text, vocabulary), ("derived from the template", lambda: derive(render, vocabulary))):
         try:
-            family = make()
+            family = with_prompt(make(), render, vocabulary)
             markers = resolve(family, vocabulary)
             unproven = len(prove(render, vocabulary, markers))
         except NotProven as error:

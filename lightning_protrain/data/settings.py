@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
 from lightning_protrain.data.boundaries import EOS, Family, parse_boundaries
+from lightning_protrain.data.derivation import with_prompt
 from lightning_protrain.data.encoding import ChatEncoder, OnUntrainable
 from lightning_protrain.data.markers import Marker, Markers, resolve
 from lightning_protrain.data.masking import MaskOptions, trainable_turns
@@ -164,12 +165,12 @@ class Chats:
         everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
         vocabulary = Vocabulary(self._tokenizer)
         if settings.boundaries is not None:
-            family, source = settings.boundaries, "role_boundaries"
+            family, source = with_prompt(settings.boundaries, everything.ids, vocabulary), "role_boundaries"
             markers = resolve(family, vocabulary, strict=True)
             if markers.roles:
                 markers = with_scaffolds(markers, vocabulary, everything.ids)
         elif settings.family is not None:
-            family, source = family_named(settings.family), "given by name"
+            family, source = with_prompt(family_named(settings.family), everything.ids, vocabulary), "given by name"
             markers = resolve(family, vocabulary)
         else:
             (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.conversations import Conversation
@@ -19,7 +20,7 @@ from lightning_protrain.data.masking import MaskOptions, trained_tokens
 from lightning_protrain.data.scanner import scan
 from lightning_protrain.data.settings import Chats, ChatSettings
 from tests.data.templates import CHATML, FORMATS, LLAVA, MISTRAL, QWEN3
-from tests.data.tokenizers import byte_level, llama3, mistral_common, qwen, sentencepiece, tekken
+from tests.data.tokenizers import byte_level, llama3, metaspace, mistral_common, qwen, sentencepiece, tekken
 
 CALL = {"type": "function", "id": "abcdefgh0", "function": {"name": "lookup", "arguments": {"place": "x"}}}
 
@@ -170,3 +171,62 @@ def test_d12_a_folder_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     chats.write_text((json.dumps(row) + "\n") * 2)
     with pytest.raises(ValueError, match=r"cannot spell a plain sentence.*folder probably lacks"):
         ChatDataModule(str(chats), tokenizer=str(tmp_path)).setup("fit")
+
+
+# --- what the generation prompt writes --------------------------------------------------------------------------------
+
+
+def _prompting(answer: str, prompt: str, user: str = "<|user|>", end: str = "<|endoftext|>") -> str:
+    """A template of user and assistant alone; `answer` and `prompt` are what it writes before an answer."""
+    return (
+        f"{{%- for m in messages %}}{{%- if m.role == 'user' %}}{{{{ {user!r} + m.content }}}}{{%- else %}}"
+        f"{{{{ {answer!r} }}}}{{%- if m.reasoning_content %}}{{{{ '<think>' + m.reasoning_content + '</think>' }}}}"
+        f"{{%- endif %}}{{{{ m.content + {end!r} }}}}{{%- endif %}}{{%- endfor %}}"
+        f"{{%- if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{%- endif %}}"
+    )
+
+
+_GLM = (*FORMATS["glm4.5"].controls, "<think>", "</think>")
+PROMPTS = {
+    "a line end": (_prompting("<|assistant|>\n", "<|assistant|>\n"), _GLM, "12 men", "\n"),
+    "a thought": (_prompting("<|assistant|>", "<|assistant|><think>"), _GLM, "yes", "<think>"),
+    "a space": (_prompting("\n\nAssistant: ", "\n\nAssistant: ", "User: "), ("<|endoftext|>",), "12 men", " "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), [*((name, byte_level) for name in PROMPTS), ("a line end", metaspace)])
+def test_what_the_generation_prompt_writes_is_not_trained(name: str, vocabulary: Any) -> None:
+    template, controls, answer, written = PROMPTS[name]
+    tokenizer = vocabulary(template, controls, "<|endoftext|>")
+    encoder = _encoder(tokenizer)
+    said: dict[str, Any] = {"role": "assistant", "content": answer}
+    if written == "<think>":
+        said["reasoning_content"] = "hm"
+    encoded = _one(encoder, ("user", "One?"), said)
+    asked = encoder.renderer.ids([{"role": "user", "content": "One?"}], add_generation_prompt=True)
+    assert encoded.input_ids[: len(asked)].tolist() == asked
+    assert tokenizer.decode(asked).endswith(written)
+    assert not encoded.trained[: len(asked)].any()
+    assert encoded.trained[len(asked) :].all()
+
+
+def test_a_line_end_of_the_prompt_is_not_trained_under_boundaries_of_a_user() -> None:
+    boundaries = [
+        {"role": "assistant", "start": "<|im_start|>assistant", "end": "<|im_end|>"},
+        {"role": "user", "start": "<|im_start|>user", "end": "<|im_end|>"},
+    ]
+    encoder = _encoder(qwen(CHATML), role_boundaries=boundaries)
+    assert _kept(encoder, ("user", "One?"), ("assistant", "12 men")) == "12 men<|im_end|>"
+
+
+def test_the_first_word_is_trained_where_a_header_swallows_its_line_end() -> None:
+    form = FORMATS["phi3"]
+    controls = [AddedToken(text, special=True, normalized=False, rstrip=True) for text in form.controls]
+    encoder = _encoder(metaspace(form.template, controls, form.eos))
+    asked = encoder.renderer.ids([{"role": "user", "content": "One?"}], add_generation_prompt=True)
+    for answer in ("Good day", "12 men", "\u4f60\u597d"):
+        encoded = _one(encoder, ("user", "One?"), ("assistant", answer))
+        assert encoded.input_ids[: len(asked)].tolist() == asked
+        assert not encoded.trained[: len(asked)].any()
+        assert encoded.trained[len(asked) : -1].all()
+        assert not encoded.trained[-1]  # <|endoftext|> ends the row, not the turn

@@ -69,6 +69,11 @@ FAULTS = {
         Family("f", (RoleBoundary("assistant", ("<|im_start|>assistant\n",)), RoleBoundary("user", ("<|im_start|>user",)))),
         "turn 1 should be",
     ),
+    "a header's line end": (
+        "chatml",
+        Family("f", (RoleBoundary("assistant", ("<|im_start|>assistant",), ("<|im_end|>",)),)),
+        "which the generation prompt writes, is trained",
+    ),
     "a header in the content": (
         "chatml",
         Family("f", (RoleBoundary("assistant", ("<|im_start|>assis",), ("<|im_end|>",)),)),

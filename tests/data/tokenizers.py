@@ -90,9 +90,13 @@ def _tiktoken(path: Path, pattern: str) -> Tokenizer:
     return TikTokenConverter(vocab_file=str(path), pattern=pattern, extra_special_tokens=[]).converted()
 
 
-def _fast(model: Tokenizer, controls: Sequence[str], bos: str | None, eos: str | None) -> PreTrainedTokenizerFast:
+def _fast(
+    model: Tokenizer, controls: Sequence[str | AddedToken], bos: str | None, eos: str | None
+) -> PreTrainedTokenizerFast:
     copy = Tokenizer.from_str(model.to_str())
-    copy.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    copy.add_special_tokens(
+        [one if isinstance(one, AddedToken) else AddedToken(one, special=True, normalized=False) for one in controls]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=copy, bos_token=bos, eos_token=eos, pad_token=eos)
 
 
@@ -184,7 +188,10 @@ def byte_level(
 
 
 def metaspace(
-    template: str | None, controls: Sequence[str] = (), eos: str | None = "</s>", corpus: Sequence[str] = CORPUS
+    template: str | None,
+    controls: Sequence[str | AddedToken] = (),
+    eos: str | None = "</s>",
+    corpus: Sequence[str] = CORPUS,
 ) -> PreTrainedTokenizerBase:
     """A BPE with SentencePiece's way of spaces, trained here; bytes where a character is missing."""
     space = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
