@@ -15,9 +15,11 @@ batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,7 +163,7 @@ def check_turns(
     if not least <= num_turns <= most:
         details = f"{num_turns} turns for {len(messages)} messages of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
-    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+    calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     speakers = [message["role"] for message in conversation["messages"] if message["role"] != "system"]
     usual = speakers[0] not in roles and speakers[-1] in roles
     weighted = any("train" in message or "weight" in message for message in messages)
@@ -169,16 +171,65 @@ def check_turns(
         return
     turns = [" ".join(turn.split()) for turn in read()]
     together = " ".join(turns)
-    for name in calls:
-        if name not in together:
-            raise UntrainableError(NO_CALLS, f"{name!r} is called, and the assistant's turns are {together!r}")
+    # Templates may leave out what was thought in earlier turns.
+    contents = [_line(text_of(message).rpartition("</think>")[2]) for message in messages]
     one_by_one = turns if num_turns == len(messages) else [together] * len(messages)
-    for message, found in zip(messages, one_by_one, strict=True):
-        # Templates may leave out what was thought in earlier turns.
-        said = " ".join(text_of(message).rpartition("</think>")[2].split())
-        if said not in found:
+    for message, said, found in zip(messages, contents, one_by_one, strict=True):
+        expected = 1 if num_turns == len(messages) else sum(other.count(said) for other in contents if said)
+        if said and found.count(said) < expected:
             reason = NO_TEXT if "tool_calls" in message else NOT_PROVEN
             raise UntrainableError(reason, f"found {found!r} where the message is {said!r}")
+    _check_calls(calls, contents, together)
+
+
+def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], together: str) -> None:
+    """Check that each call is written, by how often its name and its arguments stand in the assistant's turns.
+
+    Args:
+        calls: Functions that are called, with `name` and `arguments`.
+        contents: What is said beside the calls.
+        together: Text of all turns of the assistant, in single spaces.
+
+    Raises:
+        UntrainableError: A name or an argument stands there less often than the calls and the contents hold it.
+    """
+    texts = {text: call["name"] for call in calls for text in (call["name"], *_leaves(call["arguments"]))}
+    said = "\0".join(
+        (*contents, *(_line(text) for call in calls for text in (call["name"], *_leaves(call["arguments"]))))
+    )
+    for text, name in texts.items():
+        expected = said.count(_line(text))
+        if sum(map(together.count, _spellings(text))) < expected:
+            what = "is called" if text == name else f"is an argument of {name!r}"
+            times = "" if expected == 1 else f", {expected} times in all"
+            raise UntrainableError(NO_CALLS, f"{text!r} {what}{times}, and the assistant's turns are {together!r}")
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the keys and values of arguments as text; not those that are empty or null."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if part is not None:
+                yield str(key)
+                yield from _leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, bool):
+        yield str(value).lower()
+    elif value is not None and str(value).strip():
+        yield str(value)
+
+
+def _spellings(text: str) -> set[str]:
+    """Return how templates may write a text, in single spaces: plainly, as JSON once or twice, and as Python does."""
+    once = {json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)}
+    found = {text, repr(text)[1:-1], *once, *(json.dumps(one)[1:-1] for one in once)}
+    return set(map(_line, found)) | ({text.capitalize()} if text in ("true", "false") else set())
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _runs(conversation: Conversation, roles: Sequence[str]) -> int:

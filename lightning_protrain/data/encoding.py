@@ -27,9 +27,10 @@ from lightning_protrain.data.examples import Encoded
 from lightning_protrain.data.features import MARKERS, num_unwritten, unproven_feature
 from lightning_protrain.data.found import FoundTurns, Masked, find_turns, mask_turns, uncuttable
 from lightning_protrain.data.markers import Markers
-from lightning_protrain.data.masking import MaskOptions
+from lightning_protrain.data.masking import MaskOptions, trained_tokens
 from lightning_protrain.data.rendering import Rendered, Renderer
 from lightning_protrain.data.report import DatasetReport, count, progress_bar
+from lightning_protrain.data.scanner import scan
 from lightning_protrain.data.truncation import Dropped, truncate
 
 OnUntrainable = Literal["error", "drop", "warn"]
@@ -159,7 +160,12 @@ class ChatEncoder:
             # The last token of a start marker may hold the first characters of the content.
             begins = found.spans.content[place]
             tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
-            contents = [found.ids[a:b] for a, b in zip(begins - tails, found.spans.end[place], strict=True)]
+            # What tools answer may stand in a turn, and is not the assistant's.
+            every = MaskOptions(roles_to_train=options.roles, train_on_eos="none")
+            own = trained_tokens(ids, scan(ids, self.markers), self.markers, every)
+            own[begins[tails] - 1 - tokens.start] = True
+            spans = zip(begins - tails - tokens.start, found.spans.end[place] - tokens.start, strict=True)
+            contents = [ids[a:b][own[a:b]] for a, b in spans]
             read = functools.partial(self._read, contents)
             check_turns(conversation, options.roles, read, len(contents), rendered.suspicious, self.leaking)
             whole = options.train_on == "all" and not any(

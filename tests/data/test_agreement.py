@@ -254,3 +254,45 @@ def test_an_answer_need_not_be_trained_where_not_all_are() -> None:
     check_trained(_row("u", "a", "u", "a"), ("assistant",), "A1", quiet=True, whole=False)
     with pytest.raises(UntrainableError, match="where the answer is 'A0'"):
         check_trained(_row("u", "a", "u", "a"), ("assistant",), "A1", quiet=True)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _called(*places: Any) -> Any:
+    calls = [{"type": "function", "function": {"name": "lookup", "arguments": {"place": place}}} for place in places]
+    return _row("u", {"role": "a", "content": "", "tool_calls": calls}, "t", "a")
+
+
+@pytest.mark.parametrize(
+    ("places", "written", "is_whole"),
+    [
+        (("Rome", "Bonn"), "lookup(place=Rome) lookup(place=Bonn)", True),
+        (("Rome", "Bonn"), "lookup(place=Rome)", False),
+        (("Rome", "Rome"), "lookup(place=Rome)", False),
+        (("Rome", "Bonn"), "lookup(place=Rome) lookup(place=Rome)", False),
+        (("a\n\u00e9",), 'lookup{"place": "a\\n\\u00e9"}', True),
+        (('a "b"',), 'lookup "{\\"place\\": \\"a \\\\\\"b\\\\\\"\\"}"', True),
+        ((True,), "lookup(place=True)", True),
+        ((None, 7), "lookup() lookup(place=7)", True),
+        ((["Rome", {"by": "Bonn"}],), "lookup(place=['Rome', {'by': 'Bonn'}])", True),
+        ((["Rome", {"by": "Bonn"}],), "lookup(place=['Rome'])", False),
+    ],
+)
+def test_calls_are_compared_by_number_name_and_arguments(places: Any, written: str, is_whole: bool) -> None:
+    row = _called(*places)
+    if is_whole:
+        assert _check(row, [written, "A1"]) == 1
+        return
+    with pytest.raises(UntrainableError) as refusal:
+        _check(row, [written, "A1"])
+    assert refusal.value.reason == NO_CALLS
+
+
+def test_a_message_that_is_said_twice_must_be_written_twice() -> None:
+    row = _row(
+        "u", {"role": "a", "content": "Yes."}, {"role": "a", "content": "Yes."}, "u", {"role": "a", "content": "No."}
+    )
+    assert _check(row, ["Yes. Yes.", "No."]) == 1
+    with pytest.raises(UntrainableError, match="turns and messages differ"):
+        _check(row, ["Yes.", "No."])

@@ -230,3 +230,21 @@ def test_the_first_word_is_trained_where_a_header_swallows_its_line_end() -> Non
         assert not encoded.trained[: len(asked)].any()
         assert encoded.trained[len(asked) : -1].all()
         assert not encoded.trained[-1]  # <|endoftext|> ends the row, not the turn
+
+
+def test_a_template_that_writes_the_first_of_two_calls_is_not_trained_on() -> None:
+    written = "<|im_start|>{{ m.role + '\n' }}{%- if m.tool_calls %}{%- set f = m.tool_calls[0].function %}"
+    template = (
+        "{%- for m in messages %}"
+        + written
+        + "<tool_call>{{ f.name }} {{ f.arguments | tojson }}{%- else %}{{ m.content }}{%- endif %}<|im_end|>"
+        "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>{{ 'assistant\n' }}{%- endif %}"
+    )
+    encoder = _encoder(byte_level(template, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"))
+    calls = [{**CALL, "function": {"name": "lookup", "arguments": {"place": place}}} for place in ("Rome", "Bonn")]
+    asked = {"role": "user", "content": "Where?"}
+    (one, two) = encoder.encode(
+        [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls[:n]}]} for n in (1, 2)]  # type: ignore[list-item]
+    )
+    assert isinstance(one, Encoded)
+    assert str(two).startswith("the chat template leaves out a tool call: 'lookup' is called, 2 times in all")
