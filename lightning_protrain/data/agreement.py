@@ -163,7 +163,7 @@ def check_turns(
     if not least <= num_turns <= most:
         details = f"{num_turns} turns for {len(messages)} messages of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
-    calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
     speakers = [message["role"] for message in conversation["messages"] if message["role"] != "system"]
     usual = speakers[0] not in roles and speakers[-1] in roles
     weighted = any("train" in message or "weight" in message for message in messages)
@@ -173,6 +173,7 @@ def check_turns(
     together = " ".join(turns)
     # Templates may leave out what was thought in earlier turns.
     contents = [_line(text_of(message).rpartition("</think>")[2]) for message in messages]
+    _check_calls(calls, (), together)
     one_by_one = turns if num_turns == len(messages) else [together] * len(messages)
     for message, said, found in zip(messages, contents, one_by_one, strict=True):
         expected = 1 if num_turns == len(messages) else sum(other.count(said) for other in contents if said)
@@ -186,23 +187,30 @@ def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], to
     """Check that each call is written, by how often its name and its arguments stand in the assistant's turns.
 
     Args:
-        calls: Functions that are called, with `name` and `arguments`.
+        calls: As `Message.tool_calls` has them.
         contents: What is said beside the calls.
         together: Text of all turns of the assistant, in single spaces.
 
     Raises:
         UntrainableError: A name or an argument stands there less often than the calls and the contents hold it.
     """
-    texts = {text: call["name"] for call in calls for text in (call["name"], *_leaves(call["arguments"]))}
-    said = "\0".join(
-        (*contents, *(_line(text) for call in calls for text in (call["name"], *_leaves(call["arguments"]))))
-    )
+    functions = [call["function"] for call in calls]
+    texts = {text: one["name"] for one in functions for text in (one["name"], *_leaves(one["arguments"]))}
+    parts = (_line(text) for one in functions for text in (one["name"], *_leaves(one["arguments"])))
+    said = "\0".join((*contents, *parts))
+    ids = {call["function"]["name"]: call["id"] for call in calls if call.get("id")}
     for text, name in texts.items():
         expected = said.count(_line(text))
-        if sum(map(together.count, _spellings(text))) < expected:
-            what = "is called" if text == name else f"is an argument of {name!r}"
-            times = "" if expected == 1 else f", {expected} times in all"
-            raise UntrainableError(NO_CALLS, f"{text!r} {what}{times}, and the assistant's turns are {together!r}")
+        if sum(map(together.count, _spellings(text))) >= expected:
+            continue
+        if text == name and name not in together and ids.get(name, "\0") in together:
+            raise UntrainableError(
+                NO_CALLS,
+                f"it writes the id {ids[name]!r} in place of the name {name!r}. Give ids such as 'functions.{name}:0'",
+            )
+        what = "is called" if text == name else f"is an argument of {name!r}"
+        times = "" if expected == 1 else f", {expected} times in all"
+        raise UntrainableError(NO_CALLS, f"{text!r} {what}{times}, and the assistant's turns are {together!r}")
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -293,7 +293,11 @@ class ChatDataModule(LightningDataModule):
                 raise
             examples, report = image_rows(rows, self._chats.image_encoder(settings), name)
         if split == "train" and rows.malformed.count:
-            report = replace(report, dropped=(*report.dropped, ("malformed", rows.malformed.count)))
+            report = replace(
+                report,
+                dropped=(*report.dropped, ("malformed", rows.malformed.count)),
+                dropped_rows=(*report.dropped_rows, *rows.malformed.examples),
+            )
         if isinstance(examples, EncodedRows):
             examples = keep_tokens(folder, examples, report)
         return examples, report

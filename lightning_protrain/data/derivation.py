@@ -12,22 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary
+from lightning_protrain.data.features import THOUGHT_WORD
 from lightning_protrain.data.masking import ASSISTANT
 from lightning_protrain.data.probes import Messages, Render
 from lightning_protrain.data.vocabulary import Vocabulary
 
-_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 _THOUGHT_TAG = re.compile(r"</?[^<>]*(?:think|thought|reason)[^<>]*>|\[/?THINK\]", re.IGNORECASE)
 _FIRST, _ANSWER, _SECOND, _FINAL = "walnut", "maple", "poplar", "hazel"
 _CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistant", _FINAL))
 
 
-def derive(render: Render, vocabulary: Vocabulary) -> Family:
-    """A family "generic" from the template's own rendering, see [Note: Derivation].
+def derive(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
+    """Return a family "generic" from the template's own rendering, see [Note: Derivation].
 
     Args:
         render: Renders messages.
         vocabulary: Spells the tokens.
+        by_prompt: Whether the start of an answer is what the generation prompt begins with, too; some templates write
+            another prompt than header.
 
     Raises:
         ValueError: The template has nothing that tells where an answer begins.
@@ -35,7 +37,7 @@ def derive(render: Render, vocabulary: Vocabulary) -> Family:
     for as_parts in (False, True):
         sample = _sample(render, vocabulary, as_parts)
         if sample is not None:
-            return _family(sample, vocabulary)
+            return _family(sample, vocabulary, by_prompt)
     raise ValueError("the template does not write two turns of user and assistant in order")
 
 
@@ -53,7 +55,7 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
                 _, leads = _assistant_start(sample, vocabulary)
             except ValueError:
                 continue
-            return tuple(dict.fromkeys(lead for lead in leads if _THOUGHT.search(lead)))
+            return tuple(dict.fromkeys(lead for lead in leads if THOUGHT_WORD.search(lead)))
     return ()
 
 
@@ -148,22 +150,23 @@ def _sample(render: Render, vocabulary: Vocabulary, as_parts: bool) -> _Sample |
     return _Sample(head, answer, between, final, tail, alone, prompted)
 
 
-def _family(sample: _Sample, vocabulary: Vocabulary) -> Family:
-    start, leads = _assistant_start(sample, vocabulary)
+def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
+    start, leads = _assistant_start(sample, vocabulary, by_prompt)
     ends, user_start = _assistant_end(sample, vocabulary, start)
-    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if _THOUGHT.search(lead)]
-    if any(_THOUGHT.search(lead) for lead in leads) or "<think>" in vocabulary.added:
+    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if THOUGHT_WORD.search(lead)]
+    if any(THOUGHT_WORD.search(lead) for lead in leads) or "<think>" in vocabulary.added:
         exclusions.append(Exclusion("thinking", "<think>", "</think>"))
     boundaries = [RoleBoundary("assistant", (start,), ends)]
     if user_start and user_start != start:
-        boundaries.append(RoleBoundary("user", (user_start,)))
+        end = "".join(_adjacent_tokens(sample.answer[: sample.answer.rfind(start)], vocabulary))
+        boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
     return Family("generic", tuple(boundaries), tuple(exclusions))
 
 
-def _assistant_start(sample: _Sample, vocabulary: Vocabulary) -> tuple[str, list[str]]:
-    """The start marker, and what the template writes between it and the two answers."""
+def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = True) -> tuple[str, list[str]]:
+    """Return the start marker, and what the template writes between it and the two answers."""
     common = _common(sample.answer, sample.final)
-    if len(sample.prompt) > len(sample.user_only):
+    if by_prompt and len(sample.prompt) > len(sample.user_only):
         common = _common(common, sample.prompt)
     # Half a token is no part of the marker.
     common = _whole_tokens(common, sample.answer, vocabulary)
@@ -172,8 +175,13 @@ def _assistant_start(sample: _Sample, vocabulary: Vocabulary) -> tuple[str, list
     if not start.strip() or _THOUGHT_TAG.fullmatch(start.strip()):
         # The end of the user's turn is all there is before the answer; a thought's end may stand in the answer too.
         start = common.lstrip()
-    if not any(token in start for token in vocabulary.added) and sum(map(str.isalnum, start)) < 3:
-        raise ValueError(f"the answer begins after {start!r}, which any text may hold")
+    # A letter that is not Latin mostly tells as much as two that are.
+    letters = sum(1 if letter.isascii() else 2 for letter in start if letter.isalnum())
+    if not any(token in start for token in vocabulary.added) and letters < 3:
+        raise ValueError(
+            "the template writes no header that tells an answer from other text: the answer begins after "
+            f"{start!r}, which any text may hold"
+        )
     return start, [part[len(common) :] for part in (sample.answer, sample.final) if part[len(common) :].strip()]
 
 
@@ -184,9 +192,14 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
     firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
     if firsts[0]:
         together = _adjacent_tokens(shared, vocabulary)
+        whole, last = "".join(together), together[-1]
+        beyond = [token for token in vocabulary.added if token.strip() and shared.rstrip().endswith(token)]
+        if beyond and last != vocabulary.eos:
+            # Words may stand between the tokens of an end.
+            whole, last = shared.strip(), max(beyond, key=len)
         # What a call of a tool ends with may be the last of them alone.
-        ends: tuple[str | None, ...] = tuple(dict.fromkeys(("".join(together), together[-1])))
-        rest = sample.between.lstrip()[len("".join(together)) :]
+        ends: tuple[str | None, ...] = tuple(dict.fromkeys((whole, last)))
+        rest = sample.between.lstrip()[len(whole) :]
     elif shared.strip():
         ends, rest = (shared.strip(),), sample.between[len(shared) :]
     elif firsts[1] and firsts[2]:

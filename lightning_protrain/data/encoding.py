@@ -39,6 +39,8 @@ UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
 _ENCODE_AT_ONCE = 512
 _SHOW_PROGRESS_FROM = 2_000
+# Rows of a data set that are named with the reason why they are dropped.
+_DROPPED_SHOWN = 20
 
 
 class HasImages(Exception):
@@ -57,6 +59,7 @@ class ChatEncoder:
         on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
         leaking: Roles that the format does not tell from the assistant, see `proof.leaking_roles`.
         unproven: Features for which the format is not proven, and why, see `proof.prove`.
+        leaves_open: Whether the template writes nothing behind the last answer, see `proof.leaves_open`.
     """
 
     renderer: Renderer
@@ -66,6 +69,14 @@ class ChatEncoder:
     on_untrainable: OnUntrainable = "drop"
     leaking: frozenset[str] = frozenset()
     unproven: Mapping[str, str] = field(default_factory=dict)
+    leaves_open: bool = False
+
+    @property
+    def knobs(self) -> str:
+        """What is trained of the data set, as one line."""
+        variables = self.renderer.variables
+        given = f", chat_template_kwargs={variables}" if variables else ""
+        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
         """Examples of conversations without images, or why there is none.
@@ -99,6 +110,8 @@ class ChatEncoder:
         usual &= ~np.array([one.suspicious or (one.sanitized and MARKERS in self.unproven) for one in rendered])
         weights = None if usual.all() else self._weights(conversations, usual, num_turns)
         masked = mask_turns(found, self.markers, options, weights)
+        if self.leaves_open:
+            masked.stopless[found.last_turns()] = False
         sure = usual & (found.per_row(masked.stopless) == 0) if masked.stopless.any() else usual
         any_unended = bool(masked.unended.any())
         ranges = self._ranges(found, ids)
@@ -208,7 +221,8 @@ class ChatEncoder:
         if isinstance(cut, Dropped):
             return UntrainableError(cut.value)
         if len(cut) < len(encoded) and encoded.trained[len(cut)] and cut.trained[-1]:
-            return replace(cut, num_unended=cut.num_unended + 1)
+            # What ended without a terminator was the last turn, and it is this one or lies behind the cut.
+            return replace(cut, num_unended=cut.num_unended + (0 if encoded.num_unended else 1), num_cut=1)
         return cut
 
     def _read(self, contents: Sequence[NDArray[np.int32]]) -> list[str]:
@@ -322,6 +336,7 @@ def collect(
     """
     kept: list[Encoded] = []
     dropped: list[str] = []
+    shown: list[str] = []
     for number, result in enumerate(results):
         if isinstance(result, UntrainableError):
             if encoder.on_untrainable == "error":
@@ -330,6 +345,8 @@ def collect(
                     '`on_untrainable` be "drop".'
                 ) from result
             dropped.append(result.reason)
+            if len(shown) < _DROPPED_SHOWN:
+                shown.append(f"{_place(rows, number, name)}: {result}")
             continue
         kept.append(result)
     report = count(
@@ -341,7 +358,9 @@ def collect(
         dropped=dropped,
         num_doubtful=sum(bool(one.doubt) for one in kept),
         num_unwritten=sum(one.num_unwritten > 0 for one in kept),
+        num_cut=sum(one.num_cut for one in kept),
     )
+    report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown))
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
         rank_zero_warn(f"{name}: {report.num_doubtful} conversations are kept though {first}, and others like it.")
@@ -384,10 +403,17 @@ def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
     if encoder.on_untrainable == "warn":
         return
     why = ", ".join(f"{number} {reason}" for reason, number in report.dropped)
+    reasons = {reason for reason, _ in report.dropped}
+    help_ = ""
+    if reasons & {UNTRAINED, *(one.value for one in Dropped)}:
+        help_ = ' Or let `on_untrainable` be "warn" to go on without a loss.'
+    elif reasons - {TEMPLATE, REFUSED}:
+        help_ = ' Or let `on_untrainable` be "warn" to train on them, with a mask that may be wrong.'
+    first = f" The first one: {report.dropped_rows[0]}." if report.dropped_rows else ""
     raise ValueError(
         f"{report.name}: nothing is left to train on ({why or 'no rows'}). max_length is {encoder.max_length}, "
-        f"roles_to_train is {list(encoder.options.roles)}. Raise `max_length`, name a role, look at the data with "
-        '`lightning-protrain preview`, or let `on_untrainable` be "warn" to go on without a loss.'
+        f"roles_to_train is {list(encoder.options.roles)}.{first} Raise `max_length`, name a role, or look at the data "
+        f"with `lightning-protrain preview`.{help_}"
     )
 
 

@@ -31,6 +31,7 @@ class Encoded:
         images: Number of images.
         images_stop: One past the last token of the last image; 0 where that is unknown or there is no image.
         num_unended: Trained turns without a terminator.
+        num_cut: Those of them that were cut at the maximal length.
         doubt: Why the mask may be wrong; empty: it is held against the messages.
         num_unwritten: Messages whose thoughts the chat template leaves out.
 
@@ -46,6 +47,7 @@ class Encoded:
     images: int = 0
     images_stop: int = 0
     num_unended: int = 0
+    num_cut: int = 0
     doubt: str = ""
     num_unwritten: int = 0
 

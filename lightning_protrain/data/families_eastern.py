@@ -97,9 +97,9 @@ GLM4 = Family(
     "glm4",
     (
         RoleBoundary("assistant", ("<|assistant|>",), _GLM_NEXT),
-        RoleBoundary("user", ("<|user|>",)),
-        RoleBoundary("system", ("<|system|>",)),
-        RoleBoundary("tool", ("<|observation|>",)),
+        RoleBoundary("user", ("<|user|>\n", "<|user|>")),
+        RoleBoundary("system", ("<|system|>\n", "<|system|>")),
+        RoleBoundary("tool", ("<|observation|>\n", "<|observation|>")),
     ),
     (
         _THINK,
@@ -127,7 +127,11 @@ KIMI = Family(
         RoleBoundary("user", ("<|im_user|>",), ("<|im_end|>",)),
         RoleBoundary("system", ("<|im_system|>",), ("<|im_end|>",)),
     ),
-    (_THINK, *_SCAFFOLDS, Exclusion("tool_output", "<|im_assistant|>", "<|im_middle|>")),
+    (
+        _THINK,
+        *_SCAFFOLDS,
+        *(Exclusion("tool_output", f"<|im_{role}|>", "<|im_middle|>") for role in ("assistant", "user", "system")),
+    ),
     (
         "<|media_start|>",
         "<|media_begin|>",
@@ -140,9 +144,15 @@ KIMI = Family(
 # Thoughts and calls are turns of their own.
 SOLAR = Family(
     "solar",
-    tuple(
-        RoleBoundary(role, (f"<|begin|>{role}",), ("<|end|>", "<|calls|>"))
-        for role in ("assistant", "user", "system", "developer", "tool")
+    (
+        RoleBoundary("assistant", ("<|begin|>assistant",), ("<|end|>", "<|calls|>")),
+        *(
+            RoleBoundary(role, (f"<|begin|>{role}{kind}", f"<|begin|>{role}"), ("<|end|>",))
+            for role, kind in (
+                *((role, "<|content|>") for role in ("user", "system", "developer")),
+                ("tool", "<|tool_response|>"),
+            )
+        ),
     ),
     (Exclusion("thinking", "<|think|>", "<|end|>"),),
 )

@@ -150,7 +150,10 @@ GPT_OSS = Family(
         ),
         RoleBoundary("tool", ("<|start|>",), ("<|end|>",)),
     ),
-    (Exclusion("thinking", "<|channel|>analysis<|message|>", "<|end|>"),),
+    (
+        Exclusion("thinking", "<|channel|>analysis<|message|>", "<|end|>"),
+        *(Exclusion("tool_output", f"<|start|>{name}", "<|message|>") for name in ("functions", "browser", "python")),
+    ),
 )
 
 _UTTERANCE = ("<end_of_utterance>\n", "<|im_start|>", "<|begin_of_text|>", "<s>")

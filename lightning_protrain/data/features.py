@@ -21,6 +21,8 @@ MARKERS = "markers in messages"
 
 THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning")
 """Names of the tags that mark thoughts in plain text, in any chat format."""
+THOUGHT_WORD = re.compile(r"think|thought|reason", re.IGNORECASE)
+"""Is in the tags of thoughts of any chat format."""
 _TAG = re.compile(rf"</?(?:{'|'.join(THOUGHT_TAGS)})>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 

@@ -58,6 +58,12 @@ class FoundTurns:
         until = np.concatenate(([0], np.cumsum(turns)))
         return np.asarray(until[self.first[1:]] - until[self.first[:-1]])
 
+    def last_turns(self) -> Integers:
+        """Return the turns that end with their row."""
+        last = self.first[1:] - 1
+        ends = self.spans.end[last] == self.borders[1:] if len(self.spans.end) else np.zeros(len(last), dtype=bool)
+        return last[ends & (last >= self.first[:-1])]
+
     def of_row(self, row: int) -> slice:
         """The turns of a row."""
         return slice(int(self.first[row]), int(self.first[row + 1]))

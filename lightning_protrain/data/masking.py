@@ -63,6 +63,13 @@ class MaskOptions:
             raise ValueError(f"roles_to_train must be a list of names of roles, got {roles!r}.")
         object.__setattr__(self, "roles_to_train", tuple(roles))
 
+    def describe(self) -> str:
+        """Return all options as one line."""
+        return (
+            f"roles_to_train={list(self.roles)}, train_on_inputs={self.train_on_inputs}, "
+            f"train_on_eos={self.train_on_eos}, train_on={self.train_on}, train_thinking={self.train_thinking}"
+        )
+
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that are trained."""

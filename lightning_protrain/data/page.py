@@ -31,7 +31,7 @@ def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>What is trained</title>'
-        f"<style>{style}</style></head>\n<body><h1>What is trained</h1>\n{_table(reports)}\n"
+        f"<style>{style}</style></head>\n<body><h1>What is trained</h1>\n{_table(reports)}\n{_notes(reports)}\n"
         f"<p>{legend}; all other text is read, and not trained. &#8629; stands for a line break that is trained, or of "
         f"a marker.</p>\n{articles}\n</body></html>\n"
     )
@@ -71,3 +71,18 @@ def _table(reports: Sequence[DatasetReport]) -> str:
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
+
+
+def _notes(reports: Sequence[DatasetReport]) -> str:
+    """Return the knobs of each data set, and its first rows that are dropped."""
+    parts = []
+    for report in reports:
+        rows = [escape(row) for row in report.dropped_rows]
+        unnamed = report.num_dropped - len(rows)
+        rows += [f"{unnamed:,} more"] if rows and unnamed > 0 else []
+        listed = "".join(f"<li>{row}</li>" for row in rows)
+        dropped = (
+            f"<details><summary>Dropped: {report.num_dropped:,}</summary><ul>{listed}</ul></details>" if rows else ""
+        )
+        parts.append(f"<p><b>{escape(report.name)}</b>: {escape(report.knobs)}</p>{dropped}")
+    return "\n".join(parts)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,8 @@ from rich.text import Text
 from lightning_protrain.data.report import DatasetReport
 
 Kind = Literal["text", "marker", "media"]
+# Stand around trained text where there are no colours.
+_OPENING, _CLOSING = "[[", "]]"
 _STYLES: dict[tuple[Kind, bool], str] = {
     ("text", True): "bold green",
     ("text", False): "dim",
@@ -96,20 +98,56 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
 
 
 def render(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> Group:
-    """For the terminal: trained tokens are green, markers reversed."""
-    legend = Text("Trained: ")
-    legend.append("text", _STYLES["text", True]).append(" ").append("marker", _STYLES["marker", True])
-    legend.append("   not trained: ").append("text", _STYLES["text", False]).append(" ")
-    legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
-    legend.append("   \u21b5 a line break that is trained, or of a marker")
-    panels = []
-    for one in shown:
-        body = Text()
-        for piece in one.pieces:
-            body.append(visible(piece), _STYLES[piece.kind, piece.trained])
+    """Return what a terminal shows: trained tokens in green, or in brackets where there are no colours; and counts."""
+    return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
+
+
+def _has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+class _Legend:
+    """Says what the colours mean, or the brackets of a terminal without colours."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if _has_colours(console):
+            legend = Text("Trained: ")
+            legend.append("text", _STYLES["text", True]).append(" ").append("marker", _STYLES["marker", True])
+            legend.append("   not trained: ").append("text", _STYLES["text", False]).append(" ")
+            legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
+        else:
+            legend = Text(f"Trained: {_OPENING}what stands in double brackets{_CLOSING}, and nothing else")
+        yield legend.append("   \u21b5 a line break that is trained, or of a marker")
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """One conversation in a terminal."""
+
+    shown: Shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        body, one = Text(), self.shown
+        has_colours = _has_colours(console)
+        for is_trained, run in groupby(one.pieces, key=lambda piece: piece.trained):
+            marked = is_trained and not has_colours
+            body.append(_OPENING if marked else "")
+            for piece in run:
+                body.append(visible(piece), _STYLES[piece.kind, piece.trained] if has_colours else "")
+            body.append(_CLOSING if marked else "")
         title = f"{one.num_trained} of {one.num_tokens} tokens trained ({one.share:.0%}): {one.title}"
-        panels.append(Panel(body, title=Text(title), title_align="left"))
-    return Group(legend, *panels, table(reports))
+        yield Panel(body, title=Text(title), title_align="left")
+
+
+def notes(reports: Sequence[DatasetReport]) -> Text:
+    """Return the knobs of each data set, and its first rows that are dropped."""
+    lines = []
+    for report in reports:
+        lines.append(f"{report.name}: {report.knobs}")
+        lines += [f"  dropped: {row}" for row in report.dropped_rows]
+        unnamed = report.num_dropped - len(report.dropped_rows)
+        lines += [f"  dropped: {unnamed:,} more"] if unnamed > 0 and report.dropped_rows else []
+    return Text("\n".join(lines))
 
 
 def visible(piece: Piece) -> str:

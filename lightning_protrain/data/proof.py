@@ -21,7 +21,7 @@ from itertools import takewhile
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.features import QUIET, SEVERAL
+from lightning_protrain.data.features import QUIET, SEVERAL, THOUGHT_WORD
 from lightning_protrain.data.markers import Markers
 from lightning_protrain.data.masking import ASSISTANT, MaskOptions, trained_tokens
 from lightning_protrain.data.probes import (
@@ -110,10 +110,53 @@ def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabular
     return frozenset(found)
 
 
+def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary) -> bool:
+    """Return whether a template writes nothing behind the last answer of a conversation.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+    """
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
+        try:
+            text = vocabulary.text(render(probe.messages))
+        except ValueError:
+            continue
+        last = _said(probe.messages[-1]["content"])
+        if last in text:
+            return text.rstrip().endswith(last)
+    return False
+
+
+def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:
+    """Return what beside a user's words would be trained with the turns of users; empty if there is nothing.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+    """
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    for probe in (ONE, as_parts(ONE)):
+        try:
+            ids = np.asarray(render(probe.messages), dtype=np.int64)
+        except ValueError:
+            continue
+        options = MaskOptions(roles_to_train=("user",), train_on_eos="none")
+        trained = ids[trained_tokens(ids, scan(ids, markers), markers, options)]
+        text = b"".join(vocabulary.spell(trained.tolist())).decode(errors="replace")
+        before, found, behind = text.partition(_said(probe.messages[0]["content"]))
+        if found:
+            return (before if before.strip(" ") else "") + (behind if behind.strip() else "")
+    return ""
+
+
 @dataclass(frozen=True)
 class Rendering:
-    """A rendered probe: the text it gives, and what each trained turn holds."""
+    """A rendered probe: its tokens, the text they give, and what each trained turn holds."""
 
+    ids: tuple[int, ...]
     text: str
     turns: tuple[str, ...]
 
@@ -204,7 +247,7 @@ class _Proof:
             if shown is not None:
                 if self._tells_roles(form, ids):
                     self._check(form, shown)
-                    self._check_prompts(form, shown, ids)
+                    self._check_prompts(form, shown)
                 return None
             refusal = refusal or ValueError("the chat template leaves out what the assistant says")
             if not form.exact and self._tells_roles(form, ids):
@@ -251,7 +294,7 @@ class _Proof:
             kept = b"".join(spelled[at] for at in range(content, stop) if trained[at])
             if kept.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
                 turns.append((self._overhang(spelled[start:content]) + kept).decode(errors="replace"))
-        return Rendering(b"".join(spelled).decode(errors="replace"), tuple(turns))
+        return Rendering(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
 
     def _overhang(self, spelled: Sequence[bytes]) -> bytes:
         """What of the content is in the last token of a start marker: [Note: Tails] of `markers`."""
@@ -290,7 +333,7 @@ class _Proof:
             if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
 
-    def _check_prompts(self, probe: Probe, rendering: Rendering, ids: Sequence[int]) -> None:
+    def _check_prompts(self, probe: Probe, rendering: Rendering) -> None:
         """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
         positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
         if not probe.exact:
@@ -299,9 +342,9 @@ class _Proof:
             # The space of a prompt is a token of its own before digits and letters that are not Latin.
             said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
             positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
-        spelled = self.vocabulary.spell(list(ids))
+        spelled = self.vocabulary.spell(rendering.ids)
         stops = np.cumsum([len(piece) for piece in spelled])
-        row = np.asarray(ids, dtype=np.int64)
+        row = np.asarray(rendering.ids, dtype=np.int64)
         trained = trained_tokens(row, scan(row, self.markers), self.markers, MaskOptions())
         for at in positions:
             try:
@@ -329,6 +372,21 @@ class _Proof:
             text = b"".join(self.vocabulary.spell(prompt)).decode(errors="replace")
             if rendering.text.startswith(text) and one in rendering.text[len(text) :]:
                 self.leads.add(rendering.text[len(text) :].split(one, 1)[0].strip())
+                continue
+            self._learn_lead_without_thought(prompt, rendering, one)
+
+    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: Rendering, said: str) -> None:
+        """Learn the control tokens that stand before an answer where the prompt opens a thought instead."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
+        shared = sum(1 for _ in same)
+        (opening,) = self.vocabulary.spell(prompt[shared : shared + 1]) or (b"",)
+        behind = b"".join(self.vocabulary.spell(rendering.ids[shared:])).decode(errors="replace")
+        lead, found, _ = behind.partition(said)
+        words = lead
+        for token in sorted(self.vocabulary.added, key=len, reverse=True):
+            words = words.replace(token, "")
+        if found and not words.strip() and THOUGHT_WORD.search(opening.decode(errors="replace")):
+            self.leads.add(lead.strip())
 
     def _fail(self, probe: Probe, rendering: Rendering, what: str) -> None:
         said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]

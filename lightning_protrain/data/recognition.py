@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.boundaries import EOS, Family
 from lightning_protrain.data.derivation import derive, with_prompt
-from lightning_protrain.data.families import FAMILIES
+from lightning_protrain.data.families import FAMILIES, family_called
 from lightning_protrain.data.markers import Markers, resolve
 from lightning_protrain.data.masking import ASSISTANT
 from lightning_protrain.data.probes import MAIN, ONE, Render, TemplateRender, as_parts
@@ -40,11 +40,7 @@ def find_family(
     family = None if name is None else family_named(name)
     vocabulary = Vocabulary(tokenizer)
     if render is None:
-        if not vocabulary.controls_apart and not tokenizer.chat_template:
-            raise ValueError(
-                f"The tokenizer {vocabulary.name!r} has no chat template, so nothing says how a chat is written. Give "
-                "`chat_template`, or use the tokenizer of a model that was trained on chats."
-            )
+        check_template(tokenizer, None)
         render = TemplateRender(tokenizer)
     if family is not None:
         family = with_prompt(family, render, vocabulary)
@@ -54,16 +50,34 @@ def find_family(
     return _recognise(vocabulary, render)
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+    """Check that there is a chat template.
+
+    Args:
+        tokenizer: Has one, maybe; one of mistral-common needs none.
+        given: A template in place of the tokenizer's.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not given and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
+        name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        raise ValueError(
+            f"The tokenizer {name!r} has no chat template, so nothing says how a chat is written. Give "
+            "`chat_template`, or use the tokenizer of a model that was trained on chats."
+        )
+
+
 def family_named(name: str) -> Family:
     """The family of this name, or of a model of this name.
 
     Raises:
         ValueError: There is none; near names are told.
     """
-    key = name.strip().lower().replace("_", "-")
-    if key in FAMILIES:
-        return FAMILIES[key]
-    near = get_close_matches(key, FAMILIES, n=3, cutoff=0.5)
+    family = family_called(name)
+    if family is not None:
+        return family
+    near = get_close_matches(name.strip().lower(), FAMILIES, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     names = ", ".join(sorted({family.name for family in FAMILIES.values()}))
     raise ValueError(
@@ -76,7 +90,13 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
     text = _rendered(vocabulary, render)
     reasons: list[str] = []
     best: tuple[int, Family, Markers] | None = None
-    for name, make in (*_named(text, vocabulary), ("derived from the template", lambda: derive(render, vocabulary))):
+    derived: list[tuple[str, Callable[[], Family]]] = [
+        ("derived from the template", partial(derive, render, vocabulary)),
+        ("derived without its generation prompt", partial(derive, render, vocabulary, by_prompt=False)),
+    ]
+    for name, make in (*_named(text, vocabulary), *derived):
+        if best is not None and (name, make) == derived[1]:
+            break
         try:
             family = with_prompt(make(), render, vocabulary)
             markers = resolve(family, vocabulary)

@@ -137,6 +137,11 @@ class Renderer:
         return read
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """Further variables of the template."""
+        return {name: value for name, value in self._kwargs.items() if name != "chat_template"}
+
+    @property
     def _encodes_at_once(self) -> bool:
         """Whether it is a tokenizer of mistral-common: no text of a message ever becomes a control token of it."""
         return getattr(self.tokenizer, "backend_tokenizer", None) is None

@@ -22,10 +22,13 @@ class DatasetReport:
         dropped: Why others are not, and how many.
         num_tokens: Of what is used.
         num_trained: Tokens with a loss.
-        num_unended: Trained turns without a terminator; those that were cut, mostly.
+        num_unended: Trained turns without a terminator.
         num_doubtful: Conversations that are kept although their turns and messages differ.
         lengths: Of the conversations: smallest, median, 95th percentile, largest.
         num_unwritten: Conversations of which the chat template leaves out reasoning.
+        num_cut: Those of `num_unended` that were cut at `max_length`.
+        knobs: What is trained, as the user has set it.
+        dropped_rows: Where the first rows that are not used come from, and why they are not.
     """
 
     name: str
@@ -38,6 +41,9 @@ class DatasetReport:
     num_doubtful: int = 0
     lengths: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
     num_unwritten: int = 0
+    num_cut: int = 0
+    knobs: str = ""
+    dropped_rows: tuple[str, ...] = ()
 
     @property
     def num_dropped(self) -> int:
@@ -49,7 +55,14 @@ class DatasetReport:
         share = self.num_trained / max(self.num_tokens, 1)
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
-        unended = f" {self.num_unended} trained turns have no end." if self.num_unended else ""
+        unended = ""
+        if self.num_cut:
+            turns, whose = ("turn was", "its") if self.num_cut == 1 else ("turns were", "their")
+            unended += f" {self.num_cut:,} assistant {turns} cut at max_length, so {whose} end token is not trained."
+        if self.num_unended > self.num_cut:
+            num = self.num_unended - self.num_cut
+            turns = "turn has" if num == 1 else "turns have"
+            unended += f" {num:,} trained {turns} no end token, because the chat template writes none there."
         unwritten = ""
         if self.num_unwritten:
             unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
@@ -68,6 +81,7 @@ def count(
     dropped: Iterable[str] | Mapping[str, int],
     num_doubtful: int = 0,
     num_unwritten: int = 0,
+    num_cut: int = 0,
 ) -> DatasetReport:
     """Adds up.
 
@@ -80,6 +94,7 @@ def count(
         dropped: A reason for each conversation that is not used, or how many there are for each reason.
         num_doubtful: Conversations whose mask is in doubt.
         num_unwritten: Conversations of which the chat template leaves out reasoning.
+        num_cut: Trained turns that were cut.
     """
     reasons = Counter(dropped).most_common()
     spread = (0, 0, 0, 0)
@@ -97,6 +112,7 @@ def count(
         num_doubtful,
         spread,
         num_unwritten,
+        num_cut,
     )
 
 

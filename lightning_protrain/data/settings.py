@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
@@ -17,9 +18,9 @@ from lightning_protrain.data.boundaries import EOS, Family, parse_boundaries
 from lightning_protrain.data.derivation import with_prompt
 from lightning_protrain.data.encoding import ChatEncoder, OnUntrainable
 from lightning_protrain.data.markers import Marker, Markers, resolve
-from lightning_protrain.data.masking import MaskOptions, trainable_turns
-from lightning_protrain.data.proof import leaking_roles, prove
-from lightning_protrain.data.recognition import family_named, find_family
+from lightning_protrain.data.masking import ASSISTANT, MaskOptions, trainable_turns
+from lightning_protrain.data.proof import leaking_roles, leaves_open, prove, user_header
+from lightning_protrain.data.recognition import check_template, family_named, find_family
 from lightning_protrain.data.rendering import Renderer
 from lightning_protrain.data.scaffolds import with_scaffolds, with_tags
 from lightning_protrain.data.scanner import scan
@@ -35,6 +36,8 @@ _RESERVED = {
     "chat_template": "Use the option `chat_template`.",
     "max_length": "Use the option `max_length`.",
 }
+# What templates call a variable that asks for the whole of a conversation.
+_FOR_TRAINING = re.compile(r"\b\w*train\w*\b")
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
@@ -118,6 +121,8 @@ class _Known:
     markers: Markers
     leaking: frozenset[str]
     unproven: Mapping[str, str]
+    leaves_open: bool
+    user_header: str
 
 
 class Chats:
@@ -150,6 +155,11 @@ class Chats:
         known = self._known[key]
         # Refuses roles without boundaries.
         trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
+        if "user" in settings.options.roles and known.user_header and not settings.train_on_inputs:
+            raise ValueError(
+                f"roles_to_train names 'user', and {known.user_header!r}, which the chat template writes around words "
+                "of a user, would be trained too. Give `role_boundaries` with all that stands before and behind it."
+            )
         return ChatEncoder(
             known.renderer,
             known.markers,
@@ -158,10 +168,12 @@ class Chats:
             settings.on_untrainable,
             known.leaking,
             known.unproven,
+            known.leaves_open,
         )
 
     def _prove(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Known:
         template = settings.template or getattr(processor, "chat_template", None)
+        check_template(self._tokenizer, template)
         everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
         vocabulary = Vocabulary(self._tokenizer)
         if settings.boundaries is not None:
@@ -181,7 +193,31 @@ class Chats:
         if processor is not None:
             markers = with_media(markers, processor)
         _say(settings, markers, source, unproven)
-        return _Known(renderer, markers, leaking_roles(renderer.ids, vocabulary, markers), unproven)
+        ended = [role.ends and not role.open_ended for role in markers.roles if role.role == ASSISTANT]
+        is_open = all(ended) and leaves_open(renderer.ids, vocabulary)
+        if is_open:
+            self._warn_open(settings.template_kwargs, template)
+        leaking = leaking_roles(renderer.ids, vocabulary, markers)
+        return _Known(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
+
+    def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
+        """Warn that the last turn of a conversation has no end token, and name the variable that changes it."""
+        text = str(template or self._tokenizer.chat_template)
+        closing = None
+        for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
+            renderer = Renderer(self._tokenizer, None, {**given, name: True}, template)
+            if not leaves_open(renderer.ids, self._tokenizer):
+                closing = name
+                break
+        help_ = (
+            f"Set `chat_template_kwargs` to {{{closing}: true}}, which closes it."
+            if closing
+            else "Give a `chat_template` that closes it, or the model learns where to stop from earlier turns alone."
+        )
+        rank_zero_warn(
+            "The chat template leaves the last turn of a conversation open: its text is trained, and no end token is. "
+            + help_
+        )
 
     def _texts(self, family: Family) -> list[str]:
         """What begins and ends turns and what tools say in them, and media."""
@@ -258,9 +294,8 @@ def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mappin
     ends = " Its trained turns have no end marker: where to stop is not learnt." if endless else ""
     doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
     rank_zero_info(
-        f"Chat format {markers.family!r} ({source}). roles_to_train={list(options.roles)}, "
-        f"train_on_inputs={options.train_on_inputs}, train_on_eos={options.train_on_eos}, train_on={options.train_on}, "
-        f"train_thinking={options.train_thinking}, on_untrainable={settings.on_untrainable}. Markers: {roles}.{ends}"
+        f"Chat format {markers.family!r} ({source}). {options.describe()}, on_untrainable={settings.on_untrainable}. "
+        f"Markers: {roles}.{ends}"
         + (f" Not proven, so that conversations with it are untrainable: {doubts}." if doubts else "")
     )
 

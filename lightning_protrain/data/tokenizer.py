@@ -34,8 +34,15 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         name: A local folder, or a name on the Hugging Face Hub.
 
     Raises:
-        ValueError: No such tokenizer.
+        ValueError: No such tokenizer, or a folder with `tekken.json` and without what says what it is.
     """
+    folder = Path(name).expanduser()
+    others = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    if (folder / "tekken.json").is_file() and not any((folder / other).is_file() for other in others):
+        raise ValueError(
+            f"The folder {str(name)!r} has a tekken.json and no config.json, by which a tokenizer of Mistral is known. "
+            "Put the model's config.json beside it."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
         if type(tokenizer).__name__ == "MistralCommonBackend":

@@ -1,6 +1,7 @@
 import pytest
 
 from lightning_protrain.data.families import ALIASES, FAMILIES
+from lightning_protrain.data.recognition import family_named
 
 NAMES = [
     "chatml",
@@ -46,12 +47,17 @@ NAMES = [
     "llava-next",
     "kimi",
     "paddleocr-vl",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "lfm2vl",
+    "glm46v",
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_its_family(name: str) -> None:
-    assert {"assistant", "user"} <= set(FAMILIES[name].roles)
+    assert {"assistant", "user"} <= set(family_named(name).roles)
 
 
 def test_an_alias_is_the_same_family() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -66,7 +67,8 @@ class _Reader(HTMLParser):
 
 
 def _read() -> tuple[str, _Reader]:
-    reports = [count("<chats>, train", "chatml", [100, 200], 60, 0, {"cut & lost": 3})]
+    report = count("<chats>, train", "chatml", [100, 200], 60, 0, {"cut & lost": 3})
+    reports = [replace(report, knobs="train_on_eos='<last>'", dropped_rows=("a.jsonl, line 3: <cut>",))]
     text = page([Shown("row <1>", PIECES, 40, 12)], reports)
     reader = _Reader()
     reader.feed(text)
@@ -85,6 +87,12 @@ def test_text_is_escaped() -> None:
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;y&quot;" in text
     for part in ("row &lt;1&gt;", "&lt;chats&gt;, train", "3 cut &amp; lost", "30%", "width:30.0%", "20.0%"):
         assert part in text
+
+
+def test_knobs_and_dropped_rows_are_listed() -> None:
+    text, _ = _read()
+    assert "<b>&lt;chats&gt;, train</b>: train_on_eos=&#x27;&lt;last&gt;&#x27;" in text
+    assert "<summary>Dropped: 3</summary><ul><li>a.jsonl, line 3: &lt;cut&gt;</li><li>2 more</li></ul>" in text
 
 
 def test_every_trained_piece_is_marked_as_such() -> None:

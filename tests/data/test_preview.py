@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,11 @@ from lightning_protrain.data.preview import Piece, Shown, render, show, visible
 from lightning_protrain.data.report import count
 from lightning_protrain.data.tokenizer import train_tokenizer
 
+REPORT = replace(
+    count("chats, train", "chatml", [10], 6, 0, {"cut": 3}),
+    knobs="train_on_eos=last",
+    dropped_rows=("a.jsonl, line 3: cut",),
+)
 USER = "<|im_start|>user<|im_sep|>Gr\u00fc\u00dfe [bold] <|im_end|>"
 CHAT = USER + "<|im_start|>assistant<|im_sep|>\u00c4 <b>\n yes<|im_end|>"
 
@@ -52,6 +59,25 @@ def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
     assert "\x1b[1;32m\u00c4 <b>\u21b5" in output, "a trained line break is a sign in the colour of what is trained"
     for part in ("tokens trained", "chats, train", "1 cut", "10 / 10 / 20 / 20", "20.0%"):
         assert part in output
+
+
+@pytest.mark.parametrize("how", [{}, {"force_terminal": True, "no_color": True}])
+def test_a_terminal_without_colours_has_brackets_around_what_is_trained(tokenizer: object, how: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=100, **how)
+    console.print(render([_shown(tokenizer)], []))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "<|im_sep|>[[\u00c4 <b>\u21b5" in output
+    assert "yes<|im_end|>]]" in output
+    assert output.count("[[") == 2, "the legend, and one answer"
+
+
+def test_knobs_and_dropped_rows_are_listed() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render([], [REPORT]))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "chats, train: train_on_eos=last" in output
+    assert "dropped: a.jsonl, line 3: cut" in output
+    assert "dropped: 2 more" in output
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_named_family_that_does_not_fit_is_refused_with_both_texts() -> None:
         ("{% for m in messages %}{{ '<U>' + m.content + '<E>' }}{% endfor %}", r"4 turns are trained instead of 2"),
         (
             "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}",
-            "begins after 'A: ', which any text may hold",
+            "writes no header that tells an answer from other text: .* after 'A: ', which any text may hold",
         ),
     ],
 )

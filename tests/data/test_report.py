@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lightning_protrain.data.report import count
 
 
@@ -16,8 +18,20 @@ def test_a_sentence_names_all_of_it() -> None:
     text = count("chats, train", "chatml", [10, 30], 10, 2, {"without a trained token": 3}).describe()
     assert text == (
         "chats, train: 2 conversations, 40 tokens, 25.0% of them trained; 3 dropped (3 without a trained token). "
-        "2 trained turns have no end."
+        "2 trained turns have no end token, because the chat template writes none there."
     )
+
+
+@pytest.mark.parametrize(
+    ("num_unended", "num_cut", "sentence"),
+    [
+        (1776, 1776, "1,776 assistant turns were cut at max_length, so their end token is not trained."),
+        (1, 1, "1 assistant turn was cut at max_length, so its end token is not trained."),
+        (1, 0, "1 trained turn has no end token, because the chat template writes none there."),
+    ],
+)
+def test_turns_that_were_cut_are_told_from_turns_that_never_end(num_unended: int, num_cut: int, sentence: str) -> None:
+    assert count("c", "f", [10], 5, num_unended, [], num_cut=num_cut).describe().endswith(f"0 dropped. {sentence}")
 
 
 def test_nothing_is_kept() -> None:

@@ -139,3 +139,9 @@ def test_a_tokenizer_of_mistral_common_is_loaded_for_training(monkeypatch: pytes
     monkeypatch.setattr(module, "AutoTokenizer", MistralCommonBackend)
     loaded: Any = load_tokenizer("folder")
     assert loaded.mode == "finetuning"
+
+
+def test_tekken_without_a_config_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has a tekken\.json and no config\.json"):
+        load_tokenizer(tmp_path)
