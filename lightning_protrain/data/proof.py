@@ -137,6 +137,8 @@ def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary,
         tokenizer: The tokenizer that made the ids, or its vocabulary.
         markers: The family on this tokenizer.
     """
+    if not any(role.role == "user" for role in markers.roles):
+        return ""
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     for probe in (ONE, as_parts(ONE)):
         try:

@@ -193,9 +193,11 @@ class Chats:
         if processor is not None:
             markers = with_media(markers, processor)
         _say(settings, markers, source, unproven)
-        ended = [role.ends and not role.open_ended for role in markers.roles if role.role == ASSISTANT]
-        is_open = all(ended) and leaves_open(renderer.ids, vocabulary)
-        if is_open:
+        should_end = any(
+            role.role == ASSISTANT and role.ends and role.include_end and not role.open_ended for role in markers.roles
+        )
+        is_open = should_end and leaves_open(renderer.ids, vocabulary)
+        if is_open and settings.train_on_eos != "none" and not settings.train_on_inputs:
             self._warn_open(settings.template_kwargs, template)
         leaking = leaking_roles(renderer.ids, vocabulary, markers)
         return _Known(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))

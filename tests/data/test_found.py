@@ -95,10 +95,6 @@ def test_markers_and_media_are_not_cut_in_two() -> None:
 # --- rows of real formats ---------------------------------------------------------------------------------------------
 
 
-def _chat(turns: list[tuple[str, str]]) -> Conversation:
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
@@ -106,21 +102,23 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _ended_between_turns(end: str = "<E>") -> Chats:
-    """A template that leaves out the end of a conversation's last turn."""
+def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last") -> Chats:
+    """A template that leaves out the end of a conversation's last turn, or of others."""
     template = (
         "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + m.content }}"
-        "{%- if m.role == 'assistant' and not loop.last %}END{%- endif %}{%- endfor %}"
+        "{%- if m.role == 'assistant' and ENDED %}END{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}<A>{%- endif %}"
-    ).replace("END", end)
+    )
+    template = template.replace("ENDED", ended).replace("END", end)
     return Chats(byte_level(template, ("<U>", "<A>", "<E>"), "<E>"), None)
 
 
 @pytest.mark.parametrize("policy", ["drop", "error", "warn"])
 def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
     boundaries = [{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}]
-    encoder = _ended_between_turns().encoder(settings_of(on_untrainable=policy, role_boundaries=boundaries))
-    ended, cut = _chat([("user", "?"), ("assistant", "One."), ("user", "!")]), conversation("?", "One.")
+    chats = _ended_between_turns(ended="m.content != 'One.'")
+    encoder = chats.encoder(settings_of(on_untrainable=policy, role_boundaries=boundaries))
+    ended, cut = conversation("?", "Two."), conversation("?", "One.")
     rows = [ended, cut, cut]
     if policy == "error":
         with pytest.raises(ValueError, match=r"chats, row 1: a trained turn has no end marker: .*none behind 'One\.'"):
