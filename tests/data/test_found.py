@@ -9,7 +9,6 @@ import pytest
 
 from lightning_protrain.data import settings as settings_module
 from lightning_protrain.data.agreement import NO_END
-from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.encoding import encode_rows
 from lightning_protrain.data.found import FoundTurns, find_turns, mask_turns, uncuttable
 from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
