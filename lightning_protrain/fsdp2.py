@@ -38,6 +38,7 @@ from torchmetrics import Metric
 from lightning_protrain.checkpoint_io import reader_of
 from lightning_protrain.consensus import refuse_other_models
 from lightning_protrain.epochs import length_is_known
+from lightning_protrain.finite import FiniteLosses, OnNonFinite
 from lightning_protrain.fsdp_refusals import refuse_optimizers, refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     describe_tensors,
@@ -75,6 +76,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             optimizer step, and each rank holds whole gradients until then.
         save_distributed_checkpoint: Whether each rank saves its parts, which only this strategy and
             `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint.
+        on_nonfinite: As in `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
 
     Raises:
@@ -91,6 +93,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         cpu_offload: bool = False,
         sync_each_batch: bool = False,
         save_distributed_checkpoint: bool = False,
+        on_nonfinite: OnNonFinite = "stop",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -111,6 +114,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._losses = FiniteLosses(on_nonfinite)
         self._policy = policy
         self._min_num_params = min_num_params
         self._activation_checkpointing = activation_checkpointing
@@ -361,6 +365,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         if self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.refuse_spoiled(checkpoint)
         path = self.broadcast(filepath)
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_protrain.consensus import refuse_uneven
 from lightning_protrain.epochs import meet_in_epochs, meet_no_more, validation_place
 from lightning_protrain.evaluation import each_once, evaluate_as_ever, evaluate_each_once
+from lightning_protrain.finite import FiniteLosses
 from lightning_protrain.runtime.attendance import is_of_collective
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.sigterm import SigtermNote
@@ -32,6 +33,7 @@ class MeetingStrategy(ParallelStrategy):
         super().__init__(*args, **kwargs)
         self._ranks: Ranks | None = None
         self._sigterm = SigtermNote()
+        self._losses = FiniteLosses()
 
     @property
     def ranks(self) -> Ranks | None:
@@ -41,6 +43,8 @@ class MeetingStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Refuses epochs of different lengths before the first batch."""
         module = self.lightning_module
+        if module is not None:
+            self._losses.begin(module.trainer)
         if self._ranks is not None and module is not None:
             refuse_uneven(module.trainer.num_training_batches)
             meet_in_epochs(module.trainer, self._meet_before_batch, self._meet)
@@ -51,6 +55,7 @@ class MeetingStrategy(ParallelStrategy):
 
         Raises:
             SIGTERMException: One is.
+            ValueError: Losses of some rank are not finite any more.
         """
         module = self.lightning_module
         assert module is not None
@@ -58,8 +63,50 @@ class MeetingStrategy(ParallelStrategy):
         trainer = module.trainer
         what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
         self._ranks.attendance.doing = self._describe_step(trainer, what)
-        if self._meet(what, trainer.received_sigterm or self._sigterm.received):
+        told_to_end, why = trainer.received_sigterm or self._sigterm.received, self._losses.why_to_stop()
+        if self._meet(what, told_to_end or bool(why)):
+            self._stop_if(why, f"the reason to end at {what}")
             raise SIGTERMException
+
+    def _stop_if(self, why: str, place: str) -> None:
+        """Ends the fit on all ranks if one of them has a reason in its losses or weights.
+
+        Args:
+            why: The reason of this rank; empty: it has none.
+            place: Where the ranks meet.
+
+        Raises:
+            ValueError: A rank has one.
+        """
+        if self._meet(place, bool(why)):
+            raise ValueError(why or "The loss or a trained weight of another rank is not finite. Training stops.")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Ends a fit whose losses are not finite any more; several ranks have seen to it when they met."""
+        if self._ranks is None and (why := self._losses.why_to_stop()):
+            raise ValueError(why)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward, and takes down the loss."""
+        if self.lightning_module is not None:
+            self._losses.watch(closure_loss, self.lightning_module.trainer)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Writes a checkpoint whose trained weights are finite; every rank calls it."""
+        self.refuse_spoiled(checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def refuse_spoiled(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint that would follow on good ones; every rank calls it.
+
+        Raises:
+            ValueError: In a fit, trained weights are not finite.
+        """
+        module = self.lightning_module
+        if module is not None and self._losses.watches:
+            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            self._stop_if(self._losses.why_not_to_save(checkpoint, trained), "a checkpoint")
 
     def _describe_step(self, trainer: Trainer, batch: str) -> str:
         """What this rank is about to do, for errors here and on other ranks.
@@ -111,8 +158,13 @@ class MeetingStrategy(ParallelStrategy):
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]  # The next class has it.
 
     def on_train_end(self) -> None:
-        """Waits for the last epoch of all ranks."""
-        self._meet("the end of training")
+        """Waits for the last epoch of all ranks.
+
+        Raises:
+            ValueError: Losses of some rank were not finite in the end.
+        """
+        self._stop_if(self._losses.why_to_stop(wait=True), "the end of training")
+        self._losses.end()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks."""
@@ -163,6 +215,7 @@ class MeetingStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """The loops and the signals of the Trainer are as they were."""
         self._sigterm.close()
+        self._losses.end()
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             meet_no_more(module.trainer)

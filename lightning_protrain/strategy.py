@@ -27,6 +27,7 @@ from lightning_protrain.callbacks.failures import failing_together
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
+from lightning_protrain.finite import FiniteLosses, OnNonFinite
 from lightning_protrain.joint_planning import answers, plan_jointly, say_if_one_block
 from lightning_protrain.overlap import (
     OverlapChoice,
@@ -92,6 +93,8 @@ class ProTrainStrategy(PaperStrategy):
             gets the others from all of the `"world"` whenever it computes. Weights are DTensors from set-up on.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
+        on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
+            and writes no checkpoint of weights that are not finite; `"warn"` reports it.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: As in `DDPStrategy`.
@@ -133,6 +136,7 @@ class ProTrainStrategy(PaperStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object = None,
         hardware: HardwareProfile | None = None,
+        on_nonfinite: OnNonFinite = "stop",
         monitor: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -150,6 +154,7 @@ class ProTrainStrategy(PaperStrategy):
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._host_bytes = self._wishes.host_memory
+        self._losses = FiniteLosses(on_nonfinite)
         self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer

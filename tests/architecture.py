@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
             "checkpoint_io",
             "consensus",
             "epochs",
+            "finite",
             "fsdp_refusals",
             "fsdp_state",
             "fsdp_steps",
@@ -87,7 +88,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "sigterm": (),
     "epochs": (),
     "evaluation": ("runtime.comm",),
-    "meetings": ("consensus", "epochs", "evaluation", "runtime.attendance", "runtime.comm", "sigterm"),
+    "finite": (),
+    "meetings": ("consensus", "epochs", "evaluation", "finite", "runtime.attendance", "runtime.comm", "sigterm"),
     "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
     "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
     "parallel": (
@@ -140,7 +142,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "epochs", "evaluation", "meetings", "precision", "trainer", "cli", "module", "restoring", "data",
+    "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "module", "restoring",
+    "data",
     "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")

@@ -1,0 +1,149 @@
+"""Stops a fit whose loss is no number any more, before its weights are saved over good ones.
+
+[Note: Finite losses]
+Reading a loss on a GPU waits for every kernel before it. So each loss is copied to the host behind the kernels that
+compute it, and read between batches once the copy has arrived: a few batches late at most. One batch whose loss is NaN
+or infinite is reported; the run stops if the next batch repeats it. A step that a gradient scaler skips has a finite
+loss, and is none of these. Weights may be spoiled earlier, by gradients that overflow under a finite loss, so every
+checkpoint of a fit is refused whose trained weights are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+OnNonFinite = Literal["stop", "warn"]
+# Losses whose copies may be under way; past that the host waits for the oldest.
+MAX_WAITING = 64
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A loss on its way to the host, with the number of its batch in the fit and the name of that batch."""
+
+    value: Tensor
+    arrived: torch.Event | None
+    number: int
+    batch: str
+
+
+class FiniteLosses:
+    """Watches the losses of a fit, see [Note: Finite losses].
+
+    Args:
+        action: `"stop"` ends the fit if two batches in a row have no finite loss, `"warn"` reports it.
+
+    Attributes:
+        watches: Whether a fit is watched.
+
+    Raises:
+        ValueError: Another action.
+    """
+
+    def __init__(self, action: OnNonFinite = "stop") -> None:
+        if action not in get_args(OnNonFinite):
+            raise ValueError(f'on_nonfinite={action!r}: give "stop" or "warn".')
+        self._action = action
+        self._waiting: deque[_Loss] = deque()
+        self._last_bad = -1
+        self._repeated = ""
+        self.watches = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Watch the fit that begins; a search for a learning rate is not watched, as it ends where losses diverge."""
+        self.end()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
+
+    def end(self) -> None:
+        """Watch no more, and forget what was seen."""
+        self._waiting.clear()
+        self._last_bad, self._repeated, self.watches = -1, "", False
+
+    def watch(self, loss: Tensor, trainer: Trainer) -> None:
+        """Take down a loss that goes into a backward pass.
+
+        Args:
+            loss: As the module returns it, before a scaler multiplies it.
+            trainer: In a training batch.
+        """
+        if not self.watches or loss.numel() != 1:
+            return
+        value, arrived = loss.detach(), None
+        if value.device.type != "cpu":
+            value = value.to("cpu", non_blocking=True)
+            arrived = torch.Event(loss.device)
+            arrived.record()
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        batch = f"batch {progress.current.ready - 1} of epoch {trainer.current_epoch} (step {trainer.global_step})"
+        self._waiting.append(_Loss(value.reshape(()), arrived, progress.total.ready, batch))
+
+    def why_to_stop(self, wait: bool = False) -> str:
+        """Return why the fit has to end, for the user; empty as long as it does not.
+
+        Args:
+            wait: Whether to wait for losses that have not arrived.
+        """
+        while self._waiting:
+            oldest = self._waiting[0]
+            if oldest.arrived is not None and not oldest.arrived.query():
+                if not wait and len(self._waiting) <= MAX_WAITING:
+                    break
+                oldest.arrived.synchronize()
+            self._read(self._waiting.popleft())
+        return self._repeated
+
+    def why_not_to_save(self, checkpoint: Mapping[str, Any], trained: Collection[str]) -> str:
+        """Return why a checkpoint must not be written, for the user; empty if it may be.
+
+        Args:
+            checkpoint: As Lightning dumps it.
+            trained: Names of the parameters that are trained.
+        """
+        if not self.watches or self._action == "warn":
+            return ""
+        weights: Mapping[str, Any] = checkpoint.get("state_dict", {})
+        spoiled = next((name for name in trained if not _is_finite(weights.get(name))), None)
+        if spoiled is None:
+            return ""
+        self.why_to_stop(wait=True)
+        return self._repeated or (
+            f"{spoiled!r} holds values that are NaN or infinite, so no checkpoint is written of them. {_REMEDY}"
+        )
+
+    def _read(self, loss: _Loss) -> None:
+        value = float(loss.value)
+        if math.isfinite(value) or loss.number == self._last_bad:
+            return
+        repeats, self._last_bad = loss.number == self._last_bad + 1 and self._last_bad >= 0, loss.number
+        if self._action == "stop" and repeats:
+            self._repeated = f"The loss is {value} in {loss.batch}, as in the batch before. Training stops. {_REMEDY}"
+        elif not repeats:
+            then = "" if self._action == "warn" else " Training stops if that of the next batch is not finite either."
+            warnings.warn(f"The loss is {value} in {loss.batch}.{then}", stacklevel=2)
+
+
+_REMEDY = (
+    "Lower the learning rate, set gradient_clip_val, or look into the batch; the last checkpoint is good. With "
+    'on_nonfinite="warn" a strategy goes on.'
+)
+
+
+def _is_finite(weight: Any) -> bool:
+    """Whether all values are; a sum reads them at the speed of memory, and only one that is not finite is looked at."""
+    if isinstance(weight, DTensor):
+        weight = weight.to_local()
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return True
+    return math.isfinite(float(weight.sum(dtype=torch.float32))) or bool(weight.isfinite().all())
