@@ -56,7 +56,7 @@ class LowGradient(Tensor):
         Raises:
             RuntimeError: The step has been made.
         """
-        return self._stored().to(self.dtype)
+        return self.landed().to(self.dtype)
 
     def stored(self) -> Tensor:
         """The gradient as it is kept, whatever its dtype; for its step, and the copy that brings it.
@@ -65,7 +65,7 @@ class LowGradient(Tensor):
             RuntimeError: The step has been made.
         """
         low = self._low
-        return self._stored() if low is None else low
+        return self.landed() if low is None else low
 
     def whole(self) -> Tensor:
         """The gradient in memory of its own, and in the dtype of its weight; `grad` is that from now on.
@@ -75,7 +75,7 @@ class LowGradient(Tensor):
         """
         if self._whole is None:
             with below_guard(), torch.no_grad(), torch.inference_mode(False):
-                self._whole = self._stored().to(self.dtype)
+                self._whole = self.landed().to(self.dtype)
                 self._low, self._land = None, _landed
                 if self._parameter.grad is self and self._parameter.dtype == self.dtype:
                     self._parameter.grad = self._whole
@@ -94,7 +94,12 @@ class LowGradient(Tensor):
         """Whether nobody knows it any more, nor any sum with it."""
         return self._whole is None and self._is_stepped
 
-    def _stored(self) -> Tensor:
+    def landed(self) -> Tensor:
+        """Return the gradient as it is kept, whatever its dtype, once it is on the host.
+
+        Raises:
+            RuntimeError: The step has been made.
+        """
         low = self._low  # Read first: another thread that makes it whole lets go of it last.
         if self._whole is not None:
             return self._whole

@@ -41,19 +41,43 @@ def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Ten
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in ordered]))
 
 
-def take_norms(parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None]) -> None:
-    """Puts the norms of gradients that are landing into `norms`, on the host's worker.
+class NormScratch:
+    """Host memory in which low-precision gradients are cast for their norms.
+
+    It is kept from gradient to gradient: the first touch of fresh memory takes several times as long as the norm. The
+    whole gradient is cast at once, and not in tiles, so that the norm has the bits of one that PyTorch takes.
+    """
+
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """Return the norm of a gradient in the dtype of its weight, a scalar."""
+        low = gradient.landed() if isinstance(gradient, LowGradient) else gradient
+        if low.dtype == gradient.dtype:
+            return torch.linalg.vector_norm(low)
+        if self._values.numel() < low.numel() or self._values.dtype != gradient.dtype:
+            self._values = torch.empty(low.numel(), dtype=gradient.dtype)
+        values = self._values.as_strided(low.shape, low.stride())
+        return torch.linalg.vector_norm(values.copy_(low))
+
+
+def take_norms(
+    parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None], scratch: NormScratch
+) -> None:
+    """Put the norms of gradients that are landing into `norms`, on the host's worker.
 
     Args:
         parameters: Whose gradients.
         norms: Takes them, by the identity of the parameter.
         land: Waits for the gradients and adds them up.
+        scratch: Memory for casts, used by one thread at a time.
     """
     with below_guard(), torch.no_grad():
         land()
         for parameter in parameters:
             if parameter.grad is not None:
-                norms[id(parameter)] = torch.linalg.vector_norm(cast(parameter.grad))
+                norms[id(parameter)] = scratch.norm(parameter.grad)
 
 
 def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:

@@ -34,7 +34,7 @@ from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
 from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
 from lightning_protrain.runtime.local_rows import LocalRows
-from lightning_protrain.runtime.norms import bound_norm, clip_values, take_norms, tell_overflow
+from lightning_protrain.runtime.norms import NormScratch, bound_norm, clip_values, take_norms, tell_overflow
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.publishing import Publishing
 from lightning_protrain.runtime.slot import Slot
@@ -68,6 +68,7 @@ class Updates:
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
         self._armed: Armed | None = None
+        self._norm_scratch = NormScratch()
         self._num_steps = 0
         self._num_backwards = 0  # since `arm`
         self._in_step = False
@@ -182,7 +183,8 @@ class Updates:
             self._submit(index, armed, land)
         else:
             parameters = [slot.host for slot in self._chunks[index].slots]
-            armed.landings.append(self._device.worker.submit(lambda: take_norms(parameters, armed.norms, land)))
+            work = partial(take_norms, parameters, armed.norms, land, self._norm_scratch)
+            armed.landings.append(self._device.worker.submit(work))
 
     def end_backward(self) -> None:
         """Gradients that have been taken without a step are whole."""

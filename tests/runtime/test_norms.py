@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.norms import bound_norm, total_norm
+from lightning_protrain.runtime.low_gradients import LowGradient
+from lightning_protrain.runtime.norms import NormScratch, bound_norm, take_norms, total_norm
 
 NUM_RANKS = 3
 
@@ -176,3 +178,42 @@ def test_gradients_that_are_scaled_later_are_left_alone(num_ranks: int) -> None:
     found = [next((grads[at] for grads, _ in ranks if grads[at] is not None), None) for at in range(len(items))]
     assert same(expected, found)
     assert same([factor for _, factor in ranks], [ranks[0][1]] * num_ranks)
+
+
+class Allocations(TorchDispatchMode):
+    """Count elements of the tensors that operations make; what they fill or view is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, Tensor) and all(result is not each for each in args):
+            self.elements += result.numel()
+        return result
+
+
+def low_gradients(sizes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """Parameters with bf16 gradients, the first of which is stored column by column."""
+    parameters = []
+    for at, size in enumerate(sizes):
+        values = torch.randn(size).bfloat16()
+        values = values.t() if at == 0 else values
+        parameter = nn.Parameter(values.float())
+        parameter.grad = LowGradient(parameter, values)
+        parameters.append(parameter)
+    return parameters
+
+
+def test_norms_of_low_precision_gradients_make_no_memory_after_the_first() -> None:
+    torch.manual_seed(0)
+    parameters = low_gradients([(300, 70), (50,), (120, 33), (0, 4)])
+    expected = [torch.linalg.vector_norm(parameter.grad.cast()) for parameter in parameters]  # type: ignore[union-attr]
+    scratch = NormScratch()
+    for elements in (300 * 70 + len(parameters), len(parameters)):  # The scratch and one scalar for each norm; scalars.
+        norms: dict[int, Tensor] = {}
+        with Allocations() as allocations:
+            take_norms(parameters, norms, lambda: None, scratch)
+        assert allocations.elements == elements
+        assert all(torch.equal(norms[id(p)], each) for p, each in zip(parameters, expected, strict=True))
