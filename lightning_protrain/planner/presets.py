@@ -26,7 +26,6 @@ from lightning_protrain.planner.policies import by_place, check_counts, lay_out,
 from lightning_protrain.profiler.records import ModelLayout
 
 Preset = Literal["auto", "resident", "offload"]
-DEFAULT_CHUNK_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,15 @@ def _resident(case: _Case) -> Plan:
 
 def _offload(case: _Case, chunk_bytes: int | None) -> Plan:
     chunks = pack_chunks(case.layout, chunk_bytes)
-    least = minimum_chunk_buffers(case.layout, chunks)
-    most = max(least, 2 * max(map(len, chunks_of(case.layout, chunks).values()), default=0))
-    return case.most_buffers(chunks, case.checkpoint_all, least, most)
+    return case.most_buffers(chunks, case.checkpoint_all, *_useful_buffers(case.layout, chunks))
+
+
+def _useful_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[int, int]:
+    """Return the fewest chunk buffers, and as many as hold one block while the next one is prefetched."""
+    least = minimum_chunk_buffers(layout, chunks)
+    offloaded = [index for index, chunk in enumerate(chunks) if not chunk.resident]
+    counts = (len({*own}.intersection(offloaded)) for own in chunks_of(layout, chunks).values())
+    return least, max(least, min(2 * max(counts, default=0), len(offloaded)))
 
 
 def _keep_large(case: _Case, plan: Plan, min_num_params: int) -> Plan:
@@ -200,10 +205,10 @@ def _pinned(case: _Case, knobs: Knobs) -> Plan:
     num_checkpoint, num_keep = _activation_knobs(case.layout, placed, knobs)
     blocks = _interleave(case, num_swap, num_checkpoint)
 
-    least = minimum_chunk_buffers(case.layout, placed)
+    least, most = _useful_buffers(case.layout, placed)
     num_buffers = knobs.num_chunk_buffers
     if num_buffers is None:
-        plan = case.most_buffers(placed, blocks, least, max(least, DEFAULT_CHUNK_BUFFERS))
+        plan = case.most_buffers(placed, blocks, least, most)
     elif num_buffers < least:
         raise ValueError(f"num_chunk_buffers={num_buffers}: this model needs at least {least} with these knobs.")
     else:

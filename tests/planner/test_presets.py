@@ -189,7 +189,7 @@ def test_chunk_bytes_alone_changes_nothing_else() -> None:
     ("knobs", "taken"),
     [
         ({"num_chunk_buffers": 3}, {"num_persistent_chunks": 0, "num_swap_blocks": 0, "num_checkpoint_blocks": 0}),
-        ({"num_persistent_chunks": 6}, {"num_chunk_buffers": 2, "num_keep_offloaded_blocks": 0}),
+        ({"num_persistent_chunks": 6}, {"num_chunk_buffers": 0, "num_keep_offloaded_blocks": 0}),
         ({"num_persistent_chunks": 2}, {"num_chunk_buffers": 2, "num_keep_offloaded_blocks": 3}),
         ({"num_keep_offloaded_blocks": 1}, {"num_checkpoint_blocks": 3, "num_persistent_chunks": 0}),
     ],
@@ -251,6 +251,13 @@ def test_checkpoints_follow_from_the_kept_offloaded_blocks(persistent: int, keep
 def test_knobs_that_the_model_contradicts(knobs: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pinned(transformer(), **knobs)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 4096, 100])
+def test_open_buffers_hold_one_block_while_the_next_is_prefetched(chunk_bytes: int | None) -> None:
+    plan = pinned(transformer(), num_checkpoint_blocks=1, chunk_bytes=chunk_bytes)
+    chunks_of_block = sum(chunk.unit == "layers.1" for chunk in plan.chunks)
+    assert plan.num_chunk_buffers == 2 * chunks_of_block
 
 
 def test_open_buffers_are_raised_to_what_the_model_needs() -> None:
