@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device_peers import numa_node, pci_address
-from lightning_protrain.host import HostMemory, HostWorker, Job, worker_cores
+from lightning_protrain.host import HostMemory, HostWorker, Job, step_cores, worker_cores
 from lightning_protrain.uploads import PendingUpload, event_of
 
 
@@ -312,6 +312,13 @@ def _block(fence: Event | PendingUpload[Event] | None) -> None:
         event.synchronize()
 
 
+class _CopyStream(torch.cuda.Stream):
+    """A stream whose events put a thread that waits for them to sleep; by default it would spin and take a core."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return super().record_event(torch.cuda.Event(blocking=True) if event is None else event)
+
+
 class CUDADevice(StreamDevice):
     """A CUDA device.
 
@@ -322,10 +329,10 @@ class CUDADevice(StreamDevice):
 
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
         memory = HostMemory(self._lock, self._unlock)
-        super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
+        super().__init__(torch_device, memory, lambda name: _CopyStream(torch_device))
         cores = worker_cores(node=numa_node(torch_device))
         # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
-        self.worker = HostWorker(len(cores), cores, partial(torch.cuda.set_device, torch_device))
+        self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
         self.aside, self.beside = (torch.cuda.stream(torch.cuda.Stream(torch_device)) for _ in range(2))
         self._say = say
         self._pageable = False

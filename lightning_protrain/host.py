@@ -2,8 +2,9 @@
 
 [Note: Jobs]
 A *job* is work given to the host's worker: one thread that runs jobs one after the other in the order in which they
-were given. PyTorch's kernels let go of Python's lock while they run, so a job of few and large kernels costs the main
-thread next to nothing. What a job raises is raised where it is waited for.
+were given, unless those that have not begun are put into another order. PyTorch's kernels let go of Python's lock while
+they run, so a job of few and large kernels costs the main thread next to nothing. What a job raises is raised where it
+is waited for.
 
 [Note: Forks]
 A process that forks (for the workers of a loader) shares its pages with the child until one of them writes. Of pages
@@ -14,12 +15,14 @@ forked after the run.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 << 20
 
 
 class HostMemory:
@@ -96,6 +100,9 @@ class HostMemory:
 
     def _new_block(self, size: int) -> mmap.mmap:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= _HUGE_PAGE:
+            with contextlib.suppress(OSError):  # A kernel without huge pages says EINVAL, and 4 KiB pages do.
+                block.madvise(mmap.MADV_HUGEPAGE)
         self.allocated_bytes += size
         if self.lock_block(block):
             block.madvise(mmap.MADV_DONTFORK)  # see [Note: Forks]
@@ -134,7 +141,7 @@ class HostWorker:
 
     Args:
         threads: Threads that a kernel of a job may use; None: as many as on the main thread.
-        cores: Cores it is bound to; empty: not bound.
+        cores: Cores of this process, to whose `step_cores` it is bound; empty: not bound.
         begin: Called on the thread before its first job.
     """
 
@@ -148,16 +155,28 @@ class HostWorker:
         self._cores = cores
         self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
+        self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
-        """Runs `work` after everything submitted before it."""
+        """Run `work` after everything submitted before it, unless `reorder` is called meanwhile."""
         if self._pool is None:
             before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (self.threads or before,))
             self._pool.submit(int).result()
             # What the worker sets for itself, threads that start later would begin with, too.
             torch.set_num_threads(before)
-        return self._pool.submit(work)
+        job: Future[object] = Future()
+        with self._lock:
+            self._waiting.append((job, work))
+        self._pool.submit(self._run_next)
+        return job
+
+    def reorder(self, jobs: Sequence[Job]) -> None:
+        """Run those of `jobs` that have not begun in this order, behind all others that wait."""
+        places = {id(job): place for place, job in enumerate(jobs)}
+        with self._lock:
+            self._waiting = deque(sorted(self._waiting, key=lambda item: places.get(id(item[0]), -1)))
 
     def share(self, rank: int, ranks: int) -> None:
         """Leaves cores that it is bound to to the workers of others, before its first job.
@@ -169,7 +188,7 @@ class HostWorker:
         if self._cores:
             assert self._pool is None, "cores are shared out after the first job"
             self._cores = _share(self._cores, rank, ranks)
-            self.threads = len(self._cores)
+            self.threads = len(step_cores(self._cores))
 
     def close(self) -> None:
         """Waits for all jobs and ends the thread; a later job would start another one."""
@@ -177,11 +196,21 @@ class HostWorker:
             self._pool.shutdown()
             self._pool = None
 
+    def _run_next(self) -> None:
+        with self._lock:
+            job, work = self._waiting.popleft()
+        try:
+            result = work()
+        except BaseException as error:
+            job.set_exception(error)
+            raise
+        job.set_result(result)
+
     def _prepare(self, threads: int) -> None:
         torch.get_num_threads()  # Else the first kernel would take over what the main thread says later.
         torch.set_num_threads(threads)  # of this thread: OpenMP counts for each thread on its own
         if self._cores:
-            os.sched_setaffinity(0, self._cores)
+            os.sched_setaffinity(0, step_cores(self._cores))
         self._begin()
 
 
@@ -208,6 +237,11 @@ def worker_cores(
     if node is not None and node >= 0 and listed.is_file():
         allowed = (allowed & _parse_cores(listed.read_text())) or allowed
     return _share(allowed, local_rank, local_ranks)
+
+
+def step_cores(cores: frozenset[int]) -> frozenset[int]:
+    """Return the cores that step optimizers: all but one, which launches kernels, where there are at least four."""
+    return cores - {min(cores)} if len(cores) >= 4 else cores
 
 
 def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:

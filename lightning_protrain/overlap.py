@@ -1,9 +1,9 @@
 """Which overlap of the host's optimizer step is exact for what the user has overridden, see [Note: Overlap].
 
 [Note: Passive hooks]
-A hook is *passive* if it neither reads nor writes weights: those of Lightning and of this package are known, except
-callbacks that average, prune or unfreeze; a user's hook may do anything. Before one that is not passive, the step has
-ended; behind one, no copy in low precision is trusted, see [Note: Distrust].
+A hook is *passive* if it looks at no gradient: those of Lightning and of this package are known, except callbacks that
+average, prune or unfreeze; a user's hook may do anything. Where one that is not passive runs, gradients have memory of
+their own. A hook that looks at weights needs no such rule: see [Note: Guard].
 """
 
 from __future__ import annotations
@@ -28,29 +28,13 @@ _CALLBACKS = "lightning.pytorch.callbacks."
 _READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "finetuning"))
 # They run between backward and the step, and may read or change any gradient and any weight.
 _HOOKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
-# All that may run between two training steps without an evaluation between them, and between two of evaluation.
-_HOOKS_ANYWHERE = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+# All that may run between two training steps, and see gradients before `zero_grad` drops them.
 _HOOKS_IN_TRAINING = (
-    *(*_HOOKS_AFTER_STEP, *_HOOKS_BEFORE_STEP, *_HOOKS_ANYWHERE, "lr_scheduler_step", "optimizer_step", "backward"),
-    *("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "configure_gradient_clipping"),
-    *("clip_gradients", "on_train_epoch_start", "on_train_epoch_end", "on_save_checkpoint", "state_dict"),
+    *(*_HOOKS_AFTER_STEP, *_HOOKS_BEFORE_STEP, "on_before_batch_transfer", "transfer_batch_to_device"),
+    *("on_after_batch_transfer", "lr_scheduler_step", "optimizer_step", "backward", "on_before_backward"),
+    *("on_before_zero_grad", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients"),
+    *("on_train_epoch_start", "on_train_epoch_end", "on_save_checkpoint", "state_dict"),
 )
-_EVALUATIONS = ("validation", "test", "predict")
-_HOOKS_IN_EVALUATION = (
-    *(f"on_{kind}_batch_{when}" for kind in _EVALUATIONS for when in ("start", "end")),
-    *_HOOKS_ANYWHERE,
-)
-# Besides those: what may run between a step of one kind and a step of the other.
-_WHEN = ("start", "end", "epoch_start", "epoch_end", "model_eval", "model_train", "model_zero_grad")
-_HOOKS_AROUND_EVALUATION = (
-    *(f"on_{kind}_{when}" for kind in _EVALUATIONS for when in _WHEN),
-    *("on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end"),
-)
-_HOOKS_BETWEEN = {
-    True: _HOOKS_IN_TRAINING,
-    False: _HOOKS_IN_EVALUATION,
-    None: (*_HOOKS_IN_TRAINING, *_HOOKS_IN_EVALUATION, *_HOOKS_AROUND_EVALUATION),
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +45,6 @@ class OverlapPlan:
         overlap: Behind what it runs.
         clip_value: Bound of gradient values that steps behind backward apply.
         take_norms: Whether norms of gradients may be taken as they land.
-        ends_before: The hook before which a step has ended, e.g. `"on_train_batch_end of EMA"`; empty if none.
         lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients]: each step is of one
             backward on one rank, and no hook may look at them.
     """
@@ -69,7 +52,6 @@ class OverlapPlan:
     overlap: Overlap = Overlap.OFF
     clip_value: float | None = None
     take_norms: bool = False
-    ends_before: str = ""
     lends: bool = False
 
     def describe(self, threads: int | None) -> str:
@@ -77,10 +59,7 @@ class OverlapPlan:
         on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
         if self.overlap is Overlap.OFF:
             return f"The host steps the optimizer {on}while the device waits."
-        sentence = f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
-        if self.ends_before:
-            sentence += f" `{self.ends_before}` may read weights, so each step ends before it and hides less."
-        return sentence
+        return f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
 
 
 def check_choice(choice: object) -> None:
@@ -128,7 +107,6 @@ def plan_overlap(
         overlap=overlap,
         clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
         take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
-        ends_before=next(_active_hooks(trainer, model), ""),
         lends=overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers),
     )
 
@@ -142,29 +120,21 @@ def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Opt
     # Norms of several dtypes are not taken one by one, so all gradients would be needed whole at one time.
     whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
     stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
-    return stepped_by_chunks and not whole and only_passive_hooks(trainer, model, training=True)
+    return stepped_by_chunks and not whole and _only_passive_hooks(trainer, model)
 
 
-def only_passive_hooks(trainer: Trainer, model: LightningModule, training: bool | None) -> bool:
-    """Whether no hook that may write to weights runs between two steps, see [Note: Passive hooks] and [Note: Distrust].
+def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
+    """Return whether no hook that may look at gradients runs between two training steps, see [Note: Passive hooks].
 
     A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
-
-    Args:
-        trainer: With its callbacks.
-        model: Its overridden hooks count.
-        training: Between two training steps (True), two steps of evaluation (False), or one of each (None).
     """
-    if training is not False and not model.automatic_optimization:
+    if not model.automatic_optimization:
         return False  # A training step contains whole optimizer steps, with what the user does after them.
-    names = _HOOKS_BETWEEN[training]
     for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
         known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
-        for name in names:
+        for name in _HOOKS_IN_TRAINING:
             origin = _origin(owner, name)
-            if _is_default(origin):
-                continue
-            if not known or not _is_passive(origin):
+            if not _is_default(origin) and not (known and _is_passive(origin)):
                 return False
     return True
 
@@ -216,15 +186,6 @@ def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator
 
 def _clips_by_norm(trainer: Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-
-
-def _active_hooks(trainer: Trainer, model: LightningModule) -> Iterator[str]:
-    """Hooks between a step and the next forward that are not passive, see [Note: Passive hooks]."""
-    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
-        for name in (*_HOOKS_AFTER_STEP, "lr_scheduler_step"):
-            origin = _origin(owner, name)
-            if origin and not _is_passive(origin):
-                yield f"{name} of {type(owner).__name__}"
 
 
 def _overrides(trainer: Trainer, model: LightningModule, names: Sequence[str]) -> Iterator[str]:

@@ -33,7 +33,6 @@ from lightning_protrain.overlap import (
     OverlapChoice,
     OverlapPlan,
     check_choice,
-    only_passive_hooks,
     plan_overlap,
     step_is_followed_by_forward,
 )
@@ -304,7 +303,6 @@ class ProTrainStrategy(PaperStrategy):
         how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
         self.replace_divided(model, self._runtime)
-        self._runtime.trust_copies(*(only_passive_hooks(model.trainer, model, kind) for kind in (True, False, None)))
         self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
@@ -366,8 +364,9 @@ class ProTrainStrategy(PaperStrategy):
 
         result = super().optimizer_step(optimizer, settled, model, **kwargs)
         runtime.refresh()
-        if overlap.ends_before or not step_is_followed_by_forward(self.lightning_module.trainer):
+        if not step_is_followed_by_forward(self.lightning_module.trainer):
             runtime.updates.finish_all()
+        runtime.updates.finish_aliased()
         return result
 
     def on_exception(self, exception: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import os
 import threading
 import weakref
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.host import PAGE, HostMemory, HostWorker, worker_cores
+from lightning_protrain.host import PAGE, HostMemory, HostWorker, step_cores, worker_cores
 
 
 class Locks:
@@ -207,6 +208,22 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
     assert locks.held == {}
 
 
+def test_large_blocks_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Map(mmap.mmap):
+        def madvise(self, option: int, *rest: int) -> None:
+            asked.append((len(self), option))
+            raise OSError("this kernel has none")
+
+    monkeypatch.setattr(mmap, "mmap", Map)
+    memory = HostMemory()
+    held = [memory.empty(size) for size in (PAGE, 2 << 20, 5 << 20)]
+    assert asked == [(2 << 20, mmap.MADV_HUGEPAGE), (5 << 20, mmap.MADV_HUGEPAGE)]
+    assert [len(block) for block in held] == [PAGE, 2 << 20, 5 << 20]
+    memory.close()
+
+
 def test_unlocking_that_fails_is_tried_again_from_where_it_stopped() -> None:
     locks = Locks()
     memory = HostMemory(locks.lock, locks.unlock)
@@ -253,6 +270,20 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     worker.close()
     assert [index for index, _ in ran] == list(range(20))
     assert len({thread for _, thread in ran} - {threading.get_ident()}) == 1
+
+
+def test_jobs_that_wait_are_put_into_another_order() -> None:
+    worker, go, ran = HostWorker(), threading.Event(), list[str]()
+    worker.submit(go.wait)
+    jobs = {name: worker.submit(lambda name=name: ran.append(name)) for name in "abcd"}
+    worker.reorder([jobs["d"], jobs["b"], jobs["a"]])
+    go.set()
+    for job in jobs.values():
+        job.result()
+    worker.reorder([jobs["a"]])
+    worker.submit(lambda: ran.append("e")).result()
+    worker.close()
+    assert ran == ["c", "d", "b", "a", "e"]
 
 
 def test_no_thread_without_a_job_and_none_after_the_end() -> None:
@@ -345,6 +376,11 @@ def test_cores_are_shared_out(
         (tmp_path / "node3" / "cpulist").write_text(listed + "\n")
     assert worker_cores(rank, ranks, 3, tmp_path) == set(expected)
     assert worker_cores(rank, ranks, -1, tmp_path) == worker_cores(rank, ranks, None, tmp_path)
+
+
+@pytest.mark.parametrize(("cores", "stepping"), [({3}, {3}), ({0, 1, 2}, {0, 1, 2}), ({4, 5, 6, 7}, {5, 6, 7})])
+def test_of_many_cores_one_is_left_to_launch_kernels(cores: set[int], stepping: set[int]) -> None:
+    assert step_cores(frozenset(cores)) == stepping
 
 
 def test_the_ranks_of_a_machine_share_every_core() -> None:

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -21,8 +20,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.overlap import OverlapPlan, only_passive_hooks, plan_overlap
+from lightning_protrain.overlap import OverlapPlan, plan_overlap
 from lightning_protrain.runtime.guard import Guard
 from lightning_protrain.runtime.updates import Overlap, Updates
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
@@ -82,6 +80,16 @@ def choose(
     return plan_overlap(choice, trainer, module, [module.made], device_type)
 
 
+class MyStopping(EarlyStopping):
+    """May override what the hooks of Lightning's own class call."""
+
+
+def manual() -> L.LightningModule:
+    module = hooked()
+    module.automatic_optimization = False
+    return module
+
+
 NORM, VALUE = {"gradient_clip_val": 1.0}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
 CHOICES: list[tuple[str, dict[str, Any], Overlap]] = [
     ("nothing in the way", {}, Overlap.BACKWARD),
@@ -121,6 +129,10 @@ LENDS: list[tuple[str, dict[str, Any], bool]] = [
     *((f"{name} of a callback", {"callbacks": [a_callback(name)]}, False) for name in (
         "on_before_zero_grad", "on_train_batch_end", "on_after_backward", "on_before_optimizer_step"
     )),
+    ("averages", {"callbacks": [EMAWeightAveraging()]}, False),
+    ("a class derived from Lightning's", {"callbacks": [MyStopping("loss")]}, False),
+    ("callbacks that only set up", {"callbacks": [a_callback("on_fit_start", "setup", "on_exception")]}, True),
+    ("manual optimization", {"module": manual()}, False),
     *((f"{name} of the module", {"module": hooked(**{name: 1})}, False) for name in (
         "optimizer_zero_grad", "configure_gradient_clipping", "on_train_batch_start", "lr_scheduler_step"
     )),
@@ -158,12 +170,6 @@ def foreign() -> L.LightningModule:
     return module
 
 
-def manual() -> L.LightningModule:
-    module = hooked()
-    module.automatic_optimization = False
-    return module
-
-
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("backward", NORM, r"gradient_clip_val=1.0 clips by norm.*\"forward\" or \"auto\""),
     ("backward", {"detect_anomaly": True}, "detect_anomaly=True"),
@@ -194,25 +200,6 @@ def test_the_strategy_refuses_before_anything_is_placed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("owner", "before"),
-    [
-        ({}, ""),
-        ({"callbacks": [Timer(), LearningRateMonitor(), EarlyStopping("loss")]}, ""),
-        ({"callbacks": [a_callback("on_train_batch_end")]}, "on_train_batch_end of MyCallback"),
-        ({"callbacks": [LambdaCallback(on_train_batch_start=a_hook)]}, "on_train_batch_start of LambdaCallback"),
-        ({"callbacks": [EMAWeightAveraging()]}, "on_train_batch_end of EMAWeightAveraging"),
-        ({"module": hooked(on_train_batch_end=1)}, "on_train_batch_end of Mine"),
-        ({"module": hooked(lr_scheduler_step=1)}, "lr_scheduler_step of Mine"),
-    ],
-)
-def test_a_step_ends_before_hooks_that_may_read(owner: dict[str, Any], before: str) -> None:
-    plan = choose(**owner)
-    assert plan.ends_before == before
-    assert ("ends before it" in plan.describe(4)) is bool(before)
-    assert "on 4 threads" in plan.describe(4)
-
-
-@pytest.mark.parametrize(
     ("options", "takes"),
     [
         (NORM, True),
@@ -225,50 +212,6 @@ def test_a_step_ends_before_hooks_that_may_read(owner: dict[str, Any], before: s
 )
 def test_norms_are_taken_early_where_nobody_changes_gradients(options: dict[str, Any], takes: bool) -> None:
     assert choose(**options).take_norms is takes
-
-
-class MyStopping(EarlyStopping):
-    """May override what the hooks of Lightning's own class call."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "training", "evaluation", "between"),
-    [
-        ({}, True, True, True),
-        ({"callbacks": [Timer(), LearningRateMonitor(), EarlyStopping("loss"), PlanMonitor()]}, True, True, True),
-        ({"callbacks": [EMAWeightAveraging()]}, False, True, False),
-        ({"callbacks": [StochasticWeightAveraging(0.1)]}, False, True, False),
-        ({"callbacks": [MyStopping("loss")]}, False, True, False),
-        ({"callbacks": [BackboneFinetuning()]}, False, True, False),
-        ({"callbacks": [a_callback("on_validation_batch_end")]}, True, False, False),
-        ({"callbacks": [a_callback("on_fit_start", "setup", "on_exception")]}, True, True, True),
-        ({"callbacks": [LambdaCallback(on_before_zero_grad=a_hook)]}, False, True, False),
-        *(({"module": hooked(**{name: 1})}, False, True, False) for name in (
-            "on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "lr_scheduler_step", "optimizer_step",
-            "configure_gradient_clipping", "on_before_backward", "on_save_checkpoint", "optimizer_zero_grad"
-        )),
-        *(({"callbacks": [a_callback(name)]}, True, True, False) for name in (
-            "on_train_start", "on_validation_start", "on_validation_epoch_start", "on_validation_end",
-            "on_sanity_check_end", "on_test_epoch_end", "on_predict_start"
-        )),
-        *(({"module": hooked(**{name: 1})}, True, True, False) for name in (
-            "on_validation_epoch_end", "on_validation_model_eval", "on_validation_model_train",
-            "on_validation_model_zero_grad"
-        )),
-        ({"module": hooked(on_after_batch_transfer=1)}, False, False, False),
-        ({"module": hooked(on_predict_batch_start=1)}, True, False, False),
-        ({"module": hooked(configure_optimizers=1)}, True, True, True),
-        ({"module": manual()}, False, True, False),
-    ],
-)  # fmt: skip
-def test_copies_are_trusted_where_no_hook_may_write(
-    owner: dict[str, Any], training: bool, evaluation: bool, between: bool
-) -> None:
-    callbacks = owner.get("callbacks", [])
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callbacks)
-    module = owner.get("module") or hooked()
-    found = [only_passive_hooks(trainer, module, training=kind) for kind in (True, False, None)]
-    assert found == [training, evaluation, between]
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------

@@ -70,11 +70,41 @@ def num_low(strategy: ProTrainStrategy) -> int:
     return sum(len(chunk.parameters) for chunk in strategy.plan.chunks if chunk.streamed_dtype)
 
 
+class Passive(L.Callback):
+    """Has a hook behind every step, and touches no weight; notes how many steps of chunks are pending there."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if isinstance(trainer.strategy, ProTrainStrategy):
+            self.pending.append(len(trainer.strategy._runtime.updates._pending))
+
+
+class Holding(Passive):
+    """Holds the memory of all weights, and touches none."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.memory = [parameter.data for parameter in pl_module.parameters()]
+
+
+@pytest.mark.parametrize(("make", "ends"), [(Passive, False), (Holding, True)])
+def test_steps_run_beside_a_callback_unless_it_holds_memory_of_weights(make: type[Passive], ends: bool) -> None:
+    callback = make()
+    found, _ = run(ValidationModule(network()), "forward", callbacks=[callback])
+    # Steps end in every second batch; no forward follows the second one and the last one.
+    assert [pending > 0 for pending in callback.pending] == [False] * 5 + [not ends, False, False]
+    assert differences(run(ValidationModule(network()))[0], found) == []
+
+
+@pytest.mark.parametrize("callbacks", [[], [Passive()]], ids=["alone", "beside a callback"])
 @each_overlap
-def test_a_weight_is_cast_once_in_an_optimizer_step(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_cast_once_in_an_optimizer_step(
+    overlap: str, callbacks: list[L.Callback], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ValidationModule(network())
     casts = Casts(module, monkeypatch)
-    found, strategy = run(module, overlap)
+    found, strategy = run(module, overlap, callbacks=callbacks)
     low = num_low(strategy)
     assert low > 8
     if overlap == "off":
@@ -157,7 +187,7 @@ def test_a_write_is_seen_wherever_it_is_made(write: Callable[..., None], place: 
 def test_without_the_watch_old_copies_are_computed_with(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug."""
     expected, _ = run(Writing(place, scale))
-    monkeypatch.setattr(Copies, "_touched", lambda self, hosts: None)
+    monkeypatch.setattr(Copies, "touched", lambda self, hosts: None)
     assert differences(expected, run(Writing(place, scale), "backward")[0]) != []
 
 

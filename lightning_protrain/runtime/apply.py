@@ -194,16 +194,6 @@ class Runtime:
             self._watch.check()
         return outputs
 
-    def trust_copies(self, training: bool, evaluation: bool, between: bool = False) -> None:
-        """Says whether nobody writes to weights between steps of a kind, see [Note: Distrust]; nobody knows at first.
-
-        Args:
-            training: Between two training steps.
-            evaluation: Between two steps of validation, test or prediction.
-            between: Between one of either kind and one of the other.
-        """
-        self.updates.copies.trusts = {True: training, False: evaluation, None: between}
-
     @property
     def owners(self) -> dict[int, int]:
         """Who steps a weight that ranks share, as in `Chunk.stepped_by`, by the identity of its parameter."""

@@ -6,19 +6,19 @@ A copy in low precision is made anew when the version of its weight has changed;
 [Note: Guard]: whoever touches one, at any time and in whatever code, has it cast again by the next fetch. What neither
 shows values nor leads to their memory is no touch, nor are gradients.
 
-Memory that was taken before under another name (`data = weight.data`) is watched by nobody. Hooks are where such things
-are done, so nothing is trusted from one scope to the next where hooks between the two may write to weights. A step that
-is not overlapped has what it has stepped cast again, whatever it has touched.
+Memory that somebody holds under another name (`data = weight.data`) is watched by nobody, but its references are
+counted: such a weight is cast again in every scope. A step that is not overlapped has what it has stepped cast again,
+whatever it has touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.guard import NO_VALUES, Guard, can_be_watched
+from lightning_protrain.runtime.guard import NO_VALUES, Guard, below_guard, can_be_watched, is_aliased
 from lightning_protrain.runtime.slot import Slot
 
 
@@ -30,38 +30,35 @@ class Copies:
         pending: Watches weights that are being stepped: such a step makes copies itself, and ends before a touch.
 
     Attributes:
-        trusts: Whether nobody writes to weights between two scopes of training (True), of evaluation (False), or one of
-            each (None).
         guard: Watches weights whose copies are trusted.
     """
 
     def __init__(self, chunks: Sequence[Chunk], pending: Guard) -> None:
         low = [slot for chunk in chunks for slot in chunk.slots if slot.copy is not None and slot.owned]
-        self.trusts: Mapping[bool | None, bool] = {True: False, False: False, None: False}
         self._slots = {id(slot.host): slot for slot in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
         # Of rows the user has a DTensor: nobody sees who touches that.
         self._watchable = {slot for slot in low if can_be_watched(slot.registered)}
         self._pending = pending
-        self.guard = Guard(self._touched, NO_VALUES, beside=pending)
-        # The kind of the latest scope; None: something else came after it.
-        self._latest: bool | None = None
+        self.guard = Guard(self.touched, NO_VALUES, beside=pending)
+        self._interrupted = True
 
-    def begin(self, training: bool) -> None:
-        """A scope of a kind begins."""
-        between = training if self._latest is training else None
-        trusted = self._latest is not None and self.trusts[between]
-        self.distrust(slot for slot in self._slots.values() if not (trusted and self.guard.watches(slot.host)))
-        self._latest = training
+    def begin(self) -> None:
+        """Begin a scope: trust the copies of weights that were watched since they were made."""
+        with below_guard():
+            self.distrust(slot for slot in self._slots.values() if not self._is_trusted(slot.host))
+        self._interrupted = False
+
+    def _is_trusted(self, host: Tensor) -> bool:
+        return not self._interrupted and self.guard.watches(host) and not is_aliased(host)
 
     def interrupt(self) -> None:
         """Code of which nothing is known runs before the next scope: then no copy is trusted."""
-        self._latest = None
+        self._interrupted = True
 
     def watch(self, slots: Iterable[Slot]) -> None:
         """Copies have just been made, or a step makes them."""
-        if any(self.trusts.values()):
-            self.guard.watch(slot.host for slot in slots if slot in self._watchable)
+        self.guard.watch(slot.host for slot in slots if slot in self._watchable)
 
     def distrust(self, slots: Iterable[Slot]) -> None:
         """Has copies made anew by the next fetch, except by a pending step."""
@@ -83,8 +80,9 @@ class Copies:
 
     def forget(self) -> None:
         """After an exception, or before the plan is removed: nothing is watched, or trusted."""
-        self._latest = None
+        self._interrupted = True
         self.distrust(self._slots.values())
 
-    def _touched(self, hosts: Sequence[Tensor]) -> None:
-        self.distrust(self._slots[id(host)] for host in hosts)
+    def touched(self, hosts: Sequence[Tensor]) -> None:
+        """Have the copies of weights made anew that somebody has looked at or written to."""
+        self.distrust(self._slots[id(host)] for host in hosts if id(host) in self._slots)

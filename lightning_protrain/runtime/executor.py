@@ -135,7 +135,7 @@ class Executor:
             return
         self.release_all()
         self._scope = _Scope(training)
-        self._updates.copies.begin(training)
+        self._updates.copies.begin()
         for unit in self.units:
             unit.first_call = None
             unit.num_calls = 0

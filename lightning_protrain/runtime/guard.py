@@ -139,6 +139,15 @@ class _Register:
         return self._classes[plain]
 
 
+def is_aliased(parameter: Tensor) -> bool:
+    """Return whether memory of `parameter` is held under another name too (`data = weight.data`, a view, an array).
+
+    Nobody can watch what is done through the other name. A parameter alone has two references to its storage, its own
+    and that of the Python object which is asked here.
+    """
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+
+
 def can_be_watched(parameter: Tensor) -> bool:
     """Whether the class of a parameter can be changed for a while: PyTorch's own, without a dispatch of its own."""
     return type(parameter) in (Tensor, nn.Parameter)

@@ -30,7 +30,7 @@ from lightning_protrain.runtime.armed import Overlap as Overlap
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.copies import Copies
-from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched
+from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched, is_aliased
 from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
 from lightning_protrain.runtime.local_rows import LocalRows
@@ -62,11 +62,12 @@ class Updates:
         self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
-        self._guard = Guard(lambda _: self._touched())
+        self._guard = Guard(self._touched)
         self.copies = Copies(chunks, self._guard)
         self.rows = LocalRows(slot for chunk in chunks for slot in chunk.slots)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
+        self._aliased: set[int] = set()
         self._armed: Armed | None = None
         self._norm_scratch = NormScratch()
         self._num_steps = 0
@@ -187,10 +188,13 @@ class Updates:
             armed.landings.append(self._device.worker.submit(work))
 
     def end_backward(self) -> None:
-        """Gradients that have been taken without a step are whole."""
+        """Wait for gradients that were taken without a step; what is still to be stepped is, as forward needs it."""
         if self._armed is not None:
             while self._armed.landings:
                 self._armed.landings.pop(0).result()
+        if self._turns is None:
+            # They were given as backward left them, the one that forward needs first came last.
+            self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
@@ -260,6 +264,15 @@ class Updates:
             self._note_failure(error, update)
             raise error
 
+    def finish_aliased(self) -> None:
+        """Wait for steps of weights whose memory is held under another name: nobody is told when that is read.
+
+        Raises:
+            BaseException: What the optimizer raised.
+        """
+        while self._aliased:
+            self.finish(self._aliased.pop())
+
     def finish_all(self) -> None:
         """Waits for every step.
 
@@ -323,13 +336,12 @@ class Updates:
                 f"can be neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
             )
 
-    def _touched(self) -> None:
+    def _touched(self, hosts: Sequence[Tensor]) -> None:
         if self._armed is not None and self._armed.has_begun:
             raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
         self.publishing.before_wait()
-        touched = [slot for index in self._pending for slot in self._chunks[index].slots]
         self.finish_all()
-        self.copies.distrust(touched)
+        self.copies.touched(hosts)
         for function in self.when_touched:
             function()
 
@@ -354,6 +366,9 @@ class Updates:
 
     def _submit(self, index: int, armed: Armed, land: Callable[[], None] | None) -> None:
         slots, turns = self._slots_of(index, armed), self._turns
+        with below_guard():
+            if any(is_aliased(slot.host) for slot in slots):  # Asked before the worker makes views of it.
+                self._aliased.add(index)
         number = turns.number if turns is not None else 0
         groups = armed.groups.of([slot.host for slot in slots])
         clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)

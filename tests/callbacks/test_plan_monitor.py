@@ -123,10 +123,6 @@ def test_swapped_activations_have_a_row_if_there_are_any() -> None:
             OverlapPlan(Overlap.BACKWARD),
             "The host steps the optimizer while the device computes: behind backward.",
         ),
-        (
-            OverlapPlan(Overlap.FORWARD, ends_before="on_train_batch_end of EMA"),
-            OverlapPlan(Overlap.FORWARD, ends_before="on_train_batch_end of EMA").describe(None),
-        ),
     ],
 )
 def test_the_host_step_is_described_where_there_is_one(overlap: OverlapPlan, sentence: str) -> None:

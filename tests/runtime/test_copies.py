@@ -1,4 +1,4 @@
-"""A copy is trusted as long as nobody has touched its weight since it was made, and hooks between scopes are known."""
+"""A copy is trusted as long as nobody has touched its weight since it was made, or can without being seen."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from tests.runtime.test_chunk_low_precision import autocast, low_layout, low_pla
 
 
 @contextmanager
-def trusting(build: Callable[[], nn.Module] = Net, between: bool = True) -> Iterator[tuple[Applied, list[str]]]:
+def trusting(build: Callable[[], nn.Module] = Net) -> Iterator[tuple[Applied, list[str]]]:
     """An applied plan in low precision that trusts copies, and the names of the weights that are cast."""
     torch.manual_seed(0)
     model = build()
     layout = low_layout(model, mean_square)
     plan, device = low_plan(model, layout), CPUDevice(torch.device("cpu"))
     runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
-    runtime.trust_copies(training=True, evaluation=True, between=between)
     casts: list[str] = []
     kinds = [type(parameter) for parameter in model.parameters()]
     renew = Slot.renew_copy
@@ -94,12 +93,34 @@ def test_a_touch_in_a_scope_counts(where: str) -> None:
             assert torch.equal(found, step(plain, batches()[0], 0))
 
 
-@pytest.mark.parametrize("between", [True, False])
-def test_kinds_of_scopes_in_turns(between: bool) -> None:
-    with trusting(between=between) as (state, casts):
+def test_kinds_of_scopes_in_turns() -> None:
+    with trusting() as (state, casts):
         for training in (True, False, True):
             forward(state, training)
-        assert len(casts) == (1 if between else 3) * len(low_names(state))
+        assert casts == low_names(state)
+
+
+HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda weight: weight.data,
+    "detach": lambda weight: weight.detach(),
+    "a part": lambda weight: weight.detach()[1:],
+    "an array": lambda weight: weight.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_memory_that_is_held_under_another_name_is_cast_in_every_scope(hold: Callable[[nn.Parameter], Any]) -> None:
+    with trusting() as (state, casts):
+        memory = hold(state.model.blocks[1].up.weight)
+        forward(state)
+        casts.clear()
+        for _ in range(2):
+            memory *= 2
+            assert torch.equal(forward(state), expected(state.model))
+        assert casts == ["blocks.1.up.weight"] * 2
+        del memory
+        forward(state)
+        assert casts == ["blocks.1.up.weight"] * 2
 
 
 def call_a_block(state: Applied) -> None:

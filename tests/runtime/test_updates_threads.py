@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
+from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.updates import Overlap
 from tests.plans import place
 from tests.runtime.applied import Net, applied, differences
@@ -54,6 +55,28 @@ def test_both_wait_for_its_end() -> None:
 
         found = train(state.model, state, Overlap.FORWARD, step=hold, num_steps=2, look=look)
     assert differences(expected, found) == []
+
+
+def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, go, stepped = CPUDevice(torch.device("cpu")), threading.Event(), list[str]()
+    note = Slot.note_step
+    monkeypatch.setattr(Slot, "note_step", lambda slot: (stepped.append(slot.fqn), note(slot))[1])
+
+    def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        go.clear()
+        stepped.clear()
+        device.worker.submit(go.wait)  # before the first chunk that is stepped behind backward
+        return model(batch).square().mean()
+
+    with applied(Net(), place, device) as state:
+
+        def look(model: nn.Module, index: int) -> None:
+            go.set()
+            state.runtime.updates.finish_all()
+            if index:  # The first step is not overlapped behind backward.
+                assert stepped == [fqn for chunk in state.plan.chunks for fqn in chunk.parameters]
+
+        train(state.model, state, Overlap.BACKWARD, step=hold, num_steps=3, look=look)
 
 
 @pytest.mark.parametrize("what", ["a backward", "a step without a backward"])
