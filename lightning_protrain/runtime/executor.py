@@ -7,6 +7,10 @@ the pre-backward of k, and whatever later calls pinned may go (calls inside of k
 they stay). No counting of gradients, no pairing of hooks: frozen parameters, unused branches and recomputation need no
 rule of their own.
 
+A unit that checkpoints a part of itself (`torch.utils.checkpoint` in its own forward) runs that part again in the midst
+of its backward, past any hook. So the device parameters of the unit whose backward runs are registered until the next
+one's begins.
+
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
 of backward, and the end of any other scope, release everything. A unit called outside of any scope releases at once.
@@ -118,6 +122,7 @@ class Executor:
         # What backward goes through.
         self._awaited = Order((), ())
         self._backward: Unit | None = None
+        self._shown: Unit | None = None
         self._backward_number = -1
         self._backward_runs = False
         self._backward_positions: dict[int, int] = {}
@@ -175,6 +180,8 @@ class Executor:
         """Brings the unit's chunks and registers the twins."""
         recomputing = in_backward()
         if unit.depth == 0:
+            if self._shown is unit:
+                self._hide()
             if recomputing:
                 number = self._backward_number if self._backward is unit else unit.first_call
                 self._residency.pin(unit, number if number is not None else -1)
@@ -201,6 +208,8 @@ class Executor:
         for index in unit.chunks:
             self._chunks[index].write_back()
         if in_backward():
+            if unit is self._backward:
+                self._show(unit)
             return
         if self._scope is None or not self._scope.open:
             self._residency.release(set(unit.chunks) - self._residency.pinned())
@@ -253,6 +262,7 @@ class Executor:
                 "would find no weights. Make its chunks resident (`num_persistent_chunks`), and swap no activations."
             )
         self.begin_backward()
+        self._hide()
         self._residency.unpin(end)
         self._backward, self._backward_number = unit, number
         self._residency.pin(unit, number)
@@ -266,13 +276,29 @@ class Executor:
         if self._swap is not None:
             self._swap.before_backward(number, self._backward_next.get(number), end)
         unit.follow()
+        if unit.depth == 0:
+            self._show(unit)
         if position is not None:
             self._residency.prefetch(self._timeline, self._cursor)
+
+    def _show(self, unit: Unit) -> None:
+        """Register the device parameters of the unit whose backward runs, see [Note: Calls]."""
+        unit.forget_uses()  # What it computes again uses them as its forward did.
+        unit.register_twins()
+        self._shown = unit
+
+    def _hide(self) -> None:
+        """Register the host parameters of the unit whose backward has ended."""
+        unit, self._shown = self._shown, None
+        if unit is not None:
+            unit.register_hosts()
+            unit.end_uses()
 
     def end_backward(self) -> None:
         """Ends what backward began: every gradient is on the host, nothing is live that no forward is using."""
         self._backward_runs = False
         self._backward = None
+        self._hide()
         self._residency.pins.clear()
         for unit in self.units:
             unit.forget_uses()
@@ -305,6 +331,9 @@ class Executor:
         for unit in self._residency.running:
             unit.depth = 0
             unit.register_hosts()
+        if self._shown is not None:
+            self._shown.register_hosts()
+            self._shown = None
         self._residency.running.clear()
         self._backward_runs = False
         self._backward = None

@@ -7,17 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.simulation.device import SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import PLANS, Block, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES, Case
 
 # Its step writes to weights whose upload may be under way. They are uploaded again, as their version has changed.
 WRITES_IN_THE_STEP = "weights change in the step"
-MIXES = pytest.mark.xfail(
-    strict=True,
-    raises=RaceError,
-    reason="what a block recomputes by itself in backward finds the host parameters registered",
-)
 
 
 class OwnCheckpoint(Block):
@@ -44,8 +38,6 @@ def run(name: str, plan: str) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", ["kept", "checkpointed", "offload"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MIXES if name in ("reentrant", "own checkpoint") else ()) for name in FENCED]
-)
+@pytest.mark.parametrize("name", FENCED)
 def test_parity_without_races(name: str, plan: str) -> None:
     assert run(name, plan) == []
