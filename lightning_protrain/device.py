@@ -137,9 +137,11 @@ class Device(ABC):
         return
 
     def close(self) -> None:
-        """Ends the worker and releases page-locked memory; the device is of no use afterwards."""
-        self.worker.close()
-        self.host.close()
+        """End the worker and release page-locked memory; the device is of no use afterwards."""
+        try:
+            self.worker.close()
+        finally:
+            self.host.close()
 
 
 class CPUDevice(Device):
@@ -288,11 +290,13 @@ class StreamDevice(Device):
             stream.record_event().synchronize()
 
     def close(self) -> None:
-        self.settle()
-        for stream in (self._down, self._out, self._in):
-            stream.record_event().synchronize()
-        self._held.clear()
-        super().close()
+        try:
+            self.settle()
+            for stream in (self._down, self._out, self._in):
+                stream.record_event().synchronize()
+        finally:  # A device that has failed raises its error at every call; the host's part is closed all the same.
+            self._held.clear()
+            super().close()
 
     def _let_go(self, most: float = float("inf")) -> None:
         """Holds no source whose copy has ended, and no more than `most` bytes of the others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -162,6 +162,7 @@ class ProTrainStrategy(PaperStrategy):
         self._plan: Plan | None = None
         self._device: Device | None = None
         self._counters = TransferCounters()
+        self._device_failed = False
         self._budget: int | None = None
 
     @property
@@ -281,6 +282,11 @@ class ProTrainStrategy(PaperStrategy):
         if module is not None and module._trainer is not None and self._monitor is not None:
             self._monitor.leave(module.trainer)
         self.precision_plugin.attach(None)
+        if self._runtime is not None and self._device_failed:
+            with suppress(RuntimeError):
+                self._runtime.remove()
+            self._runtime = None
+            return  # Nothing can be moved off such a device, and the error of doing so would hide the cause.
         if self._runtime is not None:
             self._runtime.remove()
             mark_torn(module, self._runtime.updates.torn)
@@ -310,7 +316,9 @@ class ProTrainStrategy(PaperStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.equalise_buffers()
-        return self._run_step(super().training_step, args, kwargs, training=True)
+        # A backward that the user calls in the step runs on this thread too, see [Note: One thread].
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._run_step(super().training_step, args, kwargs, training=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_step(self.past_ddp("validation_step"), args, kwargs, training=False)
@@ -372,7 +380,11 @@ class ProTrainStrategy(PaperStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._runtime is not None:
-            self._runtime.reset()
+            try:
+                self._runtime.reset()
+            except RuntimeError as error:  # A device that has failed says so at every call: the first error counts.
+                exception.add_note(f"After it, the runtime could not be reset: {error}")
+                self._device_failed = True
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain import processes
+from lightning_protrain.device import CPUDevice
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import LanguageModel, Mlp, ValidationModule, token_batches
 from tests.parity import snapshot
@@ -312,3 +314,51 @@ def test_weights_are_true_when_a_run_breaks(place: str, plan: str) -> None:
     plain, found = _compare(drive, plan)
     assert plain.keys() == found.keys() != set()
     assert all(torch.equal(value, found[name]) for name, value in plain.items())
+
+
+class FailingDevice(CPUDevice):
+    """Fails at every call from some moment on, as CUDA does after a kernel that has failed."""
+
+    failed = False
+
+    def settle(self) -> None:
+        if self.failed:
+            raise RuntimeError("the device is gone")
+        super().settle()
+
+
+def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FailingDevice(torch.device("cpu"))
+
+    class Broken(Module):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                device.failed = True
+                raise KeyError("the cause")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(processes, "open_device", lambda *_: device)
+    module = Broken()
+    trainer = _trainer(module, "offload")
+    with pytest.raises(KeyError, match="the cause") as caught:
+        trainer.fit(module)
+    assert any("the device is gone" in note for note in caught.value.__notes__)
+    assert not device.host._open
+    assert device.worker._pool is None
+
+
+def test_a_backward_in_a_manual_step_runs_on_one_thread() -> None:
+    seen: list[bool] = []
+
+    class Manual(Module):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            seen.append(torch.autograd.is_multithreading_enabled())
+            return super().training_step(batch, batch_idx)
+
+    module = Manual()
+    _trainer(module, "offload").fit(module)
+    assert seen
+    assert not any(seen)
+    assert torch.autograd.is_multithreading_enabled()

@@ -232,9 +232,13 @@ class Runtime:
         self._executor.reset()
 
     def remove(self) -> None:
-        """Takes everything off the model; safe to call again, also after it has failed."""
-        self.reset()
-        self.updates.close()
+        """Take everything off the model; safe to call again, also after it has failed."""
+        try:
+            self.reset()
+            self.updates.close()
+        except BaseException:
+            self._device.close()
+            raise
         self._interceptions.remove()
         for chunk in self._chunks:
             chunk.detach()

@@ -19,7 +19,7 @@ of backward, and the end of any other scope, release everything. A unit called o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -138,6 +138,7 @@ class Executor:
             # A step called from inside a step belongs to it.
             yield
             return
+        self._early.end()
         self.release_all()
         self._scope = _Scope(training)
         self._updates.copies.begin()
@@ -152,9 +153,13 @@ class Executor:
         try:
             self._early.begin(self._timeline, training)
             yield
-        finally:
-            self._early.drop()
+        except BaseException:
             self._scope.open = False
+            with suppress(RuntimeError):  # A device that has failed says it again in `reset`, beside the cause.
+                self._early.drop()
+            raise
+        self._early.drop()
+        self._scope.open = False
         self._compare_order(self._scope)
         if not training:
             self.release_all()
@@ -337,6 +342,7 @@ class Executor:
         self._residency.running.clear()
         self._backward_runs = False
         self._backward = None
+        self._early.end()
         self._landing.forget()
         if self._gathers is not None:
             self._gathers.abandon()
