@@ -59,9 +59,11 @@ class _Sizes:
         )
 
 
-# The caches of a large GPU have more than 100 MiB; those that the cores of one chip of a CPU share, about 32 MiB.
+# The caches of a large GPU have more than 100 MiB; those that the cores of one chip of a CPU share, about 32 MiB. The
+# host of a GPU is measured with 1 GiB: its sockets may have several hundred MiB of caches, and its steps read far more.
 DEVICE_SIZES = _Sizes(64 * MIB, 128 * MIB, 16 << 20)
-HOST_SIZES = _Sizes(32 * MIB, 32 * MIB, 4 << 20)
+CPU_SIZES = _Sizes(32 * MIB, 32 * MIB, 4 << 20)
+HOST_SIZES = _Sizes(64 * MIB, 384 * MIB, 64 << 20)
 
 
 def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareProfile:
@@ -82,7 +84,8 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
         if free < 64 * MIB:
             raise ValueError(f"Only {free / MIB:.0f} MiB of {place} are free: too few to measure it, or to train.")
     asynchronous = isinstance(device, StreamDevice)
-    sizes = (DEVICE_SIZES if asynchronous else HOST_SIZES).within(min(device_bytes, host_bytes))
+    sizes = (DEVICE_SIZES if asynchronous else CPU_SIZES).within(min(device_bytes, host_bytes))
+    host_sizes = (HOST_SIZES if asynchronous else CPU_SIZES).within(host_bytes)
     counters, device.counters = device.counters, TransferCounters()
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -90,7 +93,7 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
             flops = {str(dtype).removeprefix("torch."): _matmul_rate(device, dtype, device_bytes) for dtype in kinds}
             memory = _sum_rate(device.torch_device, sizes, device.synchronize)
             device_step = _step_rate(device.torch_device, sizes, device.synchronize)
-            host_step, host_memory = _host_rates(device, HOST_SIZES.within(host_bytes))
+            host_step, host_memory = _host_rates(device, host_sizes)
     finally:
         device.counters = counters
         device.trim()

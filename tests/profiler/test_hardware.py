@@ -27,6 +27,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time, and say nothing."""
     monkeypatch.setattr(hardware, "DEVICE_SIZES", SMALL)
     monkeypatch.setattr(hardware, "HOST_SIZES", SMALL)
+    monkeypatch.setattr(hardware, "CPU_SIZES", SMALL)
     monkeypatch.setattr(hardware, "LEAST_ROWS", 8)
     monkeypatch.setattr(hardware, "MOST_ROWS", 16)
     monkeypatch.setattr(hardware, "REPEAT_SECONDS", 0.0)
@@ -115,6 +116,24 @@ def test_the_cpu_is_measured_as_it_is(cpu: CPUDevice) -> None:
     assert profile.name == cpu_name()
     assert not profile.asynchronous
     assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_host_of_a_gpu_is_measured_past_its_caches(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = hardware._Sizes(SMALL.copy, SMALL.sum + 1, SMALL.elements + 1)
+    monkeypatch.setattr(hardware, "HOST_SIZES", large)
+    measured: list[hardware._Sizes] = []
+    monkeypatch.setattr(hardware, "_host_rates", lambda device, sizes: (measured.append(sizes), (1.0, 1.0))[1])
+    device = LockingDevice(always) if asynchronous else CPUDevice(torch.device("cpu"))
+    profile_hardware(device, [torch.float32])
+    device.close()
+    assert measured == [large if asynchronous else SMALL]
+
+
+def test_the_working_set_of_the_host_is_a_gigabyte() -> None:
+    bytes_of_a_step = 16 * hardware.HOST_SIZES.elements  # A weight, its gradient and two moments, in four bytes each.
+    assert min(3 * hardware.HOST_SIZES.sum, bytes_of_a_step) >= 1 << 30
 
 
 @pytest.mark.usefixtures("_small")
