@@ -228,6 +228,11 @@ class StreamDevice(Device):
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
         """Gives `stream` a copy that does not block the host."""
 
+    def record(self, stream: Any) -> Event:
+        """Return an event after the work that a copying stream has been given so far."""
+        event: Event = stream.record_event()
+        return event
+
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Event | PendingUpload[Event]:
         self.counters.uploaded_bytes += source.nbytes
         given = self.compute_stream().record_event()
@@ -235,8 +240,7 @@ class StreamDevice(Device):
         def issue() -> Event:
             self._up.wait_event(given)
             self.copy(self._up, source, target)
-            event: Event = self._up.record_event()
-            return event
+            return self.record(self._up)
 
         while self._uploads and not isinstance(self._uploads[0], PendingUpload) and self._uploads[0].query():
             self._uploads.popleft()
@@ -259,7 +263,7 @@ class StreamDevice(Device):
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)
         self.counters.downloaded_bytes += source.nbytes
-        fence: Event = self._down.record_event()
+        fence = self.record(self._down)
         self._held.append((fence, source))
         return fence
 
@@ -307,20 +311,12 @@ class StreamDevice(Device):
     def _swap(self, stream: Stream, source: Tensor, target: Tensor) -> Event:
         stream.wait_stream(self.compute_stream())
         self.copy(stream, source, target)
-        fence: Event = stream.record_event()
-        return fence
+        return self.record(stream)
 
 
 def _block(fence: Event | PendingUpload[Event] | None) -> None:
     if (event := event_of(fence)) is not None:
         event.synchronize()
-
-
-class _CopyStream(torch.cuda.Stream):
-    """A stream whose events put a thread that waits for them to sleep; by default it would spin and take a core."""
-
-    def record_event(self, event: Any = None) -> Any:
-        return super().record_event(torch.cuda.Event(blocking=True) if event is None else event)
 
 
 class CUDADevice(StreamDevice):
@@ -332,8 +328,8 @@ class CUDADevice(StreamDevice):
     """
 
     def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
-        memory = HostMemory(self._lock, self._unlock)
-        super().__init__(torch_device, memory, lambda name: _CopyStream(torch_device))
+        memory = HostMemory(self._lock, self._unlock, self._touch)
+        super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=numa_node(torch_device))
         # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
         self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
@@ -343,6 +339,11 @@ class CUDADevice(StreamDevice):
 
     def compute_stream(self) -> Stream:
         return torch.cuda.current_stream(self.torch_device)
+
+    def record(self, stream: torch.cuda.Stream) -> Event:
+        # Whoever waits for it sleeps; by default the thread would spin and take a core from the optimizer's step.
+        event: Event = stream.record_event(torch.cuda.Event(blocking=True))
+        return event
 
     def copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(stream):
@@ -368,6 +369,10 @@ class CUDADevice(StreamDevice):
     def trim(self) -> None:
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
+
+    def _touch(self, block: Tensor) -> None:
+        """Have the worker's threads write to a block first: its pages come to their NUMA node, on all cores at once."""
+        self.worker.submit(block.zero_).result()
 
     def _lock(self, address: int, size: int) -> bool:
         if self._pageable:

@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,13 +43,18 @@ class HostMemory:
     Args:
         lock: Called with (address, bytes) of a new block; returns whether it is page-locked now.
         unlock: Called with the address of a locked block when the memory is closed.
+        touch: Called with the bytes of a large new block before it is locked, to write to every page of it.
     """
 
     def __init__(
-        self, lock: Callable[[int, int], bool] | None = None, unlock: Callable[[int], None] | None = None
+        self,
+        lock: Callable[[int, int], bool] | None = None,
+        unlock: Callable[[int], None] | None = None,
+        touch: Callable[[Tensor], object] = lambda block: None,
     ) -> None:
         self._lock = lock
         self._unlock = unlock
+        self._touch = touch
         self._free: dict[int, deque[mmap.mmap]] = {}
         self._locked: dict[int, mmap.mmap] = {}
         self._open = True
@@ -79,6 +84,16 @@ class HostMemory:
         flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
         return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
 
+    @property
+    def locks(self) -> bool:
+        """Whether blocks are page-locked, which takes seconds for tens of GiB."""
+        return self._lock is not None
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Make blocks of so many bytes each, which later calls of `empty` take."""
+        held = [self.empty(size) for size in sizes]
+        held.clear()
+
     def lock_block(self, block: mmap.mmap) -> bool:
         """Page-locks memory of somebody else, where blocks are page-locked, until `close`; whether it is locked now."""
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
@@ -103,6 +118,7 @@ class HostMemory:
         if size >= _HUGE_PAGE:
             with contextlib.suppress(OSError):  # A kernel without huge pages says EINVAL, and 4 KiB pages do.
                 block.madvise(mmap.MADV_HUGEPAGE)
+            self._touch(torch.frombuffer(block, dtype=torch.uint8))
         self.allocated_bytes += size
         if self.lock_block(block):
             block.madvise(mmap.MADV_DONTFORK)  # see [Note: Forks]

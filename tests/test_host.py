@@ -224,6 +224,23 @@ def test_large_blocks_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     memory.close()
 
 
+def test_large_blocks_are_touched_before_they_are_locked() -> None:
+    seen: list[str] = []
+    memory = HostMemory(
+        lambda address, size: seen.append(f"lock {size}") is None,
+        lambda address: None,
+        lambda block: seen.append(f"touch {block.numel()}"),
+    )
+    large = 2 << 20
+    memory.reserve([large, 1])
+    assert seen == [f"touch {large}", f"lock {large}", f"lock {PAGE}"]
+    held = [memory.empty(large - 1), memory.empty(5)]
+    assert len(seen) == 3
+    assert memory.locked_bytes == large + PAGE
+    del held
+    memory.close()
+
+
 def test_unlocking_that_fails_is_tried_again_from_where_it_stopped() -> None:
     locks = Locks()
     memory = HostMemory(locks.lock, locks.unlock)

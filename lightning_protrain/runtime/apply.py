@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from lightning_protrain.companions import move_companions
 from lightning_protrain.counters import TransferCounters
@@ -104,6 +105,8 @@ def apply_plan(
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
         executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers, together)
+        if device.host.locks and communicator is None:
+            executor.reserve_gradients(layout.lends_copies)
     watch = ViewWatch()
     each = {unit.name: Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
@@ -306,10 +309,8 @@ def _make_chunks(
     shares: Sequence[Share | None] = [None] * len(plans)
     if sharing is not None and plans:
         shares = share_chunks(plans, parameters, sharing, device.host)
-    return [
-        Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share, together)
-        for plan, share in zip(plans, shares, strict=True)
-    ]
+    pairs = tqdm([*zip(plans, shares, strict=True)], "Placing weights in host memory", delay=2, leave=False)
+    return [Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share, together) for plan, share in pairs]
 
 
 def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:

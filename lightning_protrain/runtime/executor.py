@@ -129,6 +129,10 @@ class Executor:
         self._backward_next: dict[int, int] = {}
         self._last_reads: dict[int, int] = {}
 
+    def reserve_gradients(self, lends: bool) -> None:
+        """Make host memory for gradients before training, see `Landing.reserve`."""
+        self._landing.reserve(lends)
+
     # --- scopes -----------------------------------------------------------------------------------------------------
 
     @contextmanager

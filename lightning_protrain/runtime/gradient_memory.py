@@ -39,12 +39,13 @@ class GradientMemory:
         sizes: Bytes of each gradient.
 
     Attributes:
+        nbytes: Of a block.
         has_been_used: Whether a block has ever been taken.
     """
 
     def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
         self._memory = memory
-        self._offsets, self._nbytes = chunk_offsets(sizes)
+        self._offsets, self.nbytes = chunk_offsets(sizes)
         self._block: weakref.ref[np.ndarray[Any, Any]] | None = None
         self._free: set[int] = set()
         self.has_been_used = False
@@ -72,7 +73,7 @@ class GradientMemory:
 
     def _new_block(self) -> np.ndarray[Any, Any]:
         """A block in which every place is free. The array keeps it through a tensor, as NumPy alone would not."""
-        block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self._nbytes), dtype=torch.uint8).numpy()
+        block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self.nbytes), dtype=torch.uint8).numpy()
         self._block = weakref.ref(block)
         self.has_been_used = True
         self._free = set(range(len(self._offsets)))

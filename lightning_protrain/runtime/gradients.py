@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
@@ -116,6 +117,19 @@ class Landing:
         self._aside: dict[Slot, Tensor | None] = {}
         for slot in self._places:
             self._attach(slot)
+
+    def reserve(self, lends: bool) -> None:
+        """Make host memory for gradients now: to page-lock it in the first backward would hold that up for seconds.
+
+        Args:
+            lends: Whether gradients lie in the memory of low-precision copies where there are some.
+        """
+        kept = [
+            stays.nbytes
+            for chunk, stays in zip(self._chunks, self._stays, strict=True)
+            if chunk.plan.trainable and not (lends and chunk.plan.streamed_dtype)
+        ]
+        self._device.host.reserve(tqdm(kept, "Page-locking memory for gradients", delay=2, leave=False, unit="chunk"))
 
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""

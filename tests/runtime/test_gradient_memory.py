@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_protrain.device import CPUDevice
 from lightning_protrain.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.runtime.gradient_memory import GradientMemory
+from tests import plans
+from tests.runtime.applied import Net, applied
+from tests.runtime.overlapped import train
 
 GRADIENTS = {
     "matrix": torch.randn(3, 5),
@@ -96,3 +100,17 @@ def test_whatever_is_held_keeps_its_values(moves: list[tuple[int, bool]]) -> Non
         assert all(tensor.tolist() == [value] * 4 for tensor, value in held)
     held.clear()
     assert num_free(memory) * PAGE == memory.allocated_bytes
+
+
+def test_memory_that_is_page_locked_is_made_before_training() -> None:
+    """Positive control: without page-locking the first backward makes it."""
+    made = []
+    for lock in (None, lambda address, size: True):
+        device = CPUDevice(torch.device("cpu"))
+        device.host = HostMemory(lock, lambda address: None)
+        with applied(Net(), plans.place, device) as state:
+            before = device.host.allocated_bytes
+            train(state.model, state, num_steps=2)
+            made.append(device.host.allocated_bytes - before)
+    assert made[0] > 0
+    assert made[1] == 0
