@@ -116,6 +116,14 @@ class Device(ABC):
         """The most that was allocated on it since `forget_peak`, or None where nobody counts."""
         return None
 
+    def reserved_peak_bytes(self) -> int | None:
+        """Return the most that the allocator has taken from the device since `forget_peak`; None if nobody counts."""
+        return None
+
+    def num_alloc_retries(self) -> int | None:
+        """Return how often the allocator had to give memory back before an allocation succeeded; None if unknown."""
+        return None
+
     def forget_peak(self) -> None:
         """Counts the peak anew from what is allocated now."""
         return
@@ -336,6 +344,22 @@ class CUDADevice(StreamDevice):
         self.aside, self.beside = (torch.cuda.stream(torch.cuda.Stream(torch_device)) for _ in range(2))
         self._say = say
         self._pageable = False
+        self._merge_free_memory()
+
+    def _merge_free_memory(self) -> None:
+        """Let the allocator join neighbouring free memory, unless the user has given it settings.
+
+        Memory of chunks comes and goes between activations. By default a freed chunk that has been split for a smaller
+        tensor is of no use for the next chunk, and what is reserved grows until `cudaFree` has to wait for the device.
+        """
+        settings = torch._C._accelerator_getAllocatorSettings()
+        if not settings:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        elif "expandable_segments:true" not in settings.replace(" ", "").lower():
+            self._say(
+                f"The memory of the GPU may fragment: PYTORCH_ALLOC_CONF={settings!r} leaves expandable segments off. "
+                "Add expandable_segments:True to it, or leave the variable out."
+            )
 
     def compute_stream(self) -> Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -362,6 +386,12 @@ class CUDADevice(StreamDevice):
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reserved_peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def num_alloc_retries(self) -> int | None:
+        return int(torch.cuda.memory_stats(self.torch_device)["num_alloc_retries"])
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -288,7 +288,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     cuda.get_device_properties.return_value = SimpleNamespace()
     for name in ("Stream", "stream", "set_device", "cudart", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", cuda.set_allocator)
     return cuda
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes", "says"),
+    [
+        ("", ["expandable_segments:True"], 0),
+        ("max_split_size_mb:64, expandable_segments: true", [], 0),
+        ("max_split_size_mb:64", [], 1),
+    ],
+)
+def test_free_memory_of_a_gpu_is_merged_unless_the_user_says_otherwise(
+    given: str, becomes: list[str], says: int, gpu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    sentences: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    CUDADevice(torch.device("cuda", 0), sentences.append)
+    assert made == becomes
+    assert len(sentences) == says
+    assert all(given in sentence for sentence in sentences)
 
 
 def test_the_worker_of_a_gpu_works_for_that_gpu(gpu: mock.MagicMock) -> None:
