@@ -102,18 +102,6 @@ def compare(subject: Subject, peer: Subject, warmup: int, launches: int = 1) -> 
     return Comparison(steps, peer_steps, parts[-1].facts, parts[-1].peer_facts)
 
 
-def run_alone(subject: Subject, warmup: int) -> tuple[tuple[Step, ...], Facts]:
-    """Runs one subject with nothing beside it: its timed steps, and what it says of itself.
-
-    Raises:
-        RuntimeError: The run ended early.
-    """
-    with _process(subject) as connection:
-        assert _receive(connection) is None
-        steps = tuple(_give_leave(connection) for _ in range(subject.steps))
-        return steps[warmup:], _give_leave(connection)
-
-
 def _launch(subject: Subject, peer: Subject, warmup: int) -> Comparison:
     with _process(subject) as ours, _process(peer) as theirs:
         for connection in (ours, theirs):

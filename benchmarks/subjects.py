@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.systems import SYSTEMS, System
-from benchmarks.transfers import TransferProbe
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import BlockPolicy
 
@@ -42,14 +41,11 @@ class Subject:
     Attributes:
         name: What to call it.
         plan: Arguments of `ProTrainStrategy`; None: Lightning without a strategy of its own.
-        system: One of `SYSTEMS` in place of `plan`.
-        clip: Bound of the norm of all gradients; None: no clipping.
         checkpointed: Whether every block is checkpointed by `torch.utils.checkpoint`, for a run without a plan.
         num_params: About how many parameters the Llama has.
         batch: Sequences in a step.
         sequence: Tokens in a sequence.
         steps: Steps that are timed, warm-up included.
-        probed_steps: Steps after those, untimed, in which transfers are traced (CUDA only).
         threads: Threads of PyTorch.
         accelerator: As in the Trainer.
         precision: As in the Trainer.
@@ -57,14 +53,11 @@ class Subject:
 
     name: str
     plan: dict[str, Any] | None
-    system: str | None = None
-    clip: float | None = None
     checkpointed: bool = False
     num_params: int = 100_000_000
     batch: int = 4
     sequence: int = 128
     steps: int = 10
-    probed_steps: int = 0
     threads: int = 1
     accelerator: str = "cpu"
     precision: PrecisionName = "32-true"
@@ -90,7 +83,6 @@ class Facts:
         planned_bytes: `Plan.memory.total`.
         counters: `TransferCounters` after the last step.
         peak_bytes: The most that CUDA's allocator held after warm-up.
-        hidden_share: Part of the time of uploads that ran beside kernels.
     """
 
     num_params: int
@@ -99,7 +91,6 @@ class Facts:
     planned_bytes: int | None = None
     counters: dict[str, int] = field(default_factory=dict)
     peak_bytes: int | None = None
-    hidden_share: float | None = None
 
 
 class Llama(L.LightningModule):
@@ -148,17 +139,13 @@ class Baton(L.Callback):
     def __init__(self, connection: Connection, subject: Subject) -> None:
         self._connection = connection
         self._subject = subject
-        self._probe = TransferProbe()
         self._answer: Step | None = None
         self._begin = (0.0, 0.0)
         self._step = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Hands over what the step before took, now that the loop has nothing left to do for it."""
-        if self._step <= self._subject.steps:
-            self._hand_over()
-        if self._step == self._subject.steps:
-            self._probe.start()
+        self._hand_over()
         _synchronize(trainer)
         self._begin = _now()
 
@@ -173,10 +160,8 @@ class Baton(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """The facts, after the last answer."""
-        if not self._subject.probed_steps:
-            self._hand_over()
-        hidden = self._probe.stop() if self._subject.probed_steps else None
-        self._connection.send(_facts(trainer, module, hidden))
+        self._hand_over()
+        self._connection.send(_facts(trainer, module))
 
     def _hand_over(self) -> None:
         self._connection.send(self._answer)
@@ -203,17 +188,14 @@ def run_subject(connection: Connection, subject: Subject) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(subject.threads)
     torch.manual_seed(0)
-    system = SYSTEMS[subject.system or "plain Lightning"]
-    module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed, system)
-    steps = subject.steps + subject.probed_steps
-    tokens = torch.randint(VOCABULARY, (steps * subject.batch, subject.sequence))
+    module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed)
+    tokens = torch.randint(VOCABULARY, (subject.steps * subject.batch, subject.sequence))
     trainer = L.Trainer(
-        strategy=system.strategy() if subject.plan is None else ProTrainStrategy(**subject.plan),
+        strategy="auto" if subject.plan is None else ProTrainStrategy(**subject.plan),
         accelerator=subject.accelerator,
         precision=subject.precision,
-        gradient_clip_val=subject.clip,
         devices=1,
-        max_steps=steps,
+        max_steps=subject.steps,
         max_epochs=-1,
         callbacks=[Baton(connection, subject)],
         logger=False,
@@ -224,12 +206,12 @@ def run_subject(connection: Connection, subject: Subject) -> None:
     trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=subject.batch))
 
 
-def _facts(trainer: L.Trainer, module: L.LightningModule, hidden_share: float | None) -> Facts:
+def _facts(trainer: L.Trainer, module: L.LightningModule) -> Facts:
     num_params = sum(parameter.numel() for parameter in module.parameters())
     peak = torch.cuda.max_memory_allocated() if trainer.strategy.root_device.type == "cuda" else None
     strategy = trainer.strategy
     if not isinstance(strategy, ProTrainStrategy):
-        return Facts(num_params, peak_bytes=peak, hidden_share=hidden_share)
+        return Facts(num_params, peak_bytes=peak)
     plan = strategy.plan
     assert plan is not None
     checkpointed = sum(block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
@@ -241,7 +223,6 @@ def _facts(trainer: L.Trainer, module: L.LightningModule, hidden_share: float | 
         planned_bytes=plan.memory.total,
         counters=asdict(strategy.counters),
         peak_bytes=peak,
-        hidden_share=hidden_share,
     )
 
 

@@ -7,13 +7,11 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 from torch.optim import AdamW, Optimizer
-
-from lightning_protrain import ProTrainStrategy
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LEARNING_RATE = 1e-4
@@ -21,7 +19,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class System:
-    """One way to train, started with `python -m benchmarks.gpu_step`.
+    """One way to train, as `python -m benchmarks.gpu` starts it.
 
     Attributes:
         strategy: Makes what the Trainer takes.
@@ -41,10 +39,6 @@ class System:
     def is_installed(self) -> bool:
         """Whether it can run here."""
         return self.requires is None or importlib.util.find_spec(self.requires) is not None
-
-
-def _protrain(overlap: str, **plan: Any) -> Callable[[], ProTrainStrategy]:
-    return partial(ProTrainStrategy, overlap_optimizer=overlap, **plan)
 
 
 def _deepspeed() -> Strategy:
@@ -71,18 +65,18 @@ def _fsdp2() -> Strategy:
 
 def _shard(model: nn.Module) -> None:
     fsdp = importlib.import_module("torch.distributed.fsdp")
-    policy = fsdp.CPUOffloadPolicy()
+    policies = {
+        "offload_policy": fsdp.CPUOffloadPolicy(),
+        # It sends weights in two bytes, as ours does; gradients are summed in four.
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
     for block in model.model.layers:
-        fsdp.fully_shard(block, offload_policy=policy)
-    fsdp.fully_shard(model, offload_policy=policy)
+        fsdp.fully_shard(block, **policies)
+    fsdp.fully_shard(model, **policies)
 
 
 SYSTEMS = {
     "plain Lightning": System(lambda: "auto"),
-    "protrain, offload, overlap off": System(_protrain("off", plan="offload")),
-    # Clipping by norm needs all gradients, which a step behind backward cannot wait for.
-    "protrain, offload, overlap backward": System(_protrain("backward", plan="offload"), clips=False),
-    "protrain, offload, overlap forward": System(_protrain("forward", plan="offload")),
     "DeepSpeed ZeRO-3 Offload": System(_deepspeed, _deepspeed_adam, requires="deepspeed"),
     # It steps while gradients come down, before their norm is known.
     "torchao CPUOffloadOptimizer": System(lambda: "auto", _torchao_adam, requires="torchao", clips=False),

@@ -1,0 +1,129 @@
+"""The program for a GPU: it orders its parts, stops in time, survives what fails, and its page shows what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import carry, gpu
+from benchmarks.gpu import Case, Part, main, page, parts_of, run_part
+
+
+def test_the_parts_come_in_the_order_of_their_value() -> None:
+    names = [part.name for part in parts_of("cuda")]
+    assert names[:4] == ["machine", "tests of the device", "tests", "hardware"]
+    assert names.index("auto, clipped") < names.index("FSDP2 with CPUOffloadPolicy") < names.index("memory: fp32")
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_it_refuses_a_device_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        main(["--json", str(tmp_path / "out.json")])
+
+
+def test_without_time_every_part_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    main(["--device", "cpu", "--minutes", "0", "--json", str(out)])
+    found = json.loads(out.read_text())["parts"]
+    assert list(found) == [part.name for part in parts_of("cpu")]
+    assert {outcome["status"] for outcome in found.values()} == {"no time left"}
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "status"),
+    [
+        ("import sys; open(sys.argv[-1], 'w').write('{\"a\": 1}')", 30, "done"),
+        ("raise SystemExit('no room')", 30, "failed"),
+        ("pass", 30, "failed"),
+        ("import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])", 1, "out of time"),
+    ],
+)
+def test_a_part_that_fails_or_hangs_is_survived(
+    code: str, seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real([sys.executable, "-c", code, *command[-1:]], **options))
+        return started[-1]
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", start)
+    outcome = run_part(Part("some part", 1, lambda device: {}), "cpu", seconds)
+    assert outcome["status"] == status
+    assert outcome.get("result") == ({"a": 1} if status == "done" else None)
+    if "no room" in code:
+        assert "no room" in outcome["output"]
+    assert started[0].poll() is not None
+
+
+def test_the_page_shows_every_part() -> None:
+    run = {
+        "case": {"name": "auto"},
+        "predicted": {"step_seconds": 2.0},
+        "measured": {"step_seconds": 2.5, "peak_bytes": 3 << 30, "reserved_bytes": 4 << 30, "hidden_share": 0.9},
+        "measured over predicted": {"step": 1.25, "peak": 0.97},
+    }
+    plain = {"case": {"name": "plain"}, "measured": {"step_seconds": 1.0}, "measured over predicted": {}}
+    text = page(
+        {
+            "parts": {
+                "machine": {"status": "done", "seconds": 1, "result": {"gpu": "Some GPU", "date": "2026-01-02"}},
+                "tests": {"status": "done", "seconds": 9, "result": {"counts": "5 passed"}},
+                "auto": {"status": "done", "seconds": 60, "result": run},
+                "plain": {"status": "done", "seconds": 60, "result": plain},
+                "memory: fp32": {"status": "out of time", "seconds": 240},
+            }
+        }
+    )
+    assert "Measured on Some GPU, 2026-01-02." in text
+    assert "| auto | 2.5 s | 2 s | 1.25 | 3.0 GiB | 4.0 GiB | 0.970 | 90% |" in text
+    assert "| plain | 1 s | - | - | - | - | - | - |" in text
+    assert "| tests | done | 9 s | 5 passed |" in text
+    assert "| memory: fp32 | out of time | 240 s |" in text
+
+
+def test_predictions_are_said_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case("x", hidden=64, layers=2, batch=2, sequence=16, vocabulary=64, memory="1MiB", steps=1)
+    found = gpu.train("cpu", case)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert json.loads(lines[0])["before the first step"]["predicted"] == found["predicted"]
+    assert found["measured over predicted"]["step"] > 0
+    assert len(found["measured"]["losses"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_it_runs_whole_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    main(["--device", "cpu", "--minutes", "8", "--json", str(out)])
+    document = json.loads(out.read_text())
+    assert {name: outcome["status"] for name, outcome in document["parts"].items()} == dict.fromkeys(
+        [part.name for part in parts_of("cpu")], "done"
+    )
+    assert all(name in page(document) for name in document["parts"])
+
+
+def test_what_is_carried_has_the_versions_of_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def download(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        (tmp_path / "one.whl").write_bytes(bytes(3 << 20))
+
+    monkeypatch.setattr(carry.subprocess, "run", download)
+    carry.main([str(tmp_path), "datasets", "no-such-package"])
+    version = carry.pinned((carry.ROOT / "constraints.txt").read_text())["datasets"]
+    assert commands[0][-2:] == [f"datasets=={version}", "no-such-package"]
+    assert "3.0 MiB  together" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"3\.0 MiB are more than the 2 MiB"):
+        carry.main([str(tmp_path), "--mib", "2"])
