@@ -47,9 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     total = sum(wheel.stat().st_size for wheel in wheels) / 2**20
     print(f"{total:7.1f} MiB  together")
     if total > args.mib:
-        sys.exit(
-            f"{total:.1f} MiB are more than the {args.mib} MiB that can be carried: carry them in parts."
-        )
+        sys.exit(f"{total:.1f} MiB are more than the {args.mib} MiB that can be carried: carry them in parts.")
 
 
 def pinned(constraints: str) -> dict[str, str]:
