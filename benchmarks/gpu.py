@@ -458,8 +458,13 @@ def page(document: dict[str, Any]) -> str:
     """Return the page of a result, Markdown."""
     parts: dict[str, Any] = document["parts"]
     about = parts.get("machine", {}).get("result", {})
-    where = about.get("gpu") or f"a CPU with {about.get('cores', '?')} cores (tiny sizes, to try the program)"
+    where = about.get("gpu") or f"a CPU with {about.get('cores', '?')} cores"
     lines = ["# On a GPU", "", f"Measured on {where}, {about.get('date', 'no date')}.", ""]
+    if "gpu" not in about:
+        lines += [
+            "No GPU has been measured yet. These figures are of tiny models: they show that the program runs.",
+            "",
+        ]
     lines += ["    python -m benchmarks.gpu --minutes 25 --json out.json", ""]
     runs = {name: part for name, part in parts.items() if "case" in part.get("result", {})}
     header = ("run", "step", "predicted", "measured / predicted", "peak", "reserved", "peak / predicted", "hidden")
