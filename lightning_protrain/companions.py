@@ -88,12 +88,17 @@ def prepare_weights(model: nn.Module, device: torch.device | None = None) -> Non
         device: What quantises, one weight after the other; None: where the weight is.
     """
     for module in model.modules():
-        weight = module._parameters.get("weight")  # A parametrization would compute what is asked for by attribute.
+        weight = _registered_weight(module)
         if weight is not None and not weight.is_meta:
             _quantise(weight, device)
             _gather(module, weight)
             if "quant_state" in vars(weight):
                 _cast_bias(module)
+
+
+def _registered_weight(module: nn.Module) -> nn.Parameter | None:
+    """Return the parameter `weight`: a parametrization would compute what is asked for by attribute."""
+    return dict(module._parameters.items()).get("weight")  # TorchScript has no `get` of its own.
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def accepting_companions(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in model.modules():
-            weight = module._parameters.get("weight")
+            weight = _registered_weight(module)
             if weight is not None and not vars(weight).keys().isdisjoint(_KINDS):
                 stack.callback(accept_companions(module).remove)
         yield

@@ -317,3 +317,22 @@ def test_the_numbers_of_one_process_can_be_set() -> None:
     strategy.world_size, strategy.global_rank = 4, 3
     assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (4, 3, 0)
     assert not strategy.is_global_zero
+
+
+class Scripted(BoringModel):
+    """A part of it is of TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2)))
+
+
+def test_a_part_of_torchscript_trains_where_it_is_resident_and_is_refused_where_it_would_be_streamed() -> None:
+    torch.manual_seed(1)
+    plain, planned = Scripted(), Scripted()
+    planned.load_state_dict(plain.state_dict())
+    for module, plan in ((plain, None), (planned, "resident")):
+        run(module, plan)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in planned.state_dict().items())
+    with pytest.raises(ValueError, match=r"'layer' is a module of TorchScript.*plan=\"resident\""):
+        run(Scripted(), "offload")

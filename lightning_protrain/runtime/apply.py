@@ -288,8 +288,14 @@ def _refuse_applied(model: nn.Module) -> None:
 
 
 def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
-    """Neither a unit that the runtime must know nor a module around one may be compiled."""
+    """Neither a unit that the runtime must know nor a module around one may be compiled, nor any be of TorchScript."""
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(each.startswith(f"{name}.") for each in offloaded):
+            raise ValueError(
+                f"{name!r} is a module of TorchScript, whose weights cannot be streamed. Train the module that it was "
+                'made of, and script that after fit, or give plan="resident".'
+            )
     changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
     units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]
     parts = [unit.name.split(".") for unit in units]
