@@ -205,6 +205,7 @@ class MeetingStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one is missing, and the user who was missing here."""
+        super().on_exception(exception)
         if self._ranks is not None:
             attendance = self._ranks.attendance
             if is_of_collective(exception) and not attendance.has_explained(exception):

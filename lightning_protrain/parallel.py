@@ -295,6 +295,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization DDP learns here that a backward follows."""
+        super().pre_backward(closure_loss)
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
             prepare_for_backward(self.model, closure_loss)

@@ -336,3 +336,13 @@ def test_a_part_of_torchscript_trains_where_it_is_resident_and_is_refused_where_
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in planned.state_dict().items())
     with pytest.raises(ValueError, match=r"'layer' is a module of TorchScript.*plan=\"resident\""):
         run(Scripted(), "offload")
+
+
+def test_lightnings_own_strategy_hears_of_exceptions() -> None:
+    class Failing(BoringModel):
+        def on_fit_start(self) -> None:
+            raise ArithmeticError("no")
+
+    with patch("lightning.pytorch.strategies.Strategy.on_exception") as heard, pytest.raises(ArithmeticError):
+        run(Failing(), "offload")
+    heard.assert_called_once()
