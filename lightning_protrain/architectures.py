@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,7 +18,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.utils import CONFIG_NAME
 
 _KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
@@ -28,19 +32,44 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def read_config(model: str) -> PretrainedConfig:
-    """The config of a model in a folder, or on the Hugging Face Hub.
+    """Return the config of a model in a folder, or on the Hugging Face Hub.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or its model is no causal language model.
     """
+    if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
+        raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder that `save_pretrained` has written.")
     try:
-        return AutoConfig.from_pretrained(model)
-    except OSError as error:
-        reason = str(error).rstrip(".\n")
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"No model could be loaded from {model!r}: {reason}. Give a folder with a config.json, or a name on the "
+            f"No model could be loaded from {model!r}: {reason}. Give a folder with a {CONFIG_NAME}, or a name on the "
             "Hugging Face Hub."
         ) from error
+    _check_kind(config)
+    return config
+
+
+def _check_kind(config: PretrainedConfig) -> None:
+    """Refuse what does not predict each token from those before it.
+
+    Raises:
+        ValueError: With the type of the model.
+    """
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name!r} is an encoder-decoder, and CausalLMModule trains models of a decoder alone, such as llama or "
+            "qwen3. Train it with a LightningModule of your own; the strategies take any."
+        )
+    if type(config) not in auto_class(config)._model_mapping:
+        near = get_close_matches(name, _KNOWN, n=5, cutoff=0.4)
+        raise ValueError(f"model_type {name!r} is no causal model of transformers. Near: {', '.join(near) or 'none'}.")
+    if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", True) is False:
+        raise ValueError(
+            f"{name!r} reads text in both directions. Set is_decoder: true in its config, or take a decoder."
+        )
 
 
 def dtype_called(name: str) -> torch.dtype:
@@ -98,3 +127,9 @@ def check_config(config: dict[str, Any]) -> None:
         if not hasattr(defaults, key):
             near = ", ".join(get_close_matches(key, vars(defaults), n=5))
             raise ValueError(f"{key!r} is no key of the config of {model_type!r}. Near: {near or 'none'}.")
+    try:
+        made = AutoConfig.for_model(**config)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = str(error).strip().rpartition("\n")[2].strip()
+        raise ValueError(f"This is no config of a {model_type!r} model: {reason}") from error
+    _check_kind(made)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
+import warnings
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, NoReturn
 from zipfile import is_zipfile
 
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.serialization import config as load_settings
 
@@ -27,9 +32,20 @@ from lightning_protrain.callbacks import (  # noqa: F401
     plan_monitor,
 )
 from lightning_protrain.checkpoint import consolidation, inspection, ranking, ranks, retention
+from lightning_protrain.checkpoint.consolidation import load_stock
 from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.mistakes import REFUSALS, is_refusal, key_in, refusal_in
+from lightning_protrain.mistakes import (
+    COMMAND_LINE,
+    REFUSALS,
+    explain,
+    is_refusal,
+    key_in,
+    nearest,
+    refusal_in,
+    sentence,
+    source_of,
+)
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
@@ -41,6 +57,8 @@ FILE_COMMANDS = {
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
 }
+# The status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 _ON_FILES = " ".join(f"`{name}`: {what}." for name, what in FILE_COMMANDS.items())
 
 
@@ -64,6 +82,8 @@ class ProTrainCLI(LightningCLI):
                 parser_kwargs={
                     "description": "Train, plan or preview what a config describes.",
                     "epilog": f"More commands, on checkpoints. {_ON_FILES}",
+                    "exit_on_error": False,
+                    **{name: {"exit_on_error": False} for name in self.subcommands()},
                 },
                 seed_everything_default=0,
                 save_config_kwargs={"overwrite": True},
@@ -74,8 +94,38 @@ class ProTrainCLI(LightningCLI):
         except REFUSALS as error:
             key = self._key_in(error) if is_refusal(error) else None
             if key is not None:
-                error.add_note(f"In the config: {key}")
+                source = source_of(self._arguments, key) or "the config"
+                error.add_note(f"{'On the' if source == COMMAND_LINE else 'In'} {source}: {key}")
             raise
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the command line and the configs that it names.
+
+        Raises:
+            ValueError: One sentence that names the wrong key.
+        """
+        given = sys.argv[1:] if args is None else args
+        if not isinstance(given, list):
+            self._arguments: list[str] = []
+            super().parse_arguments(parser, args)
+            return
+        self._arguments = _joined(given)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "LightningCLI's args parameter")
+                super().parse_arguments(parser, self._arguments)
+            return
+        except ArgumentError as error:
+            name, *options = self._arguments or [""]
+            subparsers = getattr(self, "_subcommand_parsers", {})
+            if subparsers and name not in subparsers:
+                said = f"lightning-protrain needs a command, one of {', '.join((*subparsers, *FILE_COMMANDS))}"
+                said += nearest(name, (*subparsers, *FILE_COMMANDS))
+            elif subparsers:
+                said = explain(subparsers[name], options, error)
+            else:
+                said = explain(parser, self._arguments, error)
+        raise ValueError(said)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -114,6 +164,8 @@ class ProTrainCLI(LightningCLI):
             raise
 
     def _key_in(self, refusal: BaseException) -> str | None:
+        if not hasattr(self, "config"):  # it did not parse, and the refusal names the key
+            return None
         config = self.config.as_dict()
         subcommand = config.get("subcommand")
         return key_in(config[subcommand] if subcommand else config, refusal)
@@ -124,7 +176,13 @@ class ProTrainCLI(LightningCLI):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
     def before_instantiate_classes(self) -> None:
-        """Plans and previews need no GPU, write no logs, and are the same for every rank."""
+        """Plans and previews need no GPU, write no logs, and are the same for every rank.
+
+        Raises:
+            ValueError: An accelerator, a strategy or a number of devices that there cannot be.
+        """
+        given = self.config[self.subcommand] if self.subcommand else self.config
+        _check_trainer(given["trainer"], given.get("ckpt_path"))
         if self.subcommand not in ("plan", "preview"):
             return
         self.save_config_callback = None
@@ -141,13 +199,23 @@ class ProTrainCLI(LightningCLI):
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
 
     def _parse_ckpt_path(self) -> None:
-        """Names the arguments of the model that those in a stock checkpoint take the place of."""
+        """Names the arguments of the model that those in a stock checkpoint take the place of.
+
+        Raises:
+            ValueError: The file is damaged, or no checkpoint.
+        """
         given = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
         # Mapped: of weights and states, none of which is needed here, nothing is read. What is no archive cannot be.
         mapped = path is not None and is_zipfile(path)
-        with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
-            super()._parse_ckpt_path()
+        try:
+            with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
+                super()._parse_ckpt_path()
+        except (RuntimeError, EOFError, KeyError, OSError, AttributeError, UnpicklingError):
+            if path is None:
+                raise
+            load_stock(Path(path))  # says what is wrong, unless the file is whole and holds something else
+            raise ValueError(f"{path} is no checkpoint of Lightning.") from None
         replaced = {
             name: f"model.{name}={value!r} instead of {given[name]!r}"
             for name, value in self._model_arguments().items()
@@ -175,6 +243,57 @@ class ProTrainCLI(LightningCLI):
         return parser
 
 
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with negative values joined to their options, such as `-5GiB`, which argparse takes for one."""
+    joined: list[str] = []
+    for each in arguments:
+        if re.match(r"-\.?\d", each) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={each}"
+        else:
+            joined.append(each)
+    return joined
+
+
+def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
+    """Refuse names that nothing is registered under, impossible devices, and the best checkpoint of no score.
+
+    Args:
+        settings: Those of the Trainer.
+        ckpt_path: The checkpoint to begin with.
+
+    Raises:
+        ValueError: With the key and its value.
+    """
+    known = {
+        "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},
+        "strategy": {"auto", *StrategyRegistry.available_strategies()},
+    }
+    for key, names in known.items():
+        value = settings.get(key)
+        if isinstance(value, str) and value not in names:
+            listed = f": there are {', '.join(sorted(names))}" if key == "accelerator" else ""
+            raise ValueError(f"`trainer.{key}: {value}` is not known{listed}{nearest(value, names)}")
+    devices = settings.get("devices")
+    if (isinstance(devices, int) and (devices == 0 or devices < -1)) or (
+        isinstance(devices, str) and not re.fullmatch(r"auto|-1|[\d, ]+", devices)
+    ):
+        raise ValueError(f"`trainer.devices: {devices}` must be a positive number, a list of numbers, -1 or auto.")
+    callbacks = settings.get("callbacks") or []
+    arguments = [each.get("init_args") or {} for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    if ckpt_path == "best" and not any(each.get("monitor") for each in arguments):
+        raise ValueError(
+            "`ckpt_path: best` needs a callback that knows the best checkpoint: give ProTrainCheckpoint or "
+            "ModelCheckpoint a `monitor`, such as val_loss, or name the checkpoint."
+        )
+
+
+class _Parser(ArgumentParser):
+    """An ArgumentParser whose mistakes are raised."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def file_command(arguments: Sequence[str]) -> int:
     """Runs a command on files alone, which needs no model and no config.
 
@@ -184,7 +303,7 @@ def file_command(arguments: Sequence[str]) -> int:
     Returns:
         The status to exit with: 1 if a checkpoint that was inspected is not good.
     """
-    parser = ArgumentParser(prog="lightning-protrain")
+    parser = _Parser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help=FILE_COMMANDS["inspect"])
     inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")
@@ -240,7 +359,7 @@ def file_command(arguments: Sequence[str]) -> int:
             return 0 if good else 1
         text, good = inspection.inspect(given.path, given.verify)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(sentence(error))
     sys.stdout.write(f"{text}\n")
     return 0 if good else 1
 
@@ -256,17 +375,24 @@ def _say_written(source: Path, *targets: Path | None) -> None:
 
 def main() -> None:
     """Entry point of the console script `lightning-protrain`."""
-    if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
-        sys.exit(file_command(sys.argv[1:]))
     # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
     gc.freeze()
     try:
+        if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
+            sys.exit(file_command(sys.argv[1:]))
         ProTrainCLI()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as stop:
+        # Lightning tears an interrupted run down and then ends with 1.
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        raise
     except REFUSALS as error:
         if not is_refusal(error):
             raise
         # An answer, and no failure of the program: where it came from says nothing.
-        sys.exit("\n".join([f"lightning-protrain: {error}", *getattr(error, "__notes__", ())]))
+        sys.exit("\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())]))
 
 
 if __name__ == "__main__":

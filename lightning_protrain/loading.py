@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
@@ -213,7 +213,10 @@ def weight_files(folder: str) -> list[Path]:
     if index is None:
         return []
     if Path(folder).is_dir():
-        named = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        try:
+            named = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is damaged: it names no files of weights. Copy or download it again.") from error
         files = [Path(folder) / name for name in sorted(set(named.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
@@ -226,11 +229,17 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
     """All tensors of some files, by name.
 
     Raises:
-        ValueError: A dtype that is not known.
+        ValueError: A file that is damaged or no safetensors file, or a dtype that is not known.
     """
     stored = {}
     for path in files:
-        file = safe_open(str(path), framework="pt", backend="pread")
+        try:
+            file = safe_open(str(path), framework="pt", backend="pread")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} ({path.stat().st_size:,} bytes) is damaged, or no safetensors file: {error}. Copy or download "
+                "it again."
+            ) from error
         for name in file.keys():  # noqa: SIM118 (no dict)
             view = file.get_slice(name)
             if view.get_dtype() not in _DTYPES:

@@ -3,40 +3,78 @@
 from __future__ import annotations
 
 import dis
+import errno
+import operator
 import re
 import sys
+from argparse import ArgumentError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, is_dataclass
+from difflib import get_close_matches
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
-from typing import Any
+from types import FrameType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # The types of what is refused.
-REFUSALS = (ValueError, FileNotFoundError, MisconfigurationException)
+REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
+# Errors that `raise` statements of a package say to the user.
+_SAID = {_PACKAGE: (ValueError, FileNotFoundError), "lightning": (FileNotFoundError, MisconfigurationException)}
+# Modules of ours that pass on what the user gave: below them, Lightning's other errors are about that.
+_PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
 # Whose calls may lie between the command line and a refusal; where somebody else's are, it may be their mistake.
-_LIBRARIES = ("lightning", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets", "tokenizers")
+_LIBRARIES = (
+    *("lightning", "lightning_utilities", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets"),
+    *("tokenizers", "safetensors", "huggingface_hub", "fsspec", "yaml", "rich"),
+)
 _BETWEEN = {_PACKAGE, *_LIBRARIES, *sys.stdlib_module_names}
 _RAISE = dis.opmap["RAISE_VARARGS"]
+# What the operating system refuses, whoever asked it: the path, or the disk, is the user's.
+_OF_THE_SYSTEM = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Give a folder that this process may write to."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or give a folder on another disk."),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), "Correct the path."),
+    errno.EIO: "Check the disk.",
+    errno.ENOENT: "Correct the path.",  # only said: that nothing is there may be a mistake of ours
+}
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error is a sentence to the user, and no code of somebody else can have caused it.
 
-    It is one, if a `raise` of this package made it, or one of Lightning's for what is misconfigured or not there; not
-    what an operation raises, such as `int("x")`.
+    It is one if a `raise` statement of this package made it, or one of Lightning's for what is misconfigured, and if
+    the operating system refused a path or had no space; not what another operation raises, such as `int("x")`.
     """
     calls = list(walk_tb(error.__traceback__))
     owners = [_owner(frame) for frame, _ in calls]
-    kinds = {_PACKAGE: REFUSALS, "lightning": REFUSALS[1:]}
-    if not calls or not isinstance(error, kinds.get(owners[-1], ())) or not _BETWEEN.issuperset(owners):
+    if not calls or not _BETWEEN.issuperset(owners):
         return False
+    if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM.keys() - {errno.ENOENT}:
+        return True
+    kinds: tuple[type[Exception], ...] = _SAID.get(owners[-1], ())
+    names = {str(frame.f_globals.get("__name__")) for frame, _ in calls}
+    if owners[-1] == "lightning" and {name for name in names if name.startswith(f"{_PACKAGE}.")} <= _PASSING:
+        kinds = REFUSALS
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+    return isinstance(error, kinds) and last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+
+
+def sentence(error: BaseException) -> str:
+    """Return what a refusal says, and where the operating system said it, what to do."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_SYSTEM:
+        return str(error)
+    name = error.filename2 or error.filename
+    return f"{error.strerror}{'' if name is None else f': {name!r}'}. {_OF_THE_SYSTEM[error.errno]}"
 
 
 def refusal_in(error: BaseException) -> BaseException | None:
@@ -131,3 +169,282 @@ def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
 
 def _owner(frame: FrameType) -> str:
     return str(frame.f_globals.get("__package__") or frame.f_globals.get("__name__")).partition(".")[0]
+
+
+# A config that does not parse
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_PLAIN = {"builtins", "types", "pathlib", "datetime", "typing", "collections.abc"}  # whose types take no arguments here
+COMMAND_LINE = "command line"  # as a source beside config files
+_SPEC = {"class_path", "init_args", "dict_kwargs"}
+_SHOWN = 60
+
+
+def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
+    """Return one sentence on a config that does not parse: the file, the key, the value and the nearest right one.
+
+    Of a union of types, jsonargparse says what each of them says. Here the files and options are held against the
+    types once more, key by key, until one is wrong.
+
+    Args:
+        parser: Parser of the subcommand.
+        arguments: Options of the subcommand, as on the command line.
+        error: What the parser said; its text is returned if no key is found to be wrong.
+    """
+    tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
+    for name, value in _options(arguments):
+        if name not in ("c", "config"):
+            _put(tree, name, value)
+            continue
+        content = _config_in(value)
+        if isinstance(content, str):
+            return content
+        tree = _merged(tree, content)
+    found = _mistake_among(_hints(parser), tree, "", "the config")
+    if found is None:
+        return " ".join(str(error).split())
+    key, said = found
+    source = source_of(arguments, key)
+    return said if source is None else f"{source}: {said}"
+
+
+def source_of(arguments: Sequence[str], key: str) -> str | None:
+    """Return the config file that set a key last, or that the command line did; None: neither did."""
+    found, path = None, re.findall(r"[^.\[\]]+", key)
+    for name, value in _options(arguments):
+        is_file = name in ("c", "config")
+        if _holds(_config_in(value) if is_file else _put({}, name, value), path):
+            found = value if is_file else COMMAND_LINE
+    return found
+
+
+def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
+    """Return the end of a sentence: the name that was likely meant, as a question; a full stop if none is near."""
+    near = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {form.format(near[0])}?" if near else "."
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield names and values of options; the value of an option without one is empty."""
+    left = list(arguments)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if name.startswith("-"):
+            if not equals and left and not left[0].startswith("-"):
+                value = left.pop(0)
+            yield name.lstrip("-"), value
+
+
+def _config_in(name: str) -> dict[str, Any] | str:
+    """Return the content of a config file, or a sentence on what is wrong with it."""
+    try:
+        content = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"The config {name!r} cannot be read: {error.strerror}."
+    except UnicodeDecodeError:
+        return f"The config {name!r} holds no text."
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        return f"{name}{line}: not YAML: {getattr(error, 'problem', None) or error}."
+    return content if isinstance(content, dict) else f"The config {name!r} is no mapping of keys to values."
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, Mapping | Namespace) and "class_path" in value
+
+
+def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
+    """Set the value of an option such as `model.lora.r`, or append to a list for `trainer.callbacks+`."""
+    node: Any = tree
+    *path, last = name.removesuffix("+").split(".")
+    for part in path:
+        inner = _inner(node, part)
+        if not isinstance(inner.get(part), dict | list):
+            text = str(inner.get(part, ""))
+            inner[part] = {"class_path": text} if re.fullmatch(r"(\w+\.)*[A-Z]\w*", text) else {}
+        node = inner[part]
+        if isinstance(node, list):  # options after `+=` are those of the last one
+            node[-1:] = [each if isinstance(each, dict) else {"class_path": each} for each in node[-1:]] or [{}]
+            node = node[-1]
+    inner = _inner(node, last)
+    if name.endswith("+"):
+        before = inner.get(last)
+        inner[last] = [*(before if isinstance(before, list) else []), value]
+    else:
+        inner[last] = value
+    return tree
+
+
+def _inner(node: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return where the value of a name is: in the arguments of a class, or in the mapping itself."""
+    if _is_spec(node) and name not in _SPEC:
+        node["init_args"] = dict(node.get("init_args") or {})
+        return node["init_args"]
+    return node
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Return a config with another one on top of it; another class has arguments of its own."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    if _is_spec(new) and new["class_path"] != old.get("class_path"):
+        return dict(new)
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+
+
+def _holds(content: Any, path: Sequence[str]) -> bool:
+    """Whether a config has a key, whose path does not name `init_args`."""
+    if not path:
+        return True
+    if isinstance(content, list):
+        return path[0].isdigit() and int(path[0]) < len(content) and _holds(content[int(path[0])], path[1:])
+    if not isinstance(content, Mapping):
+        return False
+    if path[0].isdigit() and path[0] not in content:  # an option is that of the last one of a list
+        return _holds(content, path[1:])
+    deeper = [content.get("init_args"), content.get("dict_kwargs")]
+    return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(each, path) for each in deeper)
+
+
+def _hints(parser: ArgumentParser) -> dict[str, Any]:
+    """Return types of arguments by name; None: any. The name of a group, such as `trainer`, is no argument."""
+    actions = [
+        each for each in parser._actions if not each.dest.endswith("help") and type(each) is not ActionConfigFile
+    ]
+    groups = {action.dest.rpartition(".")[0] for action in actions}
+    return {action.dest: getattr(action, "_typehint", action.type) for action in actions if action.dest not in groups}
+
+
+_Found = tuple[str, str]  # a key, and the sentence on it
+
+
+def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, owner: str) -> _Found | None:
+    """Return the first of some keys that is unknown, or has a wrong value."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name in hints:
+            found = _mistake(key, hints[name], value)
+        elif below := {
+            hint.removeprefix(f"{name}."): each for hint, each in hints.items() if hint.startswith(f"{name}.")
+        }:
+            given = value if isinstance(value, Mapping) else {}
+            found = _mistake_among(below, given, f"{key}.", f"`{key}`")
+        else:
+            known = {hint.partition(".")[0] for hint in hints}
+            found = key, f"`{key}: {_short(value)}` is not known to {owner}{nearest(str(name), known)}"
+        if found is not None:
+            return found
+    return None
+
+
+def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
+    """Return the key below this one that is wrong, and what it must be; None: the value is accepted."""
+    if hint is None or _accepts(hint, value):
+        return None
+    if isinstance(value, str) and value[:1] in "[{":
+        value = yaml.safe_load(value)
+    kinds = _members(hint)
+    if isinstance(value, list):
+        lists = [kind for kind in kinds if get_origin(kind) in (list, Sequence, Iterable) and get_args(kind)]
+        for index, each in enumerate(value if lists else []):
+            part = reduce(operator.or_, (get_args(kind)[0] for kind in lists))
+            if (found := _mistake(f"{key}[{index}]", part, each)) is not None:
+                return found
+    classes = [kind for kind in kinds if isinstance(kind, type) and kind.__module__ not in _PLAIN]
+    if isinstance(value, Mapping):
+        for part in [get_args(kind)[1] for kind in kinds if get_origin(kind) in (dict, Mapping)]:
+            for name, each in value.items():
+                if (found := _mistake(f"{key}.{name}", part, each)) is not None:
+                    return found
+    if isinstance(value, Mapping) or (isinstance(value, str) and str not in kinds):
+        for base in classes:
+            if (found := _mistake_in_class(key, base, value)) is not None:
+                return found
+    wanted = list(dict.fromkeys(word for kind in kinds for word in _described(kind)))
+    choices = [str(each) for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+    end = nearest(str(value), choices) if choices else "."
+    listed = ", ".join(wanted[:-1]) + (" or " if len(wanted) > 1 else "") + wanted[-1]
+    return key, f"`{key}: {_short(value)}` must be {listed}{end}"
+
+
+def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _Found | None:
+    """Return what is wrong with a class and its arguments, where a value is to be an instance of `base`."""
+    kind, given = base, value
+    if not is_dataclass(base):
+        spec = {"class_path": value} if isinstance(value, str) else value
+        if not _is_spec(spec):
+            return key, f"`{key}: {_short(value)}` must name a class by `class_path`, its arguments below `init_args`."
+        path = str(spec["class_path"])
+        found = _class_called(path, base)
+        if found is None:
+            near = nearest(path.rpartition(".")[2], (each.__name__ for each in _subclasses(base)))
+            return key, f"`{key}: {path}` is no {base.__name__} that can be imported{near}"
+        stray = next((name for name in spec if name not in _SPEC), None)
+        if stray is not None:
+            near = nearest(stray, _SPEC) if get_close_matches(stray, _SPEC) else ": put it below `init_args`."
+            return f"{key}.{stray}", f"`{key}.{stray}: {_short(spec[stray])}` stands beside `class_path`{near}"
+        kind, given = found, spec.get("init_args") or {}
+    if not isinstance(given, Mapping):
+        return None
+    arguments = ArgumentParser(exit_on_error=False)
+    arguments.add_class_arguments(kind, fail_untyped=False)
+    found_below = _mistake_among(_hints(arguments), given, f"{key}.", kind.__name__)
+    absent = [action.dest for action in arguments._actions if action.required and action.dest not in given]
+    if found_below is None and absent:
+        return key, f"`{key}` lacks `{absent[0]}`, which {kind.__name__} needs."
+    return found_below
+
+
+def _class_called(path: str, base: type) -> type | None:
+    """Return the class with this full name, or the subclass of `base` with this short one."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        return next((each for each in _subclasses(base) if each.__name__ == name), None)
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    each: type
+    for each in base.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    try:
+        parser.parse_object({"value": deepcopy(value)})
+    except (ArgumentError, TypeError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a union, or the type itself."""
+    if get_origin(hint) in (Union, UnionType):
+        return [each for part in get_args(hint) for each in _members(part)]
+    return [hint]
+
+
+def _described(kind: Any) -> list[str]:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return [str(each) for each in get_args(kind)]
+    if origin in (list, tuple, Sequence, Iterable):
+        return ["a list"]
+    if origin in (dict, Mapping):
+        return ["a mapping"]
+    if is_dataclass(kind):
+        return ["a mapping"]
+    return [_WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

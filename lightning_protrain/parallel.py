@@ -192,12 +192,20 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             return load_on_first(self._ranks, load, outline)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds; before it is compared with the weights of this rank, it has them."""
+        """Return what a checkpoint holds; before it is compared with the weights of this rank, it has them.
+
+        Raises:
+            ValueError: Lightning has not written it.
+        """
         self.end_outlines()
         checkpoints = reader_of(checkpoint_path, self.checkpoint_io)
         if checkpoints is not self.checkpoint_io:
             return checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        content: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        if "pytorch-lightning_version" not in content:
+            keys = ", ".join(map(str, list(content)[:4]))
+            raise ValueError(f"{checkpoint_path} is no checkpoint of Lightning: it has the keys {keys}.")
+        return content
 
     def end_outlines(self, sharding: Sharding = Sharding.REPLICATE) -> None:
         """Gives every rank all weights, unless they will be shared; every rank calls it."""

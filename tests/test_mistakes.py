@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.mistakes import is_refusal, key_in, refusal_in
+from lightning_protrain.mistakes import is_refusal, key_in, refusal_in, sentence
 from lightning_protrain.module import CausalLMModule
 
 OURS, LIGHTNING, TORCH, OTHERS = "lightning_protrain.data", "lightning.pytorch", "torch.nn", "somebody.code"
@@ -54,7 +55,7 @@ def raised(run: Callable[..., Any]) -> BaseException:
         (OURS, "def run():\n    open('nowhere')", False),
         (OURS, "def run():\n    a, b = ()", False),
         (OURS, "def run():\n    raise RuntimeError('a rank is gone')", False),
-        (LIGHTNING, SAYS, False),
+        (LIGHTNING, SAYS, True),
         (LIGHTNING, "def run():\n    raise misconfigured('no such device')", True),
         (LIGHTNING, "def run():\n    raise FileNotFoundError('no such file')", True),
         (TORCH, SAYS, False),
@@ -81,6 +82,18 @@ def test_with_code_of_others_in_between_it_may_be_their_mistake(packages: list[s
     assert is_refusal(raised(run)) is is_one
 
 
+@pytest.mark.parametrize(("package", "is_one"), [("lightning_protrain.cli", True), (OURS, False)])
+def test_what_lightning_says_of_values_is_one_if_the_user_gave_them(package: str, is_one: bool) -> None:
+    assert is_refusal(raised(calling(package, planted(LIGHTNING, SAYS)))) is is_one
+
+
+@pytest.mark.parametrize(("number", "is_one"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.ENOENT, False)])
+def test_what_the_system_refuses_is_one_whoever_asked_it(number: int, is_one: bool) -> None:
+    error = raised(planted("datasets", f"def run():\n    raise OSError({number}, 'so it is', 'file')"))
+    assert is_refusal(error) is is_one
+    assert sentence(error).startswith("so it is: 'file'. ")
+
+
 def test_what_was_not_raised_is_none() -> None:
     assert not is_refusal(ValueError("so it is"))
 
@@ -98,7 +111,7 @@ def test_the_refusal_below_an_error() -> None:
 
 # --- keys
 
-LLAMA = {"model_type": "llama", "hidden_size": 16}
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}
 CONFIG: dict[str, Any] = {
     "seed_everything": 0,
     "model": {

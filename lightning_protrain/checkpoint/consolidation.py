@@ -112,4 +112,5 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
     except (RuntimeError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
         if not os.path.lexists(path):
             raise
-        raise ValueError(f"{path} is torn, or no checkpoint: {error}") from error
+        size = f" ({path.stat().st_size:,} bytes)" if path.is_file() else ""
+        raise ValueError(f"{path} is torn, or no checkpoint{size}. Take an earlier one, or copy it again.") from error

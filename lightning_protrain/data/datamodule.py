@@ -116,6 +116,8 @@ class ChatDataModule(LightningDataModule):
         for name, value in (("max_length", max_length), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers}: give 0 or more.")
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share between 0 and 1, both excluded.")
         self.specs = _specs(dataset)

@@ -44,7 +44,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             "Put the model's config.json beside it."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             # As it is by default it refuses conversations that the assistant ends.
             tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")

@@ -1,0 +1,384 @@
+"""What a user gets wrong, on the command line or in a file, ends with one sentence and status 1, and no traceback."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import re
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_protrain.cli import ProTrainCLI, main
+from lightning_protrain.data import datamodule
+from lightning_protrain.mistakes import explain
+from lightning_protrain.module import CausalLMModule
+from tests.data.conftest import conversation
+
+# Seeding writes this variable, and a command line always seeds.
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+ROWS = [conversation(f"Question {i}?", f"Answer {i}.") for i in range(6)]
+SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+OURS = "lightning_protrain.ProTrainStrategy"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
+def write_config(**changes: Any) -> None:
+    """Write `mine.yaml` for a run on `chats.jsonl`, with values changed by keys such as `data__batch_size`."""
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    config: dict[str, Any] = {
+        "model": {"class_path": "CausalLMModule", "init_args": {"config": {"model_type": "llama", **SIZES}}},
+        "data": {
+            "class_path": "ChatDataModule",
+            "init_args": {"dataset": "chats.jsonl", "vocab_size": 280, "cache_dir": "cache"},
+        },
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1, **dict.fromkeys(quiet, False)},
+    }
+    for key, value in changes.items():
+        first, _, name = key.partition("__")
+        if not name:
+            config[first] = value
+        elif first == "trainer":
+            config[first][name] = value
+        else:
+            config[first]["init_args"][name] = value
+    Path("mine.yaml").write_text(yaml.safe_dump(config))
+
+
+def said(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the command line, and return what it ends with."""
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert isinstance(stop.value.code, str), f"status {stop.value.code}"  # a text is written to stderr, with status 1
+    assert stop.value.code.startswith("lightning-protrain: ")
+    assert "Traceback" not in stop.value.code
+    return stop.value.code.removeprefix("lightning-protrain: ")
+
+
+@pytest.fixture(scope="module")
+def parser() -> LightningArgumentParser:
+    """The parser of all settings; making it takes a second."""
+    quiet = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
+    return ProTrainCLI([*quiet, "--model.config={model_type: llama}"], run=False).parser
+
+
+def explained(parser: LightningArgumentParser, *arguments: str) -> str:
+    """Return what is said of arguments that do not parse."""
+    with pytest.raises(ArgumentError) as failure:
+        parser.parse_args(list(arguments))
+    return explain(parser, arguments, failure.value)
+
+
+def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
+    return [{"class_path": "PlanMonitor"}, {"class_path": name, "init_args": arguments}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"model__lerning_rate": 1},
+            "`model.lerning_rate: 1` is not known to CausalLMModule; did you mean `learning_rate`?",
+        ),
+        ({"data__batchsize": 3}, "`data.batchsize: 3` is not known to ChatDataModule; did you mean `batch_size`?"),
+        (
+            {"trainer__acelerator": "cpu"},
+            "`trainer.acelerator: cpu` is not known to `trainer`; did you mean `accelerator`?",
+        ),
+        ({"modle": {"x": 1}}, "`modle: {'x': 1}` is not known to the config; did you mean `model`?"),
+        (
+            {"trainer__callbacks": [{"class_path": "PlanMonitr"}]},
+            "`trainer.callbacks[0]: PlanMonitr` is no Callback that can be imported; did you mean `PlanMonitor`?",
+        ),
+        (
+            {"trainer__callbacks": callbacks("ProTrainCheckpoint", dirpth="x")},
+            "`trainer.callbacks[1].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
+        ),
+        (
+            {
+                "trainer__callbacks": callbacks(
+                    "Evaluator", data={"m": {"class_path": "ChatDataModule", "init_args": {"datset": "x"}}}
+                )
+            },
+            "`trainer.callbacks[1].data.m.datset: x` is not known to ChatDataModule; did you mean `dataset`?",
+        ),
+        (
+            {"trainer__strategy": {"class_path": OURS, "init_args": {"device_memry": "auto"}}},
+            "`trainer.strategy.device_memry: auto` is not known to ProTrainStrategy; did you mean `device_memory`?",
+        ),
+        (
+            {"trainer__strategy": {"class_path": f"{OURS}s"}},
+            f"`trainer.strategy: {OURS}s` is no Strategy that can be imported; did you mean `ProTrainStrategy`?",
+        ),
+        (
+            {"data__dataset": {"pth": "chats.jsonl"}},
+            "`data.dataset.pth: chats.jsonl` is not known to DatasetSpec; did you mean `path`?",
+        ),
+        (
+            {"data__dataset": [{"path": "chats.jsonl", "famly": "x"}]},
+            "`data.dataset[0].famly: x` is not known to DatasetSpec; did you mean `family`?",
+        ),
+        ({"data__dataset": {"path": "chats.jsonl", "repeat": "x"}}, "`data.dataset.repeat: x` must be a whole number."),
+        ({"data__batch_size": "many"}, "`data.batch_size: many` must be a whole number."),
+        ({"data__packing": "yess"}, "`data.packing: yess` must be true or false."),
+        ({"model__learning_rate": "fast"}, "`model.learning_rate: fast` must be a number."),
+        ({"trainer__max_steps": "two"}, "`trainer.max_steps: two` must be a whole number."),
+        (
+            {"data__train_on_eos": "turns"},
+            "`data.train_on_eos: turns` must be turn, all, last or none; did you mean `turn`?",
+        ),
+        (
+            {"model__dtype": "bf16"},
+            "`model.dtype: bf16` must be float32, bfloat16, float16 or auto; did you mean `bfloat16`?",
+        ),
+        (
+            {"model": {"class_path": "CausalLMModule", "init_arg": {}}},
+            "`model.init_arg: {}` stands beside `class_path`; did you mean `init_args`?",
+        ),
+        (
+            {"model": {"class_path": "CausalLMModule", "learning_rate": 1}},
+            "`model.learning_rate: 1` stands beside `class_path`: put it below `init_args`.",
+        ),
+        (
+            {"data": {"class_path": "lightning_protran.ChatDataModule"}},
+            (
+                "`data: lightning_protran.ChatDataModule` is no LightningDataModule that can be imported; did you mean "
+                "`ChatDataModule`?"
+            ),
+        ),
+    ],
+)
+def test_a_wrong_key_or_type_is_named_with_the_file_and_the_nearest_right_one(
+    changes: dict[str, Any], sentence: str, parser: LightningArgumentParser
+) -> None:
+    write_config(**changes)
+    assert explained(parser, "--config", "mine.yaml") == f"mine.yaml: {sentence}"
+
+
+def test_a_misspelt_key_ends_the_command_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(data__batchsize=3)
+    found = said("fit", "--config", "mine.yaml", monkeypatch=monkeypatch)
+    assert found == "mine.yaml: `data.batchsize: 3` is not known to ChatDataModule; did you mean `batch_size`?"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--model.lerning_rate", "3"],
+            "`model.lerning_rate: 3` is not known to CausalLMModule; did you mean `learning_rate`?",
+        ),
+        (["--trainer.max_stps=3"], "`trainer.max_stps: 3` is not known to `trainer`; did you mean `max_steps`?"),
+        (["--data.dataset.famly=x"], "`data.dataset.famly: x` is not known to DatasetSpec; did you mean `family`?"),
+        (["--trainer.max_steps=x"], "`trainer.max_steps: x` must be a whole number."),
+        (
+            ["--trainer.callbacks+=ProTrainCheckpoint", "--trainer.callbacks.dirpth=x"],
+            "`trainer.callbacks[0].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
+        ),
+        (["--model=torch.nn.Linear"], "`model: torch.nn.Linear` is no LightningModule that can be imported."),
+    ],
+)
+def test_a_wrong_option_is_said_to_be_of_the_command_line(
+    options: list[str], sentence: str, parser: LightningArgumentParser
+) -> None:
+    write_config()
+    assert explained(parser, "--config=mine.yaml", *options) == f"command line: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("a: [1\nb: 2", "mine.yaml, line 2: not YAML: expected ',' or ']', but got ':'."),
+        ("- 1\n", "The config 'mine.yaml' is no mapping of keys to values."),
+        ("", "The config 'mine.yaml' is no mapping of keys to values."),
+        (None, "The config 'mine.yaml' cannot be read: No such file or directory."),
+    ],
+)
+def test_a_file_that_is_no_config(content: str | None, sentence: str, parser: LightningArgumentParser) -> None:
+    if content is not None:
+        Path("mine.yaml").write_text(content)
+    assert explained(parser, "--config=mine.yaml") == sentence
+
+
+def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said("fti", monkeypatch=monkeypatch).endswith("export, merge; did you mean `fit`?")
+    assert said("exprot", "a", "b", monkeypatch=monkeypatch).endswith("did you mean `export`?")
+    assert said(monkeypatch=monkeypatch).startswith("lightning-protrain needs a command, one of fit,")
+    assert said("inspect", monkeypatch=monkeypatch) == "the following arguments are required: path"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"trainer__accelerator": "gpuu"}, "`trainer.accelerator: gpuu` is not known: there are auto, cpu,"),
+        ({"trainer__strategy": "protrian"}, "`trainer.strategy: protrian` is not known; did you mean `protrain`?"),
+        ({"trainer__devices": -3}, "`trainer.devices: -3` must be a positive number"),
+        ({"trainer__devices": "x"}, "`trainer.devices: x` must be a positive number"),
+        (
+            {"trainer__num_nodes": 0},
+            "`num_nodes` must be a positive integer, but got 0.",
+        ),
+        ({"trainer__logger": {"class_path": "CometLogger"}}, "Requirement 'comet-ml"),
+        ({"ckpt_path": "best"}, "`ckpt_path: best` needs a callback that knows the best checkpoint"),
+        ({"ckpt_path": "hpc"}, '`.fit(ckpt_path="hpc")` is set but no HPC checkpoint was found.'),
+        ({"data__num_workers": -1}, "num_workers=-1: give 0 or more.\nIn mine.yaml: data.num_workers"),
+        ({"trainer__val_check_interval": 99}, " `val_check_interval` (99) must be less than or equal to"),
+        (
+            {"model__config": {"model_type": "llama", "hidden_size": 16}},
+            "This is no config of a 'llama' model: ValueError: The hidden size (16) is not a multiple of the number",
+        ),
+        ({"model__config": {"model_type": "bart"}}, "'bart' is an encoder-decoder, and CausalLMModule trains"),
+        ({"model__config": {"model_type": "bert"}}, "'bert' reads text in both directions."),
+    ],
+)
+def test_what_cannot_run_is_a_sentence(changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(**changes)
+    assert said("fit", "--config=mine.yaml", monkeypatch=monkeypatch).startswith(sentence)
+
+
+def test_a_negative_value_is_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config()
+    options = ["--trainer.strategy", OURS, "--trainer.strategy.device_memory", "-5GiB"]
+    found = said("fit", "--config=mine.yaml", *options, monkeypatch=monkeypatch)
+    assert found.startswith("'-5GiB' is no amount of memory.")
+    assert found.endswith("On the command line: trainer.strategy.device_memory")
+
+
+# Files that are damaged
+
+
+def model_folder() -> Path:
+    LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=16)).save_pretrained("m")
+    return Path("m")
+
+
+def cut(file: Path, size: int) -> None:
+    os.truncate(file, size)
+
+
+MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (lambda m: cut(m / "model.safetensors", 500), "m/model.safetensors (500 bytes) is damaged"),
+    "empty": (lambda m: cut(m / "model.safetensors", 0), "m/model.safetensors (0 bytes) is damaged"),
+    "overwritten": (
+        lambda m: (m / "model.safetensors").write_text("<html>Not found</html>"),
+        "m/model.safetensors (22 bytes) is damaged",
+    ),
+    "without weights": (lambda m: (m / "model.safetensors").unlink(), "There are no weights in 'm'"),
+    "with a broken index": (
+        lambda m: ((m / "model.safetensors").unlink(), (m / "model.safetensors.index.json").write_text("{}")),
+        "m/model.safetensors.index.json is damaged",
+    ),
+    "without a config": (lambda m: (m / "config.json").unlink(), "There is no config.json in 'm'."),
+    "with a broken config": (lambda m: (m / "config.json").write_text("{"), "No model could be loaded from 'm': It"),
+    "of no known type": (
+        lambda m: (m / "config.json").write_text('{"model_type": "lama"}'),
+        "No model could be loaded from 'm': The checkpoint you are trying to load has model type `lama`",
+    ),
+    "with code of its own": (
+        lambda m: (m / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}'),
+        "No model could be loaded from 'm'",
+    ),
+    "of an encoder and a decoder": (
+        lambda m: (m / "config.json").write_text('{"model_type": "t5"}'),
+        "'t5' is an encoder-decoder",
+    ),
+    "of images": (lambda m: (m / "config.json").write_text('{"model_type": "vit"}'), "model_type 'vit' is no causal"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_without_a_model_is_named(name: str) -> None:
+    damage, sentence = MODELS[name]
+    damage(model_folder())
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        CausalLMModule("m").configure_model()
+
+
+def test_damaged_weights_end_the_command_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage, sentence = MODELS["cut short"]
+    damage(model_folder())
+    write_config(model={"class_path": "CausalLMModule", "init_args": {"model": "m"}})
+    assert said("fit", "--config=mine.yaml", monkeypatch=monkeypatch).startswith(sentence)
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (lambda path: cut(path, 1000), "x.ckpt is torn, or no checkpoint (1,000 bytes)."),
+    "empty": (lambda path: cut(path, 0), "x.ckpt is torn, or no checkpoint (0 bytes)."),
+    "a text": (lambda path: path.write_text("hello"), "x.ckpt is torn, or no checkpoint (5 bytes)."),
+    "a list": (lambda path: torch.save([1], path), "x.ckpt is no checkpoint of Lightning."),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [*((name, "fit") for name in CHECKPOINTS), ("cut short", "validate"), ("empty", "export")]
+)
+def test_a_damaged_stock_checkpoint_is_named(name: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage, sentence = CHECKPOINTS[name]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, **quiet)  # type: ignore[arg-type]
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint("x.ckpt")
+    damage(Path("x.ckpt"))
+    write_config()
+    arguments = ["x.ckpt", "out"] if command == "export" else ["--config=mine.yaml", "--ckpt_path=x.ckpt"]
+    assert said(command, *arguments, monkeypatch=monkeypatch).startswith(sentence)
+
+
+def test_weights_alone_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.zeros(1)}, "x.ckpt")
+    write_config()
+    found = said("fit", "--config=mine.yaml", "--ckpt_path=x.ckpt", monkeypatch=monkeypatch)
+    assert found.startswith("x.ckpt is no checkpoint of Lightning: it has the keys weight.")
+
+
+# The disk
+
+
+def test_a_log_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(trainer__logger={"class_path": "CSVLogger", "init_args": {"save_dir": "chats.jsonl"}})
+    found = said("fit", "--config=mine.yaml", monkeypatch=monkeypatch)
+    assert found.startswith("Not a directory: '")
+    assert "chats.jsonl/lightning_logs'. Correct the path." in found
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["preview", "--html=/dev/full"], ["plan", "--gpu=RTX 4090", "--json=/dev/full"]])
+def test_a_full_disk_is_a_sentence(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config()
+    found = said(*command, "--config=mine.yaml", monkeypatch=monkeypatch)
+    assert found == f"{os.strerror(errno.ENOSPC)}. Free some space, or give a folder on another disk."
+
+
+@pytest.mark.leaves("signal_handlers")  # Lightning ignores further interrupts while it tears down
+@pytest.mark.parametrize("moment", ["data", "training"])
+def test_an_interrupt_ends_with_status_130_and_no_traceback(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    write_config()
+    if moment == "data":
+        monkeypatch.setattr(datamodule, "load_splits", interrupt)
+    else:
+        monkeypatch.setattr("lightning_protrain.module.CausalLMModule.training_step", interrupt)
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit", "--config=mine.yaml"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 130
