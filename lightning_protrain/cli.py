@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from safetensors import SafetensorError
 from torch.utils.serialization import config as load_settings
 
 from lightning_protrain import exporting
@@ -358,7 +359,7 @@ def file_command(arguments: Sequence[str]) -> int:
             sys.stdout.write("\n".join(lines or [f"There is nothing to prune in {given.path}."]) + "\n")
             return 0 if good else 1
         text, good = inspection.inspect(given.path, given.verify)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         parser.error(sentence(error))
     sys.stdout.write(f"{text}\n")
     return 0 if good else 1

@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain.cli import ProTrainCLI, main
-from lightning_protrain.data import datamodule
+from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import explain
 from lightning_protrain.module import CausalLMModule
 from tests.data.conftest import conversation
@@ -375,7 +375,7 @@ def test_an_interrupt_ends_with_status_130_and_no_traceback(moment: str, monkeyp
 
     write_config()
     if moment == "data":
-        monkeypatch.setattr(datamodule, "load_splits", interrupt)
+        monkeypatch.setattr(ChatDataModule, "prepare_data", interrupt)
     else:
         monkeypatch.setattr("lightning_protrain.module.CausalLMModule.training_step", interrupt)
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit", "--config=mine.yaml"])
