@@ -322,8 +322,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             return
         self._settle(trainer)
         candidates = self._monitor_candidates(trainer)
-        if self._epoch is not None:
-            candidates["epoch"] = torch.tensor(self._epoch["current"]["completed"])
+        if (epoch := self._epoch_of_batch(trainer)) is not None:
+            candidates["epoch"] = torch.tensor(epoch["current"]["completed"])
         path = self._exchange.broadcast(self._path(candidates, fresh), f"Saving step {trainer.global_step}")
         record = {**self.ranking.record(score), "callback": self.state_key}
         if accumulates(trainer):
@@ -341,14 +341,20 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         doing = f"Saving {path}"
         with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-            if self._epoch is not None and not trainer.is_last_batch:
+            if (epoch := self._epoch_of_batch(trainer)) is not None and not trainer.is_last_batch:
                 # Lightning counts an epoch that `max_steps` has ended as a whole one, and would skip the rest of it.
-                checkpoint["epoch"] = self._epoch["current"]["completed"]
-                checkpoint["loops"]["fit_loop"]["epoch_progress"] = self._epoch
+                checkpoint["epoch"] = epoch["current"]["completed"]
+                checkpoint["loops"]["fit_loop"]["epoch_progress"] = epoch
             self._frozen.take_out(trainer, checkpoint, record)
         self._resumption.gather(checkpoint, doing)
         with self._exchange.together(doing), io_of(trainer).copying(self._snapshot if behind else None):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
+
+    def _epoch_of_batch(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Return how epochs were counted at the end of the latest batch; None before one of this epoch has ended."""
+        epoch = self._epoch
+        same = epoch is not None and epoch["current"]["ready"] == trainer.fit_loop.epoch_progress.current.ready
+        return epoch if same else None
 
     def _settle(self, trainer: Trainer) -> None:
         """Ends the save that is under way, if there is one: every rank calls it at the same point."""

@@ -85,6 +85,18 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     assert _weight(saver.last_model_path) == 8
 
 
+def test_a_run_that_fails_in_the_first_batch_of_an_epoch_is_saved_in_that_epoch(tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        _fit(tmp_path, every_n_train_steps=100, save_on_exception=True, callbacks=[Fails()])
+    content = ProTrainCheckpointIO().load_checkpoint(tmp_path / "epoch=1-step=4.ckpt")
+    assert content["epoch"] == content["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 1
+
+
 class _Fails(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
