@@ -158,7 +158,7 @@ def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
         exclusions.append(Exclusion("thinking", "<think>", "</think>"))
     boundaries = [RoleBoundary("assistant", (start,), ends)]
     if user_start and user_start != start:
-        end = "".join(_adjacent_tokens(sample.answer[: sample.answer.rfind(start)], vocabulary))
+        end = _whole_end(sample.answer[: sample.answer.rfind(start)], vocabulary)
         boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
     return Family("generic", tuple(boundaries), tuple(exclusions))
 
@@ -192,11 +192,9 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
     firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
     if firsts[0]:
         together = _adjacent_tokens(shared, vocabulary)
-        whole, last = "".join(together), together[-1]
-        beyond = [token for token in vocabulary.added if token.strip() and shared.rstrip().endswith(token)]
-        if beyond and last != vocabulary.eos:
-            # Words may stand between the tokens of an end.
-            whole, last = shared.strip(), max(beyond, key=len)
+        whole, last = _whole_end(shared, vocabulary), together[-1]
+        if whole != "".join(together):
+            last = max((token for token in vocabulary.added if whole.endswith(token)), key=len)
         # What a call of a tool ends with may be the last of them alone.
         ends: tuple[str | None, ...] = tuple(dict.fromkeys((whole, last)))
         rest = sample.between.lstrip()[len(whole) :]
@@ -232,6 +230,13 @@ def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
         if token == vocabulary.eos:
             break
     return found
+
+
+def _whole_end(text: str, vocabulary: Vocabulary) -> str:
+    """Return the control tokens at the begin of a text, with the words between them if it ends in another one."""
+    tokens = _adjacent_tokens(text, vocabulary)
+    is_ended = any(token.strip() and text.rstrip().endswith(token) for token in vocabulary.added)
+    return text.strip() if tokens and is_ended and tokens[-1] != vocabulary.eos else "".join(tokens)
 
 
 def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:

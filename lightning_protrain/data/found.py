@@ -83,7 +83,15 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
     spans = find_spans(row, markers)
     trainable = trainable_turns(spans, markers, options)
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
-    return FoundTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
+    found = FoundTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
+    # What a template writes for the model to go on from may be a scaffold.
+    last = found.last_turns()
+    last = last[begun[last]]
+    if last.size and any(part.kind == "scaffold" for part in markers.exclusions):
+        said = trained_in(row, spans, markers, MaskOptions(roles_to_train=options.roles))
+        until = np.concatenate(([0], np.cumsum(said)))
+        begun[last] &= until[spans.stop[last]] > until[spans.content[last]]
+    return found
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ class _Proof:
         self.starts = tuple(sorted(starts, key=len, reverse=True))
         assistant = [role for role in markers.roles if role.role == ASSISTANT]
         self.unended = any(role.open_ended or not role.include_end for role in assistant)
+        self.trains_starts = any(role.include_start for role in assistant)
         self.leads: set[str] = {""}
         self.must_end = False
         self.unproven: dict[str, str] = {}
@@ -338,7 +339,7 @@ class _Proof:
     def _check_prompts(self, probe: Probe, rendering: Rendering) -> None:
         """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
         positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
-        if not probe.exact:
+        if not probe.exact or self.trains_starts:
             return
         if len(positions) > _ALL_PROMPTS:
             # The space of a prompt is a token of its own before digits and letters that are not Latin.

@@ -97,6 +97,14 @@ def test_a_last_turn_that_the_template_leaves_open_is_trained() -> None:
     assert _kept(closed, CHAT) == "12 men.<E>Then no.<E>"
 
 
+def test_a_prompt_that_is_always_written_is_no_turn() -> None:
+    template = OPEN.replace("{%- if add_generation_prompt %}<A>", "{%- if messages[-1].role == 'user' %}<A>I think:")
+    encoder = _encoder(_tokenizer(template.replace("not loop.last or (is", "true or (is"), "<U>", "<A>", "<E>"))
+    assert (
+        _kept(encoder, {"messages": [*CHAT["messages"], {"role": "user", "content": "So?"}]}) == "12 men.<E>Then no.<E>"
+    )
+
+
 def test_no_variable_is_named_where_none_closes_the_last_turn() -> None:
     tokenizer = _tokenizer(OPEN.replace(" or (is_training is defined and is_training)", ""), "<U>", "<A>", "<E>")
     with pytest.warns(UserWarning, match="Give a `chat_template` that closes it"):
@@ -146,13 +154,15 @@ def test_of_users_their_words_and_ends_are_trained(name: str, users: str, everyb
 
 def test_a_header_that_would_be_trained_with_users_is_refused() -> None:
     tokenizer = _tokenizer(DERIVED, "<S>", "<U>", "<A>", "<E>")
-    boundaries = [
+    boundaries: list[dict[str, Any]] = [
         {"role": "assistant", "start": "<S><A>", "end": "<E>"},
         {"role": "user", "start": "<S>", "end": "<E>"},
     ]
     with pytest.raises(ValueError, match="roles_to_train names 'user', and '<U>', which the chat template writes"):
         _encoder(tokenizer, role_boundaries=boundaries, roles_to_train=["user"])
     assert _kept(_encoder(tokenizer, role_boundaries=boundaries), CHAT) == "12 men.<E>Then no.<E>"
+    boundaries[0]["include_start"] = True
+    assert _kept(_encoder(tokenizer, role_boundaries=boundaries), CHAT) == "<S><A>12 men.<E><S><A>Then no.<E>"
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
