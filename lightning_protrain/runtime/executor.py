@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -418,7 +418,9 @@ class Executor:
         if not scope.entered:
             return
         before = self._orders[scope.training]
-        if self._recorded[scope.training] and scope.entered != before.forward and not self._said:
+        # How often a unit is called in a row moves no weights: a head is called for each slice of a sequence.
+        is_other = _without_repeats(scope.entered) != _without_repeats(before.forward)
+        if self._recorded[scope.training] and is_other and not self._said:
             self._said = True
             self._say(
                 "The blocks ran in another order than in the step before: the results are right, but weights were "
@@ -428,6 +430,10 @@ class Executor:
         backward = [unit for _, unit in reversed(scope.awaited)]
         if not before.is_of(scope.entered, backward):
             self._orders[scope.training] = Order(scope.entered, backward)
+
+
+def _without_repeats(units: Sequence[Unit]) -> list[Unit]:
+    return [unit for unit, _ in groupby(units)]
 
 
 def in_backward() -> bool:

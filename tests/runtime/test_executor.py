@@ -232,6 +232,16 @@ def test_another_order_is_said_once() -> None:
         assert [sentence[:36] for sentence in state.sentences] == ["The blocks ran in another order than"]
 
 
+def test_calls_of_one_block_in_a_row_are_no_other_order() -> None:
+    """A head is called for each slice of a sequence, and sequences differ in length."""
+    with applied(Net()) as state:
+        for index, times in enumerate([1, 3, 1, 2]):
+            state.step(through(0, 1, 2, *[3] * times), state.model, batches()[0], index).backward()
+            with torch.no_grad():
+                state.step(through(0, 1, *[2] * times, 3), state.model, batches()[0], index, training=False)
+        assert state.sentences == []
+
+
 def test_evaluation_has_an_order_of_its_own() -> None:
     with applied(Net()) as state:
         for index in range(2):
