@@ -22,7 +22,7 @@ from lightning_protrain.data.preview import render
 from lightning_protrain.host import worker_cores
 from lightning_protrain.joint_planning import Machines
 from lightning_protrain.planner.explain import short_bytes, short_seconds
-from lightning_protrain.planner.memory import HostTooSmall
+from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
@@ -108,7 +108,11 @@ class PlanningTrainer(Trainer):
         made = None if has_data else DataLoader(SyntheticData(batch_size, length), batch_size=None)
         ground = _Ground(wholes, here, num_nodes, link, wire)
         answers, clusters = ground.plan(self.strategy, lambda: self.fit(model, made, datamodule=datamodule))
+        answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
+        data = (datamodule if datamodule is not None else model) if has_data else None
+        batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
+        say_basis(f"{batch} {_host_sentence(self.strategy._host_bytes, host_memory, host_cores)}")
         refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
         if len(refusals) == len(answers):
             raise refusals[0]
@@ -142,6 +146,64 @@ class PlanningTrainer(Trainer):
         Console().print(render(shown, datamodule.reports))
         if html is not None:
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
+
+
+def _on_host(answer: Plan | ValueError, whole: HardwareProfile | None) -> Plan | ValueError:
+    """Return a plan that streams nothing, or why its weights cannot be loaded: any other is held against the host."""
+    if isinstance(answer, ValueError) or whole is None or answer.prediction is None or answer.num_offloaded_chunks:
+        return answer
+    needed = answer.prediction.host_bytes
+    if needed <= whole.host_bytes:
+        return answer
+    return HostTooSmall(
+        f"No plan fits: the host needs {format_bytes(needed)} to load the weights, and has "
+        f"{format_bytes(whole.host_bytes)}. Raise host_memory to {format_bytes(needed)}."
+    )
+
+
+def _batch_sentence(
+    answers: Answers, data: object | None, batch_size: int | None, length: int | None, accumulate: int
+) -> str:
+    """Return which batch the plans are made for, and where its size comes from.
+
+    Args:
+        answers: By name of the hardware; a plan that was searched for knows samples and tokens.
+        data: The data module, or the module with data of its own; None: the batch was made.
+        batch_size: As it was given.
+        length: As it was given.
+        accumulate: Micro-batches of a step.
+    """
+    predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]
+    known = next((each for each in predictions if each is not None and each.tokens), None)
+    size = f" of {known.samples} x {known.tokens // max(known.samples, 1)} tokens" if known is not None else ""
+    if data is not None:
+        source = f"the {'largest' if hasattr(data, 'largest_batch') else 'first'} one of the data"
+    else:
+        given = {"batch_size": batch_size, "length": length}
+        source = ", ".join(name if value is not None else f"{name} by default" for name, value in given.items())
+    return f"Planned for a micro-batch{size} ({source}), {accumulate} to a step (accumulate_grad_batches)."
+
+
+def _host_sentence(of_strategy: int | None, host_memory: str | int, host_cores: int | None) -> str:
+    """Return which host the plans are made for, and where its figures come from.
+
+    Args:
+        of_strategy: Bytes of the host that the strategy may use; None: it was not told.
+        host_memory: As it was given.
+        host_cores: As it was given.
+    """
+    cores = f"{host_cores} cores (host_cores)" if host_cores else f"{len(worker_cores())} cores (those of this machine)"
+    if of_strategy is not None:
+        return f"Host: {cores}, {short_bytes(of_strategy)} of memory (host_memory of the strategy)."
+    if host_memory != "auto":
+        return f"Host: {cores}, {short_bytes(parse_bytes(host_memory))} of memory (host_memory)."
+    return f"Host: {cores}, {short_bytes(free_host_bytes())} of memory (free on this machine now)."
+
+
+@rank_zero_only
+def say_basis(text: str) -> None:
+    """Print what plans rest on."""
+    Console().print(text, highlight=False, soft_wrap=True)
 
 
 def _check_folder(name: str, path: str | None) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_protrain import module as module_file
 from lightning_protrain import parallelism, planning
+from lightning_protrain import trainer as trainer_file
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.planner.explain import short_seconds
@@ -77,6 +78,45 @@ def test_one_gpu_is_explained(plan: str, options: list[str], no_weights: None, c
     assert [sentence for sentence in said if sentence not in shown] == []
     assert "no limit" not in shown
     assert not list(Path().glob("lightning_logs"))
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "host"),
+    [
+        (
+            ["--data=null", "--length=64", "--host_memory=64GiB", "--host_cores=16"],
+            "of 1 x 64 tokens (batch_size by default, length), 2 to a step (accumulate_grad_batches).",
+            "16 cores (host_cores), 64.0 GiB of memory (host_memory)",
+        ),
+        (
+            ["--data=null", "--batch_size=3"],
+            "of 3 x 1024 tokens (batch_size, length by default), 2 to a step (accumulate_grad_batches).",
+            "7 cores (those of this machine), 5.0 GiB of memory (free on this machine now)",
+        ),
+        (
+            ["--trainer.strategy=lightning_protrain.ProTrainStrategy", "--trainer.strategy.host_memory=9GiB"],
+            "(the largest one of the data), 2 to a step (accumulate_grad_batches).",
+            "7 cores (those of this machine), 9.0 GiB of memory (host_memory of the strategy)",
+        ),
+    ],
+)
+def test_a_plan_says_what_it_rests_on(
+    given: list[str], batch: str, host: str, options: list[str], no_weights: None, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(trainer_file, "worker_cores", lambda: frozenset(range(7)))
+    monkeypatch.setattr(trainer_file, "free_host_bytes", lambda: 5 << 30)
+    if "--data=null" in given:
+        options = [f"--model.config={CONFIG.replace('}', ', vocab_size: 128}')}", "--trainer.max_epochs=1"]
+    ProTrainCLI(["plan", "--gpu", "RTX 3090", "--trainer.accumulate_grad_batches=2", *options, *given])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.partition("Planned for a micro-batch")[2].endswith(f"{batch} Host: {host}.")
+
+
+def test_a_host_that_cannot_load_the_weights_is_refused(options: list[str], no_weights: None) -> None:
+    with pytest.raises(
+        ValueError, match=r"the host needs .* to load the weights, and has 1\.00 KiB .*Raise host_memory"
+    ):
+        ProTrainCLI(["plan", "--gpu", "A100 80GB SXM", "--host_memory=1KiB", *options])
 
 
 def test_without_data_a_batch_is_made(no_weights: None, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
