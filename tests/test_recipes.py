@@ -53,6 +53,15 @@ def test_a_recipe_says_how_it_is_run(name: str) -> None:
         assert given["trainer"]["precision"] == "bf16-true"
 
 
+def test_every_plan_for_another_gpu_names_its_host() -> None:
+    """Figures beside such a command would be those of whoever reads it otherwise."""
+    pages = [CONFIGS.parent / "README.md", *(CONFIGS.parent / "docs").glob("*.md"), *CONFIGS.glob("*.yaml")]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n#", " ").replace("\\\n", " ") for page in pages]
+    commands = [line for text in texts for line in text.splitlines() if "-protrain plan " in line and "--gpu" in line]
+    assert len(commands) > 8
+    assert [line for line in commands if "--host_cores " not in line or "--host_memory " not in line] == []
+
+
 def test_the_job_of_the_cluster_is_that_of_its_config() -> None:
     text, trainer = (CONFIGS / "slurm.yaml").read_text(encoding="utf-8"), read("slurm")["trainer"]
     assert f"#SBATCH --nodes={trainer['num_nodes']}\n" in text
@@ -72,6 +81,9 @@ def test_a_recipe_fits_its_machine(name: str) -> None:
     prediction = plan.prediction
     assert prediction is not None
     assert plan.memory.resident_states < prediction.device_bytes < 24 * GIB
+    page = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}.yaml`"))
+    assert prediction.tokens_per_second == pytest.approx(float(row.split("|")[-2].replace(",", "")), rel=0.05)
     assert prediction.host_bytes < (240 if name == "four-cards" else 56) * GIB
     assert prediction.device_bytes + prediction.host_bytes > state_bytes * billions * 1e9
     assert sum(chunk.nbytes for chunk in plan.chunks) < 24 * GIB
