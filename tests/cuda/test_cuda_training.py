@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_parity_of_the_loop(plan: str, options: dict[str, Any]) -> None:
     train(expected, limit_train_batches=9, **options)
     train(found, strategy=ProTrainStrategy(plan=plans()[plan](make())), limit_train_batches=9, **options)
     torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
+
+
+class Copying(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.copied = copy.deepcopy(pl_module)
+
+
+@pytest.mark.parametrize("plan", ["offload", "half"])
+def test_a_copy_in_a_fit_is_whole_and_on_the_host(plan: str) -> None:
+    module, copying = zoo()["reused"](), Copying()
+    train(module, strategy=ProTrainStrategy(plan=plans()[plan](zoo()["reused"]())), callbacks=[copying])
+    for name, value in copying.copied.state_dict().items():
+        assert value.device.type == "cpu"
+        assert torch.equal(value, module.state_dict()[name].cpu())
 
 
 @pytest.mark.parametrize("plan", ["offload", "half", "kept"])
