@@ -22,6 +22,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import CONFIG_NAME
 
+from lightning_protrain.hub import look_up
+
 _KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 
@@ -37,6 +39,7 @@ def read_config(model: str) -> PretrainedConfig:
     Raises:
         ValueError: There is none, or its model is no causal language model.
     """
+    look_up(model)
     if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
         raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder that `save_pretrained` has written.")
     try:

@@ -18,6 +18,7 @@ from lightning_protrain.architectures import build_model
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.data.tokenizer import load_tokenizer
+from lightning_protrain.hub import look_up
 from lightning_protrain.loading import load_model
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -153,8 +154,9 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
         try:
+            look_up(folder)
             config = AutoConfig.from_pretrained(folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"The model that was trained is not in {folder!r} any more: {error}") from error
         config.name_or_path = folder
     else:

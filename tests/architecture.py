@@ -40,13 +40,14 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     ),
     "checkpoint": ("checkpoint",),
     "checkpoint_io": ("checkpoint",),
-    "data": ("data",),
-    "architectures": (),
+    "hub": (),
+    "data": ("data", "hub"),
+    "architectures": ("hub",),
     "loading": ("architectures", "quantization"),
     "quantization": (),
     "restoring": ("checkpoint",),
     "schedule": (),
-    "exporting": ("adapters", "architectures", "checkpoint", "data", "loading"),
+    "exporting": ("adapters", "architectures", "checkpoint", "data", "hub", "loading"),
     "mistakes": (),
     "module": (
         *("adapters", "architectures", "callbacks.failures", "data", "loading", "loss"),
@@ -143,7 +144,7 @@ MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
     "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "module", "restoring",
-    "data",
+    "data", "hub",
     "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")

@@ -12,11 +12,14 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import is_offline_mode
+
 from lightning_protrain.data.formats import RowFormat
 from lightning_protrain.data.rows import Rows, read_rows
 from lightning_protrain.data.specs import DatasetSpec, dataset_spec
 from lightning_protrain.data.stdlib import stdlib_conversations
 from lightning_protrain.data.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
+from lightning_protrain.hub import is_path, wait_for_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -130,8 +133,7 @@ def _tables(spec: DatasetSpec) -> _Tables:
 
 
 def _is_on_hub(path: str) -> bool:
-    local = path == "stdlib" or Path(path).expanduser().exists() or Path(path).suffix in SUFFIXES
-    return not local and _HUB_NAME.fullmatch(path) is not None
+    return path != "stdlib" and not is_path(path) and _HUB_NAME.fullmatch(path) is not None
 
 
 def _nothing_there(name: str, reason: object = "") -> ValueError:
@@ -222,10 +224,12 @@ def _split_of(path: Path) -> str | None:
 
 
 def _hub_splits(spec: DatasetSpec) -> _Tables:
-    from datasets import load_dataset
+    from datasets import config, load_dataset
     from datasets.exceptions import DatasetsError
 
     assert isinstance(spec.path, str)
+    wait_for_hub()
+    config.HF_HUB_OFFLINE = is_offline_mode()  # it has a copy from when it was imported
     options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
     try:
         # A text may be a part of a split, such as "train[:1%]", which only `datasets` can read.

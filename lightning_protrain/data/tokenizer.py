@@ -10,11 +10,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_protrain.data.cache import make_folder
 from lightning_protrain.data.conversations import Conversation, fingerprint, text_of
+from lightning_protrain.hub import look_up
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
 # 256 bytes and the special tokens.
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# A folder with a tokenizer has one of them.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 # The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
 CHAT_TEMPLATE = """\
@@ -44,12 +48,15 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             "Put the model's config.json beside it."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
+        look_up(str(name))
+        if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _FILES):
+            raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
         if type(tokenizer).__name__ == "MistralCommonBackend":
             # As it is by default it refuses conversations that the assistant ends.
             tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
     except (OSError, ValueError) as error:
-        reason = str(error).rstrip(".\n")
+        reason = str(error).strip().partition("\n")[0].rstrip(".: ")
         raise ValueError(
             f"No tokenizer could be loaded from {str(name)!r}: {reason}. Give a folder or a name on the Hugging Face "
             "Hub, or leave `tokenizer` out and one is trained on the data."
