@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import yaml
 from lightning_protrain import CausalLMModule
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.planner.plan import Plan
+from tests.whole_runs.support import documented
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GIB = 1 << 30
-# Options of the command, billions of parameters, and bytes of each parameter on the device and the host together.
-RECIPES: dict[str, tuple[list[str], float, float]] = {
-    "lora-8b": (["--host_memory=56GiB", "--length=4096"], 8.07, 2.0),
-    "qlora-27b": (["--host_memory=56GiB", "--length=2048"], 27.1, 0.6),
-    "full-7b": (["--host_memory=56GiB", "--length=4096"], 7.24, 8.0),
-    "four-cards": (["--host_memory=240GiB", "--num_gpus=4", "--length=4096"], 8.03, 8.0),
+# Billions of parameters, and bytes of each parameter on the device and the host together.
+RECIPES: dict[str, tuple[float, float]] = {
+    "lora-8b": (8.07, 2.0),
+    "qlora-27b": (27.1, 0.6),
+    "full-7b": (7.24, 8.0),
+    "four-cards": (8.03, 8.0),
 }
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
@@ -36,7 +38,7 @@ def test_a_recipe_has_the_size_that_it_is_called_after(name: str) -> None:
     module = CausalLMModule(**read(name)["model"]["init_args"])
     with torch.device("meta"):
         module.configure_model()
-    _, billions, _ = RECIPES[name]
+    billions, _ = RECIPES[name]
     number = sum(p.numel() * (2 if p.dtype is torch.uint8 else 1) for p in module.parameters())
     assert number / 1e9 == pytest.approx(billions, rel=0.01)
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -72,10 +74,12 @@ def test_the_job_of_the_cluster_is_that_of_its_config() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_machine(name: str) -> None:
-    options, billions, state_bytes = RECIPES[name]
-    command = ["plan", f"--config={CONFIGS / name}.yaml", "--data=null", "--gpu=RTX 4090", "--json=plans.json"]
-    ProTrainCLI([*command, "--host_cores=16", *options])
-    assert [each.name for each in Path().iterdir()] == ["plans.json"]
+    """Planned by the command that its first lines give."""
+    billions, state_bytes = RECIPES[name]
+    Path("configs").symlink_to(CONFIGS)
+    (line,) = (line for line in documented() if f"plan --config configs/{name}.yaml" in line)
+    ProTrainCLI([*shlex.split(line)[1:], "--json=plans.json"])
+    assert {each.name for each in Path().iterdir()} == {"configs", "plans.json"}
     (content,) = json.loads(Path("plans.json").read_text()).values()
     plan = Plan.from_json(json.dumps(content))
     prediction = plan.prediction
