@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,15 +65,46 @@ def test_a_compiled_forward_with_weights_in_two_bytes() -> None:
     assert_equal(plain, found)
 
 
-def test_a_search_with_compiled_forwards() -> None:
-    plain, _ = compiled("llama")
+@pytest.mark.parametrize("options", [{"device_memory": 200_000, "hardware": CPU}, {"num_swap_blocks": 1}])
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_what_a_profile_has_run_is_compiled_in_training(options: dict[str, Any]) -> None:
+    plain, expected = compiled("llama")
     fit(plain)
-    found, _ = compiled("llama")
-    strategy = ProTrainStrategy(device_memory=200_000, hardware=CPU, monitor=False)
+    found, counter = compiled("llama")
+    strategy = ProTrainStrategy(**options, monitor=False)
     fit(found, strategy=strategy)
     assert_equal(plain, found)
     assert strategy.plan is not None
     assert strategy.plan.num_offloaded_chunks > 0
+    assert 0 < counter.frame_count <= expected.frame_count * 2
+
+
+WHOLE: dict[str, Callable[[NetworkModule], object]] = {
+    "module": lambda one: setattr(one, "network", torch.compile(one.network, backend="aot_eager")),
+    "in place": lambda one: one.network.compile(backend="aot_eager"),
+    "forward": lambda one: setattr(one.network, "forward", torch.compile(one.network.forward, backend="aot_eager")),
+    "training step": lambda one: setattr(one, "training_step", torch.compile(one.training_step, backend="aot_eager")),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_network_that_is_compiled_as_a_whole_is_refused_where_it_would_be_streamed(how: str) -> None:
+    one = module("llama")
+    WHOLE[how](one)
+    with pytest.raises(ValueError, match=r"is compiled.*module\.forward = torch\.compile\(module\.forward\)"):
+        fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
+
+
+@pytest.mark.parametrize("how", ["module", "forward"])
+def test_a_network_that_is_compiled_as_a_whole_trains_where_everything_fits(how: str) -> None:
+    losses = []
+    for strategy in ("auto", ProTrainStrategy(device_memory="1GiB", hardware=CPU, monitor=False)):
+        torch._dynamo.reset()
+        one = module("llama")
+        WHOLE[how](one)
+        fit(one, strategy=strategy, max_steps=2)
+        losses.append(one.losses)
+    assert all(map(torch.equal, *losses))
 
 
 @pytest.mark.parametrize("part", ["", "mlp"])

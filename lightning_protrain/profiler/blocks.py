@@ -141,7 +141,7 @@ def _repeated_elements(module: nn.Module) -> list[nn.Module]:
         return []
     elements = [element for element in _callable_elements(module) if _has_parameters(element)]
     if isinstance(module, nn.Sequential):
-        elements = [element for element in elements if any(_children(element))]
+        elements = [element for element in elements if next(_children(element), None) is not None]
     repetitions = Counter(type(element) for element in elements)
     return elements if max(repetitions.values(), default=0) >= 2 else []
 
@@ -222,7 +222,7 @@ def _describe_parameter(parameter: nn.Parameter, fqns: Sequence[str]) -> Paramet
 
 def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
     """Whether `module` runs a library's `forward` that may read its children's weights without calling them."""
-    if isinstance(module, nn.Sequential) or not any(_children(module)):
+    if isinstance(module, nn.Sequential) or next(_children(module), None) is None:
         return False
     defining = (base for base in type(module).__mro__ if base is not nn.Module and "forward" in vars(base))
     opaque = any(base.__module__.startswith(_OPAQUE) for base in defining)

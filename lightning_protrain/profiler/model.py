@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -94,6 +95,7 @@ def _recorded_step(
     # Modes are of a thread, and autograd would take another one for what is on a GPU.
     with (
         unchanged(model),
+        _uncompiled(),
         mode,
         on_one_rank(),
         torch.enable_grad(),
@@ -109,6 +111,11 @@ def _recorded_step(
         del outputs
     recorder.check_conserved()
     return recorder.profile()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Within it compiled functions run as they were written: those that Dynamo meets under a mode it never compiles."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _is_compiled(module: nn.Module) -> bool:

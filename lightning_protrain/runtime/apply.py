@@ -299,9 +299,11 @@ def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
     changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
     units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]
     parts = [unit.name.split(".") for unit in units]
-    around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
+    around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names)))
     for name in around:
-        refuse_compiled(model.get_submodule(name), name)
+        refuse_compiled(model.get_submodule(name), name, around=True)
+    for unit in units:
+        refuse_compiled(model.get_submodule(unit.name), unit.name)
 
 
 def _make_chunks(

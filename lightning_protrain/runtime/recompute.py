@@ -174,13 +174,20 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(module: nn.Module, name: str) -> None:
-    """A compiled module would have streaming and recomputation traced, too.
+def refuse_compiled(module: nn.Module, name: str, around: bool = False) -> None:
+    """Refuse a compiled module: it would have streaming and recomputation traced, too.
+
+    Args:
+        module: One that is streamed, swapped or checkpointed, or has such a one inside of it.
+        name: Of the module, for the message.
+        around: Whether such a one is inside of it, so that its forward must not be compiled either.
 
     Raises:
         ValueError: The user has compiled the module, in place or not.
     """
-    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+    steps = [vars(module).get(step) for step in ("forward", "training_step")] if around else []
+    traced = any(hasattr(step, "_torchdynamo_orig_callable") for step in steps)
+    if traced or module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         raise ValueError(
             f"{name or type(module).__name__!r} is compiled (`module.compile()` or `torch.compile`), and the plan "
             "streams, swaps or checkpoints it or what is inside of it. Compile the forward of each block in its place, "
