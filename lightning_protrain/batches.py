@@ -40,7 +40,7 @@ _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
 
 @runtime_checkable
 class HasLargestBatch(Protocol):
-    """Data, a data module or a module with loaders of its own, that knows which of its batches takes the most."""
+    """A data module, a module with loaders, a loader or its data set that knows which batch takes the most."""
 
     def largest_batch(self) -> Any | None:
         """A training batch with the most tokens (padding too) that any epoch can give; None: it is not known.
@@ -145,14 +145,15 @@ def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
-    """What the training data says; None where it says nothing, or `fit` was given loaders in its place."""
-    source = trainer.fit_loop._data_source
-    if not (source.is_module() and isinstance(source.instance, HasLargestBatch)):
+    """Return what the training data says: the module that makes loaders, or a loader that `fit` is given; else None."""
+    given = trainer.fit_loop._data_source.instance
+    data = next((each for each in (given, getattr(given, "dataset", None)) if isinstance(each, HasLargestBatch)), None)
+    if data is None:
         return None
     with ExitStack() as own:
         own.callback(_set_rng_states, _collect_rng_states())
-        own.enter_context(unchanged(trainer.lightning_module, trainer.datamodule))  # type: ignore[attr-defined]
-        batch = source.instance.largest_batch()
+        own.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, data))  # type: ignore[attr-defined]
+        batch = data.largest_batch()
         if batch is not None:
             undo.enter_context(own.pop_all())
         return batch

@@ -367,7 +367,7 @@ def describe_case(
     if trainer.global_rank:  # Rank 0 makes the plan. Loaders are made on all ranks together.
         batch_to_plan_with(trainer)
         return case
-    reason = _reason(wishes, elsewhere)
+    reason = _reason(case, elsewhere)
 
     @functools.cache
     def profile_on(kind: Capability | None) -> tuple[ModelProfile | None, frozenset[str]]:
@@ -386,11 +386,16 @@ def _needs_profile(case: Case) -> bool:
     return case.searches() or swaps or (case.low_dtype is not None and streams)
 
 
-def _reason(wishes: Wishes, elsewhere: bool) -> str:
-    """What cannot be had without a profile; empty if there is a way without."""
+def _reason(case: Case, elsewhere: bool) -> str:
+    """Return what cannot be had without a profile; empty if there is a way without."""
+    wishes = case.wishes
     if wishes.knobs.num_swap_blocks:
         return f"num_swap_blocks={wishes.knobs.num_swap_blocks}"
-    return "A plan" if elsewhere else ""
+    if elsewhere:
+        return "A plan"
+    # A budget that is given is a promise; of what is free on a device, a share is left for activations.
+    budget = wishes.device_memory
+    return f"device_memory={format_bytes(budget)}" if budget is not None and case.searches() else ""
 
 
 def _may_take_foreach(optimizer: Optimizer) -> bool:

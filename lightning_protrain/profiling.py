@@ -28,6 +28,11 @@ _NO_BATCH = (
     "that cannot be copied)"
 )
 _OTHER_BATCH = "Give the data module a method `largest_batch`, or plan without data (`data: null`)."
+_BUDGET = "device_memory"
+_OTHER_PLAN = (
+    "Give the data module, or the data set or loader that fit is given, a method `largest_batch` that returns a batch. "
+    'Or set plan="offload" or "resident", or leave device_memory out: activations are not counted then.'
+)
 # What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. One that is wrong in
 # itself raises again when it is run.
 _STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -96,13 +101,11 @@ def profile_training_step(
         return replace(profile, samples=samples, tokens=tokens)
     except UntraceableError as error:
         if needed_for:
-            knob, given, _ = needed_for.partition("=")
-            instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
-            raise ValueError(
-                f"{needed_for} needs to know what a training step saves, and it is not known: {error} {instead}"
-            ) from error
+            raise ValueError(_what_is_missing(needed_for, str(error))) from error
         _say_unknown(str(error))
     except _STEP_ERRORS as error:
+        if needed_for.startswith(_BUDGET):
+            raise ValueError(_what_is_missing(needed_for, f"it raised {type(error).__name__} ({error}).")) from error
         if needed_for:
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).")
@@ -130,6 +133,15 @@ def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
         most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
     calls = (replace(call, swap_bytes=max(call.swap_bytes, most.get(call.name, 0))) for call in profile.calls)
     return replace(profile, calls=tuple(calls))
+
+
+def _what_is_missing(needed_for: str, reason: str) -> str:
+    """Return the message where a profile is needed for a budget, a knob or a dry run, and there is none."""
+    knob, given, _ = needed_for.partition("=")
+    instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
+    if knob == _BUDGET:
+        instead = _OTHER_PLAN
+    return f"{needed_for} needs to know what a training step saves, and it is not known: {reason} {instead}"
 
 
 def _say_unknown(reason: str) -> None:

@@ -9,9 +9,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.models import ParityModule, token_batches, zoo
+from lightning_protrain.strategy import ProTrainStrategy
+from tests.machines import CPU
+from tests.models import ParityModule, fit, token_batches, zoo
 from tests.parity import Result, differences, snapshot
 from tests.test_batches import QUIET, Ahead, Tokens
 
@@ -107,3 +110,69 @@ def test_without_training_batches_the_data_is_not_asked() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, limit_train_batches=0, max_epochs=1, callbacks=[ahead], **QUIET)
     trainer.fit(zoo()["reused"](), datamodule=data)
     assert ahead.ahead is None
+
+
+class Stream(IterableDataset):
+    """Samples in order, of a source that may be read once."""
+
+    def __init__(self) -> None:
+        self.samples = iter(token_batches().dataset.tensors[0])
+
+    def __iter__(self) -> Any:
+        return ((tokens,) for tokens in self.samples)
+
+
+class StreamOfKnownSize(Stream):
+    def largest_batch(self) -> list[Tensor]:
+        return [torch.zeros(2, 8, dtype=torch.int64)]
+
+
+STREAMS: dict[str, Any] = {
+    "iterable data set": lambda: DataLoader(Stream(), 2),
+    "generator": lambda: (batch for batch in token_batches()),
+    "one of two": lambda: [token_batches(), DataLoader(Stream(), 2)],
+}
+
+
+def budget_of(loader: Any, module: ParityModule | None = None, **options: Any) -> tuple[ProTrainStrategy, ParityModule]:
+    """A fit under a budget that streams."""
+    module = module or zoo()["reused"]()
+    module.train_dataloader = lambda: loader
+    strategy = ProTrainStrategy(device_memory=34_000, hardware=CPU, monitor=False)
+    fit(module, strategy=strategy, **options)
+    return strategy, module
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_budget_is_refused_where_no_batch_is_known(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"device_memory=33\.20 KiB.* no batch can be taken.* a method `largest_batch`"
+    ):
+        budget_of(STREAMS[name]())
+
+
+def test_a_budget_is_refused_where_the_step_cannot_run_yet() -> None:
+    module = zoo()["reused"]()
+    module.logits = lambda tokens, index: module.network(tokens) * module.scale  # which a hook sets later
+    with pytest.raises(ValueError, match=r"device_memory=.* it raised AttributeError .*scale"):
+        budget_of(token_batches(), module)
+
+
+@pytest.mark.parametrize("given", ["to fit", "by the module"])
+def test_a_stream_that_knows_its_largest_batch_is_planned_and_trained_whole(given: str) -> None:
+    plain = zoo()["reused"]()
+    plain.train_dataloader = lambda: DataLoader(Stream(), 2)
+    fit(plain)
+    loader, module = DataLoader(StreamOfKnownSize(), 2), zoo()["reused"]()
+    strategy = ProTrainStrategy(device_memory=34_000, hardware=CPU, monitor=False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **QUIET)
+    torch.manual_seed(0)
+    if given == "to fit":
+        trainer.fit(module, loader)
+    else:
+        module.train_dataloader, module.largest_batch = lambda: loader, loader.dataset.largest_batch
+        trainer.fit(module)
+    assert strategy.plan is not None
+    assert strategy.plan.num_offloaded_chunks
+    assert strategy.plan.prediction.samples == 2
+    assert differences(*(Result(tuple(each.losses), snapshot(each)) for each in (plain, module))) == []

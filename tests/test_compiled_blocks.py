@@ -65,13 +65,11 @@ def test_a_compiled_forward_with_weights_in_two_bytes() -> None:
     assert_equal(plain, found)
 
 
-@pytest.mark.parametrize("options", [{"device_memory": 200_000, "hardware": CPU}, {"num_swap_blocks": 1}])
-@pytest.mark.filterwarnings("ignore:Knobs that were not given")
-def test_what_a_profile_has_run_is_compiled_in_training(options: dict[str, Any]) -> None:
+def test_what_a_profile_has_run_is_compiled_in_training() -> None:
     plain, expected = compiled("llama")
     fit(plain)
     found, counter = compiled("llama")
-    strategy = ProTrainStrategy(**options, monitor=False)
+    strategy = ProTrainStrategy(device_memory=200_000, hardware=CPU, monitor=False)
     fit(found, strategy=strategy)
     assert_equal(plain, found)
     assert strategy.plan is not None
