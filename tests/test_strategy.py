@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain import planning
 from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.precision import ProTrainPrecision
 from lightning_protrain.profiler import cache
@@ -194,13 +195,16 @@ def test_a_step_that_looks_at_values_is_measured_and_searched_for(caplog: pytest
     assert plan.prediction is not None
 
 
-def test_without_a_batch_a_preset_takes_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_batch_a_preset_takes_its_place_on_a_device_that_says_what_it_has_free(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             yield from token_batches()
 
     budget = preset(zoo()["reused"](), "resident").memory.total
-    strategy, spy = ProTrainStrategy(device_memory=budget, hardware=CPU), Spy()
+    monkeypatch.setattr(CPUDevice, "free_bytes", lambda self: 2 * budget)
+    strategy, spy = ProTrainStrategy(hardware=CPU), Spy()
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=2, callbacks=[spy], limit_val_batches=0, **QUIET
     )
