@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -119,11 +119,16 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
                 )
 
 
-def say_if_weights_differ(model: nn.Module) -> None:
-    """Tells the user that ranks have been initialised differently: the weights of rank 0 are those that count."""
+def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Tell the user that ranks have been initialised differently: the weights of rank 0 are those that count.
+
+    Args:
+        model: With the weights of this rank.
+        ignored: Names of parameters that may differ.
+    """
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if parameter.numel() and not parameter.is_meta:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta and name not in ignored:
             head = parameter.detach().flatten()[:16].cpu().clone(memory_format=torch.contiguous_format)
             digest.update(head.as_strided((head.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
     digests = gather(digest.hexdigest(), "the weights of the other ranks")

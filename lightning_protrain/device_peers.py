@@ -15,7 +15,10 @@ def reaches(gpu: int, other: int) -> bool:
         AssertionError: There is no GPU of that index; from PyTorch.
         RuntimeError: CUDA does not work.
     """
-    return bool(torch.cuda.can_device_access_peer(gpu, other))
+    try:
+        return bool(torch.cuda.can_device_access_peer(gpu, other))
+    except torch.cuda.DeferredCudaCallError as error:  # No RuntimeError: CUDA was asked for something before it began.
+        raise RuntimeError(str(error)) from error
 
 
 def nvlink_counts() -> Sequence[Sequence[int]] | None:

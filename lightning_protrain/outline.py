@@ -230,7 +230,7 @@ def send_values(
         device: Of this rank.
         shared: Names of parameters that the ranks of a machine will have from its first, so only this one needs them.
         resident: Names of parameters that are needed on the device only.
-        own: Names of parameters of which each machine has read what it holds.
+        own: Names of parameters and buffers that each rank or machine has of its own, and keeps.
     """
     made = make_room(model, waiting) if waiting else set()
     for fqn, parameter in model.named_parameters():
@@ -243,7 +243,7 @@ def send_values(
             broadcast_weights(_companions_of(parameter))
         if fqn in made and fqn in resident and not has_companions(parameter) and device.type != "cpu":
             parameter.data = parameter.detach().to(device)
-    broadcast_weights(list(model.buffers()))
+    broadcast_weights([buffer for name, buffer in model.named_buffers() if name not in own])
     others = [place for place in _places(model) if place.name in waiting and place.put is not None]
     broadcast_weights([place.tensor for place in others])
 

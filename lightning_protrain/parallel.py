@@ -29,7 +29,7 @@ from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.processes import ProcessStrategy
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, without_sync, wrap
+from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, ignored_by_user, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.attendance import naming_wait
 from lightning_protrain.runtime.comm import Ranks, find_ranks
@@ -242,7 +242,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         refuse_others(layout, self.root_device.type, self.precision_plugin.precision, choice, self.optimizers)
         self._waiting, self._has_outlines = self.find_waiting(model, self._ranks), False
         if not self._waiting:
-            say_if_weights_differ(model)
+            say_if_weights_differ(model, ignored_by_user(model))
 
     def find_waiting(self, model: nn.Module, ranks: Ranks) -> frozenset[str]:
         """Names of tensors that some rank gets from another one, as it has no values of them; every rank calls it."""
@@ -254,15 +254,23 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         What the ranks of one node share is taken from its first rank, so nobody else needs it.
 
         Raises:
-            ValueError: A weight has no values.
+            ValueError: A weight has no values; or the plan offloads one that is trained and that DDP is to ignore.
         """
         if self._ranks is not None:
+            ignored = ignored_by_user(model)
+            averaged = (chunk for chunk in plan.chunks if chunk.trainable and not chunk.resident)
+            if both := sorted(ignored.intersection(fqn for chunk in averaged for fqn in chunk.parameters)):
+                raise ValueError(
+                    f"{both[0]!r} is in _ddp_params_and_buffers_to_ignore, and the plan offloads it: gradients of "
+                    'offloaded weights are averaged over the ranks. Set plan="resident", or do not ignore it.'
+                )
             resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
             shares = plan.sharding is Sharding.SHARD
             shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
             waiting, self._waiting = self._waiting, frozenset()
+            own = self._own | (ignored - waiting)
             with naming_wait("the weights of rank 0"):
-                send_values(model, self._ranks, waiting, self.root_device, shared, resident, self._own)
+                send_values(model, self._ranks, waiting, self.root_device, shared, resident, own)
         refuse_meta(model)
 
     def equalise_buffers(self) -> None:
@@ -271,15 +279,17 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         stale, self._stale_buffers = self._stale_buffers, self._averages
         if ranks is None or module is None or not stale or isinstance(self.model, DistributedDataParallel):
             return
-        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        ignored = ignored_by_user(module)
+        buffers = [buffer for name, buffer in module.named_buffers() if buffer.numel() and name not in ignored]
         if buffers:
             dist._broadcast_coalesced(ranks.everyone, buffers, _BUFFER_BYTES, 0)
 
     def replicate(self, model: LightningModule, plan: Plan, runtime: Runtime | None) -> None:
         """After the plan has been applied: sees to the gradients of resident parameters, see [Note: One owner]."""
         parameters = dict(model.named_parameters())
-        resident = [parameters[fqn] for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
-        mine = [parameter for parameter in resident if parameter.requires_grad]
+        resident = [fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
+        averaged = [parameters[fqn] for fqn in resident if fqn not in ignored_by_user(model)]
+        mine = [parameter for parameter in averaged if parameter.requires_grad]
         self._owners = runtime.owners if runtime is not None else {}
         if self._ranks is None or not mine:
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import platform
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +29,11 @@ from lightning_protrain.device_peers import nvlink_counts, reaches
 Link = Literal["nvlink", "pcie", "none", "unknown"]
 SETTING = "NCCL_P2P_DISABLE"
 _KEY = "lightning_protrain/peers"
+# Whatever a driver, NVML or PyTorch may raise: an error on one rank must not keep the others waiting for its answer.
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
 
 
 @dataclass(frozen=True)
@@ -179,19 +184,19 @@ def probe(
         reach: Whether one GPU reaches another.
         count_nvlinks: How many NVLinks join each pair, or None.
     """
-    machine = socket.gethostname()
+    machine = platform.node()
     if not others:
         return PeerReport(rank, machine, setting=setting)
     try:
         refused = [other for other in others if not reach(gpu, other)]
-    except (RuntimeError, AssertionError) as error:
+        counts = None if refused else count_nvlinks()
+        joined = None if counts is None else all(counts[gpu][other] > 0 for other in others)
+    except _ERRORS as error:
         lines = str(error).splitlines() or ["no message"]
         return PeerReport(rank, machine, False, None, f"{type(error).__name__}: {lines[0]}", setting)
     if refused:
         problem = f"GPU {gpu} does not reach GPU {', '.join(map(str, refused))}"
         return PeerReport(rank, machine, False, None, problem, setting)
-    counts = count_nvlinks()
-    joined = None if counts is None else all(counts[gpu][other] > 0 for other in others)
     return PeerReport(rank, machine, True, joined, None, setting)
 
 

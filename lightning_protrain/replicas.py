@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 GradSync = Literal["auto", "ddp", "flat"]
 # Of all elements: where fewer are trained, what trains is called an adapter.
 _SHARE_OF_ADAPTERS = 0.1
+# Where DDP reads the names of what it leaves alone.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,15 @@ class DDPOptions:
     comm_state: object = None
 
 
+def ignored_by_user(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that the user tells DDP to ignore: each rank has its own."""
+    return frozenset(name.lstrip(".") for name in getattr(model, _IGNORED, ()))
+
+
 def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
     """DDP around `model` for exactly the parameters `mine`; the weights are equal already.
+
+    What the user tells DDP to ignore stays ignored, and is told as before when this returns.
 
     Args:
         model: Its names stay as they are; every parameter in its place.
@@ -48,7 +57,9 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
         device: Where.
         options: The user's.
     """
-    ignored = _names_of_others(model, {id(parameter) for parameter in mine})
+    given = getattr(model, _IGNORED, None)
+    marked = [each for each in (*model.parameters(), *model.buffers()) if getattr(each, "_ddp_ignored", False)]
+    ignored = [*(given or ()), *_names_of_others(model, {id(parameter) for parameter in mine})]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     try:
         wrapped = DistributedDataParallel(
@@ -56,13 +67,17 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
             device_ids=None if device.type == "cpu" else [device.index],
             init_sync=False,
             gradient_as_bucket_view=True,  # The plan counts every gradient once.
-            find_unused_parameters=options.find_unused_parameters,
+            find_unused_parameters=options.find_unused_parameters or (not options.static_graph and _has_towers(model)),
             static_graph=options.static_graph,
         )
     finally:
-        del model._ddp_params_and_buffers_to_ignore
-        for parameter in model.parameters():
-            vars(parameter).pop("_ddp_ignored", None)  # It has been read, and would outlive the run.
+        delattr(model, _IGNORED)
+        if given is not None:
+            setattr(model, _IGNORED, given)
+        for each in (*model.parameters(), *model.buffers()):
+            vars(each).pop("_ddp_ignored", None)  # It has been read, and would outlive the run.
+        for each in marked:
+            vars(each)["_ddp_ignored"] = True
     taken, _ = wrapped._build_params_for_reducer()
     assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP has taken other parameters than it should"
     if options.comm_hook is not None:
@@ -158,6 +173,12 @@ def without_sync(model: nn.Module | None) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def _has_towers(model: nn.Module) -> bool:
+    """Return whether a model of transformers is in it that reads more than text: ranks need not all have images."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(set(getattr(config, "sub_configs", ())) - {"text_config"} for config in configs)
 
 
 def _names_of_others(model: nn.Module, mine: Collection[int]) -> list[str]:

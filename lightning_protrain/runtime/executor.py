@@ -123,11 +123,13 @@ class Executor:
         self._awaited = Order((), ())
         self._backward: Unit | None = None
         self._shown: Unit | None = None
-        self._backward_number = -1
+        self._backward_number = self._backward_end = -1  # The call that it is at, and the first one after that.
         self._backward_runs = False
         self._backward_positions: dict[int, int] = {}
         self._backward_next: dict[int, int] = {}
+        # By chunk, the earliest call whose backward reads it, and the earliest call.
         self._last_reads: dict[int, int] = {}
+        self._last_uses: dict[int, int] = {}
 
     def reserve_gradients(self, lends: bool) -> None:
         """Make host memory for gradients before training, see `Landing.reserve`."""
@@ -242,11 +244,16 @@ class Executor:
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
         self._backward_positions = {number: position for position, (number, _) in enumerate(awaited)}
         self._backward_next = dict(pairwise(self._backward_positions))
-        self._backward_number = self.num_calls
+        self._backward_number = self._backward_end = self.num_calls
         self._last_reads = {}
         for number, unit in awaited:
             for index in unit.chunks:
                 self._last_reads[index] = min(number, self._last_reads.get(index, number))
+        self._last_uses = dict(self._last_reads)
+        for unit in self.units if self._scope is not None else ():
+            if not unit.backward_reads and (first := unit.first_call) is not None:
+                for index in unit.chunks:
+                    self._last_uses[index] = min(first, self._last_uses.get(index, first))
         units = [unit for _, unit in awaited]
         if not self._awaited.is_of([], units):
             self._awaited = Order([], units)
@@ -273,7 +280,7 @@ class Executor:
         self.begin_backward()
         self._hide()
         self._residency.unpin(end)
-        self._backward, self._backward_number = unit, number
+        self._backward, self._backward_number, self._backward_end = unit, number, end
         self._residency.pin(unit, number)
         self._residency.require(unit, self._timeline, self._cursor, in_backward=True)
         position = self._backward_positions.get(number)
@@ -397,12 +404,19 @@ class Executor:
         self._distrust(indices)
 
     def _is_past(self, index: int) -> bool:
-        """Whether backward has reached the earliest call that reads the chunk: none is left to come."""
-        return self._backward_number <= self._last_reads.get(index, self._backward_number)
+        """Return whether backward has reached the earliest call that reads the chunk: none is left to come.
+
+        Backward reaches a call before the calls within it, which have higher numbers.
+        """
+        last = self._last_reads.get(index)
+        return last is None or last == self._backward_number or last >= self._backward_end
 
     def _is_behind(self, index: int) -> bool:
-        """Whether backward has left the earliest call that reads the chunk, too."""
-        return self._backward_number < self._last_reads.get(index, self._backward_number + 1)
+        """Return whether backward has left the earliest call that uses the chunk, so that no gradient is left to come.
+
+        Nothing announces the backward of an embedding: it comes behind those of all later calls.
+        """
+        return self._last_uses.get(index, self._backward_end) >= self._backward_end
 
     def _leave(self, index: int) -> None:
         """Gradients of a chunk are sent: a rank that shares it may step it from now on, see [Note: Turns]."""
