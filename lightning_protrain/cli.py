@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import sys
 import warnings
@@ -13,10 +14,13 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 from zipfile import is_zipfile
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from safetensors import SafetensorError
 from torch.utils.serialization import config as load_settings
 
@@ -61,6 +65,19 @@ FILE_COMMANDS = {
 # The status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
 _ON_FILES = " ".join(f"`{name}`: {what}." for name, what in FILE_COMMANDS.items())
+
+
+class ParameterCount(ModelSummary):
+    """The number of parameters, on one line, in place of Lightning's table of metrics and of operations not counted."""
+
+    @staticmethod
+    def summarize(summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any) -> None:
+        """Say how many parameters there are, and how many of them are trained."""
+        total, trained = (
+            get_human_readable_count(int(each)).strip() for each in (total_parameters, trainable_parameters)
+        )
+        share = "all" if total_parameters == trainable_parameters else trained
+        rank_zero_info(f"The model has {total} parameters, {share} of them trained.")
 
 
 class ProTrainCLI(LightningCLI):
@@ -152,6 +169,16 @@ class ProTrainCLI(LightningCLI):
             if refusal is None:
                 raise
         raise refusal
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer; the summary that Lightning adds by default is a ParameterCount."""
+        trainer: Any = super().instantiate_trainer(**kwargs)
+        given = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
+        if not any("Summary" in str(each) for each in (given if isinstance(given, list) else [given])):
+            summaries = (ModelSummary, RichModelSummary)
+            trainer.callbacks = [ParameterCount() if type(each) in summaries else each for each in trainer.callbacks]
+        made: Trainer = trainer
+        return made
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
@@ -374,8 +401,21 @@ def _say_written(source: Path, *targets: Path | None) -> None:
             sys.stdout.write(f"Wrote {target}, {size:.3f} GB, from {source}{names}\n")
 
 
+def quieten() -> None:
+    """Drop what libraries say on every run, and that no user of this command can act on."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tip)
+    for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Your `IterableDataset` has `__len__` defined"):
+        warnings.filterwarnings("ignore", message)
+
+
+def _no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
+
+
 def main() -> None:
     """Entry point of the console script `lightning-protrain`."""
+    quieten()
     # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
     gc.freeze()
     try:

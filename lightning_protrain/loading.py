@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.architectures import auto_class, dtype_called, vocab_size_of
 from lightning_protrain.quantization import float32_by_default, quantize_without_memory, quantizer
@@ -338,6 +339,8 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
     """
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel
+    shows = is_progress_bar_enabled()
+    disable_progress_bar()  # nothing is loaded yet
     try:
         model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
@@ -345,6 +348,9 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
             f"The tensors in {folder!r} have shapes that cannot be put together into the weights of a "
             f"{options['config'].model_type!r} model; the report above names them. Check that config.json is theirs."
         ) from error
+    finally:
+        if shows:
+            enable_progress_bar()
     _refuse_keys(folder, options["config"].model_type, found)
     return model
 

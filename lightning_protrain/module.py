@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback
@@ -29,9 +29,6 @@ from lightning_protrain.quantization import check_quantization, quantize_without
 from lightning_protrain.restoring import RestorableModule
 from lightning_protrain.schedule import check_numbers, learning_rate_factor
 from lightning_protrain.scoring import token_scores
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 # A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64
@@ -73,7 +70,7 @@ class CausalLMModule(RestorableModule):
         ValueError: Not exactly one of `model` and `config`, a number out of its range, an unknown `model_type` or key.
     """
 
-    model: PreTrainedModel | PeftModel | None
+    model: Any  # a PreTrainedModel, or a PeftModel around one; None until it is built
 
     def __init__(
         self,
@@ -146,7 +143,7 @@ class CausalLMModule(RestorableModule):
         self.load_rows = stored_rows(given["model"], "model.")
         return self._build(lambda *_, **__: model)
 
-    def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> PreTrainedModel | PeftModel:
+    def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
         config, given = self._resolve_config(), self.hparams
         options = {name: given[name] for name in ("dtype", "attn_implementation")}
         if given["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
@@ -220,7 +217,7 @@ class CausalLMModule(RestorableModule):
             rank_zero_info("The weights begin at random, as a `config` alone is given; `model` is a pretrained one.")
         self._is_new = False
 
-    def _built(self) -> PreTrainedModel | PeftModel:
+    def _built(self) -> Any:
         if self.model is None:
             raise ValueError("The model is not built yet: call configure_model() first, or let a Trainer do it.")
         return self.model

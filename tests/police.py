@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -217,5 +218,10 @@ def files_below(root: Path) -> set[str]:
 
 
 def new_files(root: Path, before: set[str]) -> list[str]:
-    """Files and folders that appeared below `root`."""
-    return [f"file {os.path.normpath(path)} appeared in {root.name}" for path in sorted(files_below(root) - before)]
+    """Files and folders that appeared below `root`, but for what git ignores: a run beside the tests writes it."""
+    found = {os.path.normpath(path) for path in files_below(root) - before}
+    if found:
+        command = ["git", "-C", str(root), "check-ignore", "--stdin"]
+        ignored = subprocess.run(command, input="\n".join(found), capture_output=True, text=True, check=False)
+        found -= set(ignored.stdout.splitlines())
+    return [f"file {path} appeared in {root.name}" for path in sorted(found)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import logging
 import os
 import re
 import sys
+import warnings
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
@@ -382,3 +384,35 @@ def test_an_interrupt_ends_with_status_130_and_no_traceback(moment: str, monkeyp
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 130
+
+
+def test_a_run_says_nothing_of_what_no_user_can_act_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(model={"class_path": "CausalLMModule", "init_args": {"model": str(model_folder())}})
+    summary = "--trainer.enable_model_summary=true"
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit", "--config=mine.yaml", summary])
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            main()
+    finally:
+        logger.removeHandler(handler)
+    said = [*records, *(str(each.message) for each in caught)]
+    assert not [each for each in said if "Tip" in each or "LeafSpec" in each or "`IterableDataset` has" in each]
+    assert "FLOPs" not in capsys.readouterr().out
+    assert any(re.match(r"The model has [\d.]+ K parameters, all of them trained", each) for each in records)
+    (chat,) = [each for each in said if each.startswith("Chat format")]
+    assert len(chat) < 200
+    assert len(records) == len(set(records)), "a sentence is said twice"
+
+
+def test_loading_shows_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder()
+    capsys.readouterr()
+    CausalLMModule(str(folder)).configure_model()
+    assert len(re.findall(r"Loading weights: +0%", capsys.readouterr().err)) == 1

@@ -125,6 +125,16 @@ def test_caches_and_sources_are_no_finding(name: str, tmp_path: Path) -> None:
     assert police.new_files(tmp_path, before) == []
 
 
+def test_what_git_ignores_is_no_finding(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("logs/\n*.ckpt\n")
+    before = police.files_below(tmp_path)
+    (tmp_path / "logs" / "run").mkdir(parents=True)
+    for name in ("logs/run/metrics.csv", "x.ckpt", "left.bin"):
+        (tmp_path / name).touch()
+    assert police.new_files(tmp_path, before) == [f"file left.bin appeared in {tmp_path.name}"]
+
+
 def test_tests_run_in_their_own_folder_with_one_thread(tmp_path: Path) -> None:
     assert Path.cwd() == tmp_path
     assert torch.get_num_threads() == 1

@@ -287,20 +287,22 @@ def _check_variables(given: Mapping[str, Any]) -> None:
 
 
 def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> None:
-    """One line: family, knobs, where the boundaries come from, the ids, and what it is not proven for."""
-    roles = "; ".join(
-        f"{role.role} {_ids(role.starts)} to {_ids(role.ends) or 'the next turn'}" for role in markers.roles
-    )
+    """Say the format, where the boundaries come from, what is trained between which markers, and what is not proven."""
     options = settings.options
-    endless = any(role.role in options.roles and not role.ends for role in markers.roles)
-    ends = " Its trained turns have no end marker: where to stop is not learnt." if endless else ""
+    trained = [role for role in markers.roles if role.role in options.roles]
+    roles = "; ".join(
+        f"{role.role} from {_texts(role.starts)} to {_texts(role.ends) or 'the next turn'}" for role in trained
+    )
+    ends = " Its trained turns have no end marker: where to stop is not learnt." * any(
+        not role.ends for role in trained
+    )
     doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
     rank_zero_info(
-        f"Chat format {markers.family!r} ({source}). {options.describe()}, on_untrainable={settings.on_untrainable}. "
-        f"Markers: {roles}.{ends}"
+        f"Chat format {markers.family!r} ({source}), trained: "
+        f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
         + (f" Not proven, so that conversations with it are untrainable: {doubts}." if doubts else "")
     )
 
 
-def _ids(markers: tuple[Marker, ...]) -> str:
-    return " | ".join(dict.fromkeys(f"{marker.text!r} {list(marker.ids)}" for marker in markers[:3]))
+def _texts(markers: tuple[Marker, ...]) -> str:
+    return " | ".join(dict.fromkeys(repr(marker.text) for marker in markers[:3]))

@@ -48,8 +48,7 @@ def test_one_line_says_what_was_chosen(
     assert _kept(chats, ChatSettings(**settings)) == kept
     assert _kept(chats, ChatSettings(**settings, max_length=100)) == kept
     assert len(told) == 1, "equal formats are proven once"
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for part in (source, "train_on_eos=turn", "roles_to_train=['assistant']", f"'<|im_end|>' [{end}]"):
+    for part in (source, "trained: assistant from '<|im_start|>assistant<|im_sep|>' to '<|im_end|>'."):
         assert part in told[0]
 
 
