@@ -252,12 +252,13 @@ def conversations() -> list[dict[str, Any]]:
 
 
 def train_adapters(model: Path, folder: Path) -> Path:
-    """Train adapters of a model for one step, and return the checkpoint."""
+    """Train adapters of a model for one step, and return the checkpoint, which has a score."""
     rows = [{"input_ids": each, "labels": each} for each in TOKENS]
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    saver = ProTrainCheckpoint(folder, every_n_train_steps=1)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[saver], **quiet)
-    trainer.fit(CausalLMModule(str(model), lora={"r": 4}), DataLoader(rows, batch_size=1))
+    saver = ProTrainCheckpoint(folder, monitor="val_loss")
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[saver], **quiet)
+    loader = DataLoader(rows, batch_size=2)
+    trainer.fit(CausalLMModule(str(model), lora={"r": 4}), loader, loader)
     return next(folder.glob("*.ckpt"))
 
 
