@@ -7,9 +7,9 @@ the pre-backward of k, and whatever later calls pinned may go (calls inside of k
 they stay). No counting of gradients, no pairing of hooks: frozen parameters, unused branches and recomputation need no
 rule of their own.
 
-A unit that checkpoints a part of itself (`torch.utils.checkpoint` in its own forward) runs that part again in the midst
-of its backward, past any hook. So the device parameters of the unit whose backward runs are registered until the next
-one's begins.
+A unit that checkpoints a part of itself (`torch.utils.checkpoint` in its own forward, which its first call shows) runs
+that part again in the midst of its backward, past any hook. So while its backward runs its device parameters are
+registered; of any other unit they are not.
 
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step`, ... . What a training scope leaves live waits for backward; the end
@@ -239,7 +239,7 @@ class Executor:
         self._updates.begin_backward()
         if self._gathers is not None:
             self._gathers.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self._backward_runs = True
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
         self._backward_positions = {number: position for position, (number, _) in enumerate(awaited)}
@@ -292,13 +292,14 @@ class Executor:
         if self._swap is not None:
             self._swap.before_backward(number, self._backward_next.get(number), end)
         unit.follow()
-        if unit.depth == 0:
-            self._show(unit)
+        self._show(unit)
         if position is not None:
             self._residency.prefetch(self._timeline, self._cursor)
 
     def _show(self, unit: Unit) -> None:
-        """Register the device parameters of the unit whose backward runs, see [Note: Calls]."""
+        """Register the device parameters of a unit whose backward will run a part of its forward, [Note: Calls]."""
+        if unit.depth or not unit.recomputes_itself:
+            return
         unit.forget_uses()  # What it computes again uses them as its forward did.
         unit.register_twins()
         self._shown = unit
@@ -309,6 +310,11 @@ class Executor:
         if unit is not None:
             unit.register_hosts()
             unit.end_uses()
+
+    def give_up_backward(self) -> None:
+        """Register the host parameters again after an exception in backward; `reset` does the rest."""
+        self._backward_runs = False
+        self._hide()
 
     def end_backward(self) -> None:
         """Ends what backward began: every gradient is on the host, nothing is live that no forward is using."""
@@ -448,6 +454,26 @@ class Executor:
 
 def _without_repeats(units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit, _ in groupby(units)]
+
+
+class _EndOfBackward:
+    """What autograd calls when a backward has ended, and lets go of uncalled when it has failed.
+
+    Args:
+        executor: Is told of either.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor: Executor | None = executor
+
+    def __call__(self) -> None:
+        executor, self._executor = self._executor, None
+        assert executor is not None
+        executor.end_backward()
+
+    def __del__(self) -> None:
+        if self._executor is not None:
+            self._executor.give_up_backward()
 
 
 def in_backward() -> bool:

@@ -12,8 +12,8 @@ import copy
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -62,6 +62,34 @@ class Interception:
             hook_outputs(outputs, received, unit, number, executor, self._watch)
         return outputs
 
+    @contextmanager
+    def _looking_for_checkpoints(self) -> Iterator[None]:
+        """In the first call with gradients, find out whether the forward checkpoints a part of itself.
+
+        Within `torch.utils.checkpoint` gradients are off, or saved tensors are packed by hooks of its own.
+        """
+        unit = self.unit
+        if unit.recomputes_itself is not None or in_backward() or not torch.is_grad_enabled():
+            yield
+            return
+        unit.recomputes_itself = False
+        if any(map(_is_compiled, unit.module.modules())):  # A graph recomputes by itself, and sees hooks come and go.
+            yield
+            return
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def look(*_: Any) -> None:
+            inside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if inside != around or not torch.is_grad_enabled():
+                unit.recomputes_itself = True
+
+        handles = [module.register_forward_pre_hook(look) for module in {site.module for site, _ in unit.sites}]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def put_on(self) -> None:
         """Replace the forward of the module."""
         self.unit.module.__dict__["forward"] = self
@@ -81,7 +109,8 @@ class Interception:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self.unit)
         try:
-            outputs = self._forward(*args, **kwargs)
+            with self._looking_for_checkpoints():
+                outputs = self._forward(*args, **kwargs)
             refuse_weights(outputs, self.unit)
             return outputs
         finally:
@@ -158,6 +187,12 @@ class Interceptions:
             return copy.deepcopy(module, memo).cpu()
         finally:
             self._put_on()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is compiled, or its forward."""
+    forward = getattr(vars(module).get("forward"), "_forward", vars(module).get("forward"))
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def refuse_weights(outputs: Any, unit: Unit) -> None:

@@ -30,6 +30,7 @@ class Unit:
         depth: How many of its forwards are running.
         num_calls: How many of its calls in this scope autograd may go back through.
         first_call: Number of the first of them.
+        recomputes_itself: Whether its forward checkpoints a part of itself; None: it has not run with gradients yet.
         slots: The parameters of `sites`, each once.
     """
 
@@ -43,6 +44,7 @@ class Unit:
     depth: int = 0
     num_calls: int = 0
     first_call: int | None = None
+    recomputes_itself: bool | None = None
     slots: tuple[Slot, ...] = field(init=False)
     _pairs: tuple[tuple[Slot, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
     _shown: list[nn.Parameter] = field(init=False, default_factory=list)
