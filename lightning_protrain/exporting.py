@@ -17,6 +17,7 @@ from lightning_protrain.adapters import save_model, with_lora
 from lightning_protrain.architectures import build_model
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.checkpoint.space import free_bytes, in_gib
 from lightning_protrain.data.tokenizer import load_tokenizer
 from lightning_protrain.hub import look_up
 from lightning_protrain.loading import load_model
@@ -24,6 +25,7 @@ from lightning_protrain.loading import load_model
 DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "model."
 _SHOWN = 8
+_TOKENIZER_BYTES = 64 << 20  # of files beside the weights, at most
 
 
 def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: str | None = None) -> None:
@@ -180,6 +182,7 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str | None) -> None:
+    _refuse_full_disk(model, target)
     folder = settings.get("model")
     partial = Path(f"{target}.partial")
     if partial.exists():  # of a command that was killed while it wrote
@@ -196,6 +199,19 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def _refuse_full_disk(model: Any, target: Path) -> None:
+    """Raise ValueError if the weights do not fit the disk, before anything is written."""
+    # Of a model with adapters these alone are written.
+    written = (weight for weight in model.parameters() if weight.requires_grad or not hasattr(model, "peft_config"))
+    storages = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in written}
+    needed, free = sum(storages.values()) + _TOKENIZER_BYTES, free_bytes(target.absolute().parent)
+    if free < needed:
+        raise ValueError(
+            f"{target} needs {in_gib(needed)}, and its disk has {in_gib(free)} free. Nothing was written. Make room, "
+            "or give a folder on another disk."
+        )
 
 
 def _has(folder: str, name: str) -> bool:

@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lightning_protrain import exporting
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
 from lightning_protrain.module import CausalLMModule
@@ -179,3 +180,15 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             file_command([str(each) for each in arguments])
     assert {each.name for each in tmp_path.glob("out*")} == set()
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = {"lora": LORA, "model": pretrained(tmp_path / "base")} if command == "merge" else {"config": LLAMA}
+    checkpoint = train(make(**lora), tmp_path)
+    monkeypatch.setattr(exporting, "free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(ValueError, match=r"its disk has 0\.001 GiB \(1048576 bytes\) free. Nothing was written"):
+        file_command([command, str(checkpoint), str(tmp_path / "out")])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
