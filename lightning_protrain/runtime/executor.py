@@ -88,6 +88,7 @@ class Executor:
         together: RowGathers | None = None,
     ) -> None:
         self.units = tuple(units)
+        self._unread = tuple(unit for unit in units if not unit.backward_reads)
         self.root = next((unit for unit in units if unit.name == "" and unit.chunks), None)
         self._chunks = tuple(chunks)
         self._device = device
@@ -250,8 +251,8 @@ class Executor:
             for index in unit.chunks:
                 self._last_reads[index] = min(number, self._last_reads.get(index, number))
         self._last_uses = dict(self._last_reads)
-        for unit in self.units if self._scope is not None else ():
-            if not unit.backward_reads and (first := unit.first_call) is not None:
+        for unit in self._unread if self._scope is not None else ():
+            if (first := unit.first_call) is not None:
                 for index in unit.chunks:
                     self._last_uses[index] = min(first, self._last_uses.get(index, first))
         units = [unit for _, unit in awaited]
