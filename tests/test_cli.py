@@ -226,7 +226,7 @@ def test_a_preview_shows_what_is_trained_and_keeps_no_logs(
     cli = ProTrainCLI(["preview", *run_options, *elsewhere, "--num=2", "--html=page.html"])
     shown = capsys.readouterr().out
     assert len(re.findall(r"conversation \d", shown)) == 2
-    assert re.search(r"<\|im_start\|>assistant<\|im_sep\|>Answer \d+\.<\|im_end\|>", shown)
+    assert re.search(r"<\|im_start\|>assistant<\|im_sep\|>\[\[Answer \d+\.<\|im_end\|>\]\]", shown)
     assert '<span class="trained">Answer ' in Path("page.html").read_text(encoding="utf-8")
     assert _files() == {"chats.jsonl", "page.html"}
     assert cli.model.model is None, "no weights are made"
