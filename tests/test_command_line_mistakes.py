@@ -195,7 +195,7 @@ def test_a_misspelt_key_ends_the_command_with_one_sentence(monkeypatch: pytest.M
             ["--trainer.callbacks+=ProTrainCheckpoint", "--trainer.callbacks.dirpth=x"],
             "`trainer.callbacks[0].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
         ),
-        (["--model=torch.nn.Linear"], "`model: torch.nn.Linear` is no LightningModule that can be imported."),
+        (["--model=torch.nn.KLDivLoss"], "`model: torch.nn.KLDivLoss` is no LightningModule that can be imported."),
     ],
 )
 def test_a_wrong_option_is_said_to_be_of_the_command_line(
