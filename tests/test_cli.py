@@ -264,8 +264,8 @@ def test_the_chat_config_can_be_previewed_where_its_files_are(capsys: pytest.Cap
     broken = '{"messages": null}\n'
     Path("data/chats.jsonl").write_text(broken + "".join(json.dumps(row) + "\n" for row in rows))
     Path("data/agent.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    own = ["--data.cache_dir=cache", "--num=1", "--html=page.html"]  # Rows that are cached are not read again.
     with pytest.warns(UserWarning, match="Left out 1 malformed of 7 rows of 'data/chats.jsonl'"):
-        own = ["--data.cache_dir=cache", "--num=1", "--html=page.html"]  # Rows that are cached are not read again.
         ProTrainCLI(["preview", f"--config={CONFIGS / 'chat.yaml'}", *own])
     assert "data/agent.jsonl, conversation 1" in capsys.readouterr().out
     chats, agent = Path("page.html").read_text(encoding="utf-8").split("<article>")[1:]
