@@ -186,13 +186,9 @@ def test_a_step_that_talks_to_other_ranks_is_profiled(name: str, outline: bool, 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_rank_0_cannot_know_is_named_and_the_ranks_train_with_a_plan_that_is_not_searched(
-    name: str, tmp_path: Path
-) -> None:
-    first, second = values(run_ranks(train, 2, tmp_path, name, True))
-    assert first[:2] == second[:2]
-    assert not first[1]
-    assert SENTENCES[name] in first[2]
+def test_what_rank_0_cannot_know_is_named_on_every_rank_where_a_budget_is_given(name: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(train, 2, tmp_path, name, True)
+    assert all(SENTENCES[name] in str(each.error) for each in outcomes), outcomes
 
 
 def wait_for_profile(rank: int, ends: bool) -> list[str]:
