@@ -3,7 +3,7 @@
     python -m benchmarks.carry wheels
     python -m benchmarks.carry wheels --python 3.12 --mib 64 bitsandbytes
 
-There: `python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl`, with /tmp/site on PYTHONPATH.
+There: `python -m pip install --no-index --no-deps --target site wheels/*.whl`, with `site` on PYTHONPATH.
 Versions are those of constraints.txt.
 """
 
