@@ -283,10 +283,14 @@ class ProTrainStrategy(PaperStrategy):
             self._monitor.leave(module.trainer)
         self.precision_plugin.attach(None)
         if self._runtime is not None and self._device_failed:
+            # Nothing can be moved off such a device, and the error of trying would hide the cause.
             with suppress(RuntimeError):
                 self._runtime.remove()
-            self._runtime = None
-            return  # Nothing can be moved off such a device, and the error of doing so would hide the cause.
+            mark_torn(module, self._runtime.updates.torn)
+            self._runtime, self._device_failed = None, False
+            with suppress(RuntimeError):
+                super().teardown()
+            return
         if self._runtime is not None:
             self._runtime.remove()
             mark_torn(module, self._runtime.updates.torn)

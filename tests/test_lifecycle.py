@@ -347,6 +347,9 @@ def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
     assert any("the device is gone" in note for note in caught.value.__notes__)
     assert not device.host._open
     assert device.worker._pool is None
+    monkeypatch.undo()
+    trainer.fit(Module())  # The same strategy, with a device that works.
+    assert trainer.state.finished
 
 
 def test_a_backward_in_a_manual_step_runs_on_one_thread() -> None:
