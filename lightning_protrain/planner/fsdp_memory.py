@@ -1,0 +1,339 @@
+"""What a model takes under FSDP2, on the device and on the host of each rank, and how many blocks have to recompute.
+
+[Note: FSDP2 memory]
+Each rank holds a shard of every parameter, gradient and optimizer state, on the device or (`cpu_offload`) on the host.
+A *unit* is a group of parameters that is gathered at one time: each block, and the root, which has all others and stays
+gathered from the begin of forward to the end of backward. A shard is a part of the first dimension, the same on all
+ranks, so it is padded. Of the units beside the root there are on the device, where a unit is one with the most bytes:
+- in forward three: the gathered buffer of one unit and of the next, and the parameters that are copied out of it;
+- in backward two, one of them the buffer of the next unit, the gradients of the one that runs, and the input of the
+  reduce-scatter of the one before, in the dtype that is reduced.
+Root's gradients wait for the end of backward. Micro-batches that are accumulated without a reduction leave gradients of
+the whole model on each rank. Activations and temporaries are those of `memory_timeline`, for a plan under which every
+chunk is streamed; terms add up although they need not peak at one moment, so a prediction is an upper bound.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, prod
+
+from lightning_protrain.planner.chunks import pack_chunks, users_of
+from lightning_protrain.planner.explain import short_bytes
+from lightning_protrain.planner.memory import format_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.planner.prediction import PhasePrediction
+from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
+
+# The memory model asks a machine only whether copies run beside computation.
+_DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
+
+
+@dataclass(frozen=True)
+class FSDPRanks:
+    """How FSDP2 divides a model among ranks.
+
+    Attributes:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each of them.
+        shard_size: Ranks that hold one copy of all states together: `ranks_per_node` for HSDP by nodes; None: all.
+        cpu_offload: Whether the shards are on the host.
+
+    Raises:
+        ValueError: The ranks are no multiple of `shard_size`.
+    """
+
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    shard_size: int | None = None
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that every shard has as many copies as any other."""
+        if self.num_ranks < 1 or self.divisor < 1 or self.num_ranks % self.divisor:
+            raise ValueError(
+                f"{self.num_ranks} ranks ({self.num_nodes} nodes with {self.ranks_per_node} each) cannot hold copies "
+                f"of {self.divisor} shards. Give a divisor of {self.num_ranks}."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def divisor(self) -> int:
+        """Shards of each parameter."""
+        return self.num_ranks if self.shard_size is None else self.shard_size
+
+
+@dataclass(frozen=True)
+class FSDPProblem:
+    """A model that FSDP2 would train, see [Note: FSDP2 memory].
+
+    Attributes:
+        layout: The model; its blocks are what may recompute.
+        ranks: Who holds it.
+        state_bytes: Bytes of optimizer states for each trained element.
+        profile: One step with its backward; None: activations are not known, and not counted.
+        compute_dtype: The dtype of two bytes in which `"bf16-mixed"` gathers floats; None: each its own.
+        accumulates: Whether whole gradients are added up on each rank before they are reduced.
+        foreach: Whether the optimizer steps all shards at once, with temporaries as large as they are.
+        on_gpu: Whether the device has an allocator of its own, and pins the host memory of its shards.
+        alpha: Fragmentation factor of that allocator.
+        groups: First names of the parameters of each unit beside the root; None: those of each block.
+    """
+
+    layout: ModelLayout
+    ranks: FSDPRanks
+    state_bytes: float
+    profile: ModelProfile | None = None
+    compute_dtype: str | None = None
+    accumulates: bool = False
+    foreach: bool = True
+    on_gpu: bool = True
+    alpha: float = 1.0
+    groups: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks that can recompute, in order; the root cannot."""
+        return tuple(block.name for block in self.layout.blocks if block.name)
+
+    @cached_property
+    def units(self) -> tuple[tuple[ParameterInfo, ...], tuple[tuple[ParameterInfo, ...], ...]]:
+        """The parameters of the root, and those of every other unit."""
+        groups = self.groups
+        if groups is None:  # A parameter that two blocks need is the root's.
+            users = users_of(self.layout)
+            blocks = [block for block in self.layout.blocks if block.name]
+            groups = tuple(tuple(fqn for fqn in block.parameters if len(users[fqn]) == 1) for block in blocks)
+        inside = {fqn for group in groups for fqn in group}
+        root = tuple(info for info in self.layout.parameters if info.fqn not in inside)
+        return root, tuple(tuple(map(self.layout.parameter, group)) for group in groups if group)
+
+    def shard_numel(self, info: ParameterInfo) -> int:
+        """Elements that each rank holds of a parameter, padding included."""
+        return -(-info.shape[0] // self.ranks.divisor) * prod(info.shape[1:])
+
+
+@dataclass(frozen=True)
+class FSDPMemory:
+    """What each rank takes under FSDP2.
+
+    Attributes:
+        phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`: bytes of one rank by what they are.
+        ranks: Who they are.
+        checkpointed: Names of the blocks that recompute.
+        counts_activations: Whether they are known.
+    """
+
+    phases: tuple[PhasePrediction, ...]
+    ranks: FSDPRanks
+    checkpointed: tuple[str, ...]
+    counts_activations: bool
+
+    @property
+    def peak(self) -> PhasePrediction:
+        """The phase that takes most of the device."""
+        return max(self.phases, key=lambda phase: phase.device_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most on the device of one rank."""
+        return self.peak.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The most on the host for one rank; each of them loads the whole model."""
+        return max(phase.host_bytes for phase in self.phases)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """The most on the host of a node, for all its ranks."""
+        return self.ranks.ranks_per_node * self.host_bytes
+
+
+def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPMemory:
+    """Return what each rank takes, see [Note: FSDP2 memory].
+
+    Args:
+        problem: The model and the ranks.
+        checkpointed: Names of the blocks that recompute their activations.
+
+    Raises:
+        ValueError: The profile has no backward.
+    """
+    names = frozenset(checkpointed)
+    shards, host = _states(problem)
+    active = _activations(problem, names)
+    root, units = problem.units
+    size = _Sizes(problem)
+    gathered, unit = size.gathered(root), max(map(size.gathered, units), default=0)
+    buffers = 0 if problem.ranks.divisor == 1 else 1  # One rank copies without a collective.
+    # The root is gathered into a buffer that the first unit's takes the place of.
+    begin = {"gathered_root": (1 + buffers) * gathered, "gathered_units": (1 + buffers) * unit}
+    forward = {"gathered_root": gathered, "gathered_units": (1 + 2 * buffers) * unit}
+    running = {
+        "gathered_root": gathered,
+        "gathered_units": (1 + buffers) * unit,
+        "unreduced_gradients": size.gradients(root)
+        + max((size.gradients(each) + size.reduced(each) for each in units), default=0),
+    }
+    end = {"unreduced_gradients": size.gradients(root) + size.reduced(root)}
+    step = 0 if problem.ranks.cpu_offload else shards["gradients"] if problem.foreach else 2 * size.largest_gradient()
+    moments: dict[str, tuple[Mapping[str, int], ...]] = {
+        "forward": (begin, forward | active["forward"]),
+        "backward": (running | active["backward"], end),
+        "step": ({"temporaries": step},),
+        "evaluation": (begin, forward | active["evaluation"]),
+    }
+    whole = size.reduced(problem.layout.parameters) if problem.accumulates else 0
+    during = shards | {"gradients": max(whole, shards["gradients"])}
+    weights = {name: shards[name] for name in ("sharded_parameters", "module_buffers")}
+    fresh = {"whole_unit": max(sum(info.nbytes for info in each) for each in (root, *units))}
+    model = {"whole_model": sum(info.nbytes for info in problem.layout.parameters)}
+    phases = [PhasePrediction("loading", "", weights | fresh, model)]
+    for name, each in moments.items():
+        peak = max(each, key=lambda terms: sum(terms.values()))
+        states = shards if name == "step" else during
+        phases.append(PhasePrediction(name, "", {**states, **peak}, host))
+    kept = tuple(name for name in problem.block_names if name in names)
+    return FSDPMemory(tuple(phases), problem.ranks, kept, problem.profile is not None)
+
+
+def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
+    """Return the memory under which the fewest blocks recompute, from the first one on, so that each device fits it.
+
+    The last blocks keep their activations: backward uses these up first, and makes room for gradients.
+
+    Args:
+        problem: The model and the ranks, with the profile of a step.
+        device_bytes: What the device of each rank may hold; None: no limit, and no block recomputes.
+
+    Raises:
+        ValueError: All blocks recompute, and it still does not fit.
+    """
+    names = problem.block_names
+
+    def memory(count: int) -> FSDPMemory:
+        return fsdp_memory(problem, names[:count])
+
+    if device_bytes is None:
+        return memory(0)
+    # More recomputation never takes more, but for what a block computes again beside a small peak elsewhere.
+    count = bisect_left(range(len(names)), True, key=lambda count: memory(count).device_bytes <= device_bytes)
+    found = memory(count)
+    if found.device_bytes > device_bytes:
+        raise ValueError(_refusal(problem, found, device_bytes))
+    return found
+
+
+def _refusal(problem: FSDPProblem, found: FSDPMemory, device_bytes: int) -> str:
+    peak = found.peak
+    terms = ", ".join(f"{name} {short_bytes(nbytes)}" for name, nbytes in peak.device.items() if nbytes)
+    instead = []
+    if problem.accumulates:
+        instead.append(("sync_each_batch=True", replace(problem, accumulates=False)))
+    if problem.ranks.divisor < problem.ranks.num_ranks:
+        whole = replace(problem.ranks, shard_size=None)
+        instead.append(('sharding_strategy="FULL_SHARD"', replace(problem, ranks=whole)))
+    if not problem.ranks.cpu_offload:
+        offloaded = replace(problem.ranks, cpu_offload=True)
+        instead.append(("cpu_offload=True", replace(problem, ranks=offloaded)))
+    ways = [(name, fsdp_memory(other, found.checkpointed).device_bytes) for name, other in instead]
+    fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
+    remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
+    return (
+        f"FSDP2 over {problem.ranks.num_ranks} ranks needs {format_bytes(found.device_bytes)} on each device with all "
+        f"{len(problem.block_names)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
+        f"allowed. {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of whole units under a problem; what is gathered and reduced is padded to equal shards."""
+
+    problem: FSDPProblem
+
+    def gathered(self, infos: Iterable[ParameterInfo]) -> int:
+        """Bytes of their parameters as the step uses them."""
+        return sum(self._padded(info) * self._used(info) for info in infos)
+
+    def gradients(self, infos: Iterable[ParameterInfo]) -> int:
+        """Bytes of their gradients as the step makes them."""
+        return sum(info.numel * self._used(info) for info in infos if info.trainable)
+
+    def reduced(self, infos: Iterable[ParameterInfo]) -> int:
+        """Bytes of their gradients as they are reduced: in float32 if they are computed in two bytes."""
+        size = None if self.problem.compute_dtype is None else 4
+        return sum(self._padded(info) * (size or _itemsize(info)) for info in infos if info.trainable)
+
+    def largest_gradient(self) -> int:
+        """Bytes of the largest shard of a gradient."""
+        layout = self.problem.layout
+        return max(
+            (self.problem.shard_numel(info) * _itemsize(info) for info in layout.parameters if info.trainable),
+            default=0,
+        )
+
+    def _padded(self, info: ParameterInfo) -> int:
+        return self.problem.ranks.divisor * self.problem.shard_numel(info)
+
+    def _used(self, info: ParameterInfo) -> int:
+        return 2 if self.problem.compute_dtype is not None else _itemsize(info)
+
+
+def _itemsize(info: ParameterInfo) -> int:
+    return info.nbytes // max(info.numel, 1)
+
+
+def _states(problem: FSDPProblem) -> tuple[dict[str, int], dict[str, int]]:
+    """Return bytes of the shards of one rank on its device, and on the host."""
+    numels = [(info, problem.shard_numel(info)) for info in problem.layout.parameters]
+    # PyTorch pins host memory in powers of two.
+    granted = _power_of_two if problem.ranks.cpu_offload and problem.on_gpu else int
+    terms = {
+        "sharded_parameters": sum(granted(numel * _itemsize(info)) for info, numel in numels),
+        "gradients": sum(granted(numel * _itemsize(info)) for info, numel in numels if info.trainable),
+        "optimizer_states": ceil(problem.state_bytes * sum(numel for info, numel in numels if info.trainable)),
+    }
+    buffers = {"module_buffers": problem.layout.buffer_bytes}
+    none = dict.fromkeys(terms, 0)
+    return (none | buffers, terms) if problem.ranks.cpu_offload else (terms | buffers, none)
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _activations(problem: FSDPProblem, checkpointed: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return activations and temporaries by phase, as `memory_timeline` has them where every chunk is streamed."""
+    phases = ("forward", "backward", "evaluation")
+    if problem.profile is None:
+        return {name: {} for name in phases}
+    layout = problem.layout
+    if problem.compute_dtype is not None:  # Autocast copies no weight that is gathered in its dtype.
+        floats = {info.fqn for info in layout.parameters if info.dtype == "float32"}
+        layout = layout.streaming(floats, problem.compute_dtype)
+    blocks = tuple(
+        BlockPlan(block.name, BlockPolicy.CHECKPOINT if block.name in checkpointed else BlockPolicy.KEEP)
+        for block in layout.blocks
+    )
+    chunks = pack_chunks(layout)
+    buffers = minimum_chunk_buffers(layout, chunks)
+    shapes = {info.fqn: info.shape for info in layout.parameters}
+    plan = Plan(chunks, blocks, buffers, memory_terms(layout, chunks, buffers, 0.0, blocks), shapes)
+    device = replace(_DEVICE, asynchronous=problem.on_gpu)
+    timeline = memory_timeline(problem.profile, layout, plan, device, 0.0, alpha=problem.alpha)
+    return {
+        name: {term: timeline.phase(name).device[term] for term in ("activations", "loss_copies", "unexercised")}
+        | {"fragmentation": max(timeline.phase(name).fragmentation, 0)}
+        for name in phases
+    }
