@@ -16,7 +16,7 @@ chunk is streamed; terms add up although they need not peak at one moment, so a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
@@ -32,6 +32,10 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Param
 
 # The memory model asks a machine only whether copies run beside computation.
 _DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
+
+
+class FSDPTooLarge(ValueError):
+    """A model takes more under FSDP2 than there is, on devices or hosts."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,20 @@ class FSDPRanks:
     def num_ranks(self) -> int:
         """Ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def meshes(self) -> tuple[FSDPRanks, ...]:
+        """What the ranks may do where nothing is given: HSDP by nodes, which sends least between them, or all shard."""
+        whole = replace(self, shard_size=None)
+        return (replace(self, shard_size=self.ranks_per_node), whole) if self.num_nodes > 1 else (whole,)
+
+    def describe(self) -> str:
+        """Return who holds what, as a part of a sentence."""
+        if self.num_ranks == 1:
+            return "on one rank"
+        if self.divisor == self.num_ranks:
+            return f"sharded over all {self.num_ranks} ranks"
+        return f"HSDP: {self.num_ranks // self.divisor} copies, each sharded over {self.divisor} ranks"
 
     @property
     def divisor(self) -> int:
@@ -158,6 +176,19 @@ class FSDPMemory:
         """The most on the host of a node, for all its ranks."""
         return self.ranks.ranks_per_node * self.host_bytes
 
+    def describe(self, num_blocks: int) -> str:
+        """Return one sentence for the user: bytes of a rank and of a node, the mesh, and what recomputes.
+
+        Args:
+            num_blocks: Blocks of the model.
+        """
+        unknown = "" if self.counts_activations else ", activations not counted"
+        return (
+            f'strategy="protrain_fsdp2" takes {format_bytes(self.device_bytes)} on each device and '
+            f"{format_bytes(self.node_host_bytes)} on the host of each node at most ({self.ranks.describe()}, "
+            f"{len(self.checkpointed)} of {num_blocks} blocks recomputed{unknown})."
+        )
+
 
 def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPMemory:
     """Return what each rank takes, see [Note: FSDP2 memory].
@@ -207,6 +238,65 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
     return FSDPMemory(tuple(phases), problem.ranks, kept, problem.profile is not None)
 
 
+def fit_fsdp(
+    problem: FSDPProblem,
+    device_bytes: int | None,
+    host_bytes: int | None = None,
+    meshes: Sequence[FSDPRanks] | None = None,
+    count: int | None = None,
+) -> FSDPMemory:
+    """Return the memory under the first mesh that fits, with the fewest blocks recomputed.
+
+    Args:
+        problem: The model and the ranks.
+        device_bytes: What the device of each rank may hold; None: no limit.
+        host_bytes: What the host of each node may hold; None: no limit.
+        meshes: What may be taken, in order; None: `problem.ranks.meshes`.
+        count: Blocks that recompute, from the first one on; None: as few as fit.
+
+    Raises:
+        FSDPTooLarge: No mesh fits; the refusal is that of the last one.
+    """
+    *others, last = meshes or problem.ranks.meshes
+    for ranks in others:
+        try:
+            return _fit(replace(problem, ranks=ranks), device_bytes, host_bytes, count)
+        except FSDPTooLarge:
+            pass
+    return _fit(replace(problem, ranks=last), device_bytes, host_bytes, count)
+
+
+def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None, count: int | None) -> FSDPMemory:
+    if count is None:
+        found = fewest_checkpointed(problem, device_bytes)
+    else:
+        found = fsdp_memory(problem, problem.block_names[:count])
+        if device_bytes is not None and found.device_bytes > device_bytes:
+            raise FSDPTooLarge(_refusal(problem, found, device_bytes))
+    if host_bytes is not None and found.node_host_bytes > host_bytes:
+        offloads = "Leave cpu_offload out, train" if problem.ranks.cpu_offload else "Train"
+        raise FSDPTooLarge(
+            f"FSDP2 over {problem.ranks.num_ranks} ranks ({problem.ranks.describe()}) needs "
+            f"{format_bytes(found.node_host_bytes)} on the host of each node, {format_bytes(host_bytes)} are there. "
+            f"{offloads} on more nodes, or with fewer ranks on each."
+        )
+    return found
+
+
+def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None = None) -> str:
+    """Return what FSDP2 takes for the model, or why it does not fit either: for users of another strategy.
+
+    Args:
+        problem: The model and the ranks; `shard_size` is chosen.
+        device_bytes: As in `fit_fsdp`.
+        host_bytes: As in `fit_fsdp`.
+    """
+    try:
+        return fit_fsdp(problem, device_bytes, host_bytes).describe(len(problem.block_names))
+    except FSDPTooLarge as error:
+        return f'strategy="protrain_fsdp2" does not fit either: {error}'
+
+
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
     """Return the memory under which the fewest blocks recompute, from the first one on, so that each device fits it.
 
@@ -217,7 +307,7 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
         device_bytes: What the device of each rank may hold; None: no limit, and no block recomputes.
 
     Raises:
-        ValueError: All blocks recompute, and it still does not fit.
+        FSDPTooLarge: All blocks recompute, and it still does not fit.
     """
     names = problem.block_names
 
@@ -230,7 +320,7 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
     count = bisect_left(range(len(names)), True, key=lambda count: memory(count).device_bytes <= device_bytes)
     found = memory(count)
     if found.device_bytes > device_bytes:
-        raise ValueError(_refusal(problem, found, device_bytes))
+        raise FSDPTooLarge(_refusal(problem, found, device_bytes))
     return found
 
 
@@ -247,13 +337,20 @@ def _refusal(problem: FSDPProblem, found: FSDPMemory, device_bytes: int) -> str:
         offloaded = replace(problem.ranks, cpu_offload=True)
         instead.append(("cpu_offload=True", replace(problem, ranks=offloaded)))
     ways = [(name, fsdp_memory(other, found.checkpointed).device_bytes) for name, other in instead]
+    if len(found.checkpointed) < len(problem.block_names):
+        ways.insert(0, ('activation_checkpointing="auto"', fsdp_memory(problem, problem.block_names).device_bytes))
     fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
     remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
     return (
-        f"FSDP2 over {problem.ranks.num_ranks} ranks needs {format_bytes(found.device_bytes)} on each device with all "
-        f"{len(problem.block_names)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
+        f"FSDP2 over {problem.ranks.num_ranks} ranks needs {format_bytes(found.device_bytes)} on each device with "
+        f"{_count(found, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
         f"allowed. {remedy}"
     )
+
+
+def _count(found: FSDPMemory, problem: FSDPProblem) -> str:
+    count, every = len(found.checkpointed), len(problem.block_names)
+    return f"all {every}" if count == every else f"{count} of {every}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fewest_checkpointed, fsdp_memory
+from lightning_protrain.planner.fsdp_memory import (
+    FSDPProblem,
+    FSDPRanks,
+    FSDPTooLarge,
+    fewest_checkpointed,
+    fit_fsdp,
+    fsdp_memory,
+    fsdp_sentence,
+)
 from lightning_protrain.profiler.records import ModelProfile, Pass, Segment
 from tests.planner.layouts import layouts, transformer
 
@@ -136,6 +144,38 @@ def test_what_fits_nowhere_is_refused_with_what_would() -> None:
     assert all(way in text for way in ("sync_each_batch=True", 'sharding_strategy="FULL_SHARD"', "cpu_offload=True"))
     with pytest.raises(ValueError, match=r"Train on more ranks, or with a smaller batch"):
         fewest_checkpointed(case, 1000)
+
+
+def test_hsdp_by_nodes_is_taken_where_a_node_holds_the_model() -> None:
+    case = problem(profile=PROFILE, on_gpu=False)
+    by_nodes, whole = case.ranks.meshes
+    assert (by_nodes.divisor, whole.divisor) == (2, 4)
+    assert problem(num_nodes=1, here=4).ranks.meshes == (FSDPRanks(1, 4),)
+    least = fsdp_memory(replace(case, ranks=by_nodes), case.block_names).device_bytes
+    for budget, divisor in ((None, 2), (least, 2), (least - 1, 4)):
+        assert fit_fsdp(case, budget).ranks.divisor == divisor
+    assert fit_fsdp(case, least, meshes=[whole]).ranks == whole
+    assert "2 copies, each sharded over 2 ranks, 3 of 4 blocks recomputed" in fsdp_sentence(case, least)
+    assert "sharded over all 4 ranks" in fsdp_sentence(case, least - 1)
+
+
+def test_a_number_of_blocks_that_is_given_is_kept_to() -> None:
+    case = problem(profile=PROFILE, on_gpu=False)
+    assert fit_fsdp(case, None, count=3).checkpointed == case.block_names[:3]
+    needed = fsdp_memory(case, case.block_names[:1]).device_bytes
+    with pytest.raises(FSDPTooLarge, match=r"with 1 of 4 blocks recomputed.*activation_checkpointing=\"auto\""):
+        fit_fsdp(case, needed - 1, count=1, meshes=[FSDPRanks(2, 2)])
+
+
+def test_hosts_that_are_too_small_are_refused() -> None:
+    case = problem(profile=PROFILE, on_gpu=False, cpu_offload=True)
+    by_nodes, whole = (fsdp_memory(replace(case, ranks=ranks)).node_host_bytes for ranks in case.ranks.meshes)
+    assert by_nodes == 2 * whole == 4 * WEIGHTS
+    assert fit_fsdp(case, None, by_nodes).ranks.divisor == 2
+    assert fit_fsdp(case, None, by_nodes - 1).ranks.divisor == 4
+    with pytest.raises(FSDPTooLarge, match=rf"{whole} bytes\) on the host of each node.*Leave cpu_offload out"):
+        fit_fsdp(case, None, whole - 1)
+    assert fsdp_sentence(case, None, whole - 1).startswith('strategy="protrain_fsdp2" does not fit either: FSDP2 over')
 
 
 def test_ranks_hold_whole_copies() -> None:
