@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.footprint import Footprint
-from lightning_protrain.planner.named import Named
+from lightning_protrain.planner.named import Named, come_together
 from lightning_protrain.planner.network import Gathering, Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
@@ -21,8 +21,9 @@ from lightning_protrain.planner.recomputation import durations
 from lightning_protrain.planner.sizes import Sizes
 from lightning_protrain.planner.sums import Sums
 from lightning_protrain.planner.training import Training
+from lightning_protrain.planner.unexercised import Reserve, without_gradients
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Segment
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
 
 Integers = NDArray[np.int64]
 # Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
@@ -98,6 +99,97 @@ class Problem:
                     f"The profile has {kind} that the model has not ({', '.join(map(repr, unknown[:5]))}): it is one "
                     "of another model. Profile this one."
                 )
+
+    @cached_property
+    def computes(self) -> list[tuple[float, float]]:
+        """Seconds of the device at each segment, in forward and in backward."""
+        return [(each.forward, each.backward) for each in durations(self.profile.segments, self.hardware)]
+
+    @cached_property
+    def recomputes(self) -> list[tuple[float, float]]:
+        """Seconds of the device to run each segment again, as a whole and but for its products."""
+        return [(each.recomputed, each.selective) for each in durations(self.profile.segments, self.hardware)]
+
+    @cached_property
+    def gradients(self) -> list[list[tuple[ParameterInfo, float]]]:
+        """The gradients of each segment in order, and the part of its backward that has been computed at each."""
+        infos = [[self.layout.parameter(fqn) for fqn in segment.gradients] for segment in self.profile.segments]
+        return [
+            list(zip(own, come_together([it.fqn for it in own], [it.numel for it in own]), strict=True))
+            for own in infos
+        ]
+
+    @cached_property
+    def gradient_positions(self) -> list[tuple[str, int]]:
+        """First names of the parameters that get gradients, and the index of the segment of each."""
+        return [(fqn, index) for index, one in enumerate(self.profile.segments) for fqn in one.gradients]
+
+    @cached_property
+    def segment_facts(self) -> SegmentFacts:
+        """What the memory model reads of the profile, whatever the plan."""
+        return SegmentFacts(self)
+
+    @cached_property
+    def lookups(self) -> frozenset[int]:
+        """Indices of segments that only look up tables, which no backward reads: their parameters are no vectors."""
+        shapes = {info.fqn: info.shape for info in self.layout.parameters}
+        tables = {
+            unit.name
+            for unit in self.layout.units
+            if not unit.is_block and all(len(shapes[fqn]) > 1 for fqn in unit.parameters)
+        }
+        return frozenset(
+            index
+            for index, segment in enumerate(self.profile.segments)
+            if segment.unit in tables and not any(cost.flops for cost in segment.forward.operations)
+        )
+
+
+def casts_of(segment: Segment, names: frozenset[str]) -> int:
+    """Return the bytes of copies of the parameters `names` that a segment saves."""
+    return sum(nbytes for fqn, nbytes in segment.casts if fqn in names)
+
+
+class SegmentFacts:
+    """What the memory model reads of a profile, whatever the plan; lists have an element for each segment.
+
+    Args:
+        problem: The problem.
+
+    Attributes:
+        block: Index among the blocks of the layout; None outside.
+        previous: Index of the latest segment of a block before; None if there is none.
+        castable: Bytes of copies that are not made if all weights that can come in the dtype in which they are used do.
+        shared_held: As `held_bytes` where an earlier segment of the same list was given as much, else 0.
+        lists: The first segment of each list of blocks that share what they are given, and those that share it.
+        reserve: Estimates for blocks that did not run.
+        never: Parameters that get no gradient, whatever the batch.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        segments, layout = problem.profile.segments, problem.layout
+        index_of = {block.name: index for index, block in enumerate(layout.blocks)}
+        self.block = [None if one.between else index_of.get(one.unit) for one in segments]
+        self.previous: list[int | None] = []
+        latest = None
+        for index, block in enumerate(self.block):
+            self.previous.append(latest)
+            latest = index if block is not None else latest
+        self.castable = [casts_of(one, layout.low) for one in segments]
+        self.only_castable = [layout.low.issuperset(dict(one.casts)) for one in segments]
+        most: dict[str, int] = {}
+        self.shared_held = []
+        lists: dict[str, list[int]] = {}
+        names = [one.unit.rpartition(".")[0] for one in segments]
+        for index, (name, one) in enumerate(zip(names, segments, strict=True)):
+            shared = 0 < one.held_bytes <= most.get(name, 0)
+            self.shared_held.append(one.held_bytes if shared else 0)
+            most[name] = max(most.get(name, 0), one.held_bytes)
+            if shared:
+                lists.setdefault(name, []).append(index)
+        self.lists = [(names.index(name), frozenset(sharing)) for name, sharing in lists.items()]
+        self.reserve = Reserve.of(problem.profile, layout)
+        self.never = without_gradients(problem.profile, layout)
 
 
 class Unpacked:

@@ -1,0 +1,441 @@
+"""What a plan takes in every phase of training, on the device and on the host: the memory model, for one plan.
+
+[Note: Positions]
+A step goes through the segments of the profile forward, then backward: two *positions* for each segment. The profile
+knows the level of all activations there if every block keeps them. What a plan frees in the segments before is taken
+off: they have been run forward and not yet backward. A segment without backward frees nothing, as it goes anyway.
+
+Two things come on top. What the last block has swapped is still on the device while the next one runs forward, and
+there again, as copies of its own, while the next one runs backward (see [Note: Windows] of the runtime). And a
+checkpointed block is run forward once more at the start of its backward.
+
+[Note: Casts]
+A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
+copied. Lightning switches autocast's cache off; with one, copies would outlive their block, and count too long here.
+
+[Note: Live chunks]
+The runtime fetches in the order of use as long as it need not give up what is used earlier. So when a unit has begun,
+those chunks are there that are needed next, from its own on; after them, where room is left, what was used last. Before
+the first unit that streams they are those that it will need. There are as many as there are buffers, if these have the
+bytes for them; else the bytes of all buffers are the bound. A unit that encloses others is there while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from lightning_protrain.planner.chunks import chunks_of
+from lightning_protrain.planner.host import host_terms, loading_terms
+from lightning_protrain.planner.memory import resident_bytes
+from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, chunk_offsets
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY
+from lightning_protrain.planner.problem import Problem, casts_of
+
+# Bytes: the training loop has copies of the loss, of this step and of the one before, that a profile knows nothing of.
+LOSS_COPIES = 2 * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one phase takes at its peak, in bytes.
+
+    Attributes:
+        name: `"loading"`, `"forward"`, `"backward"`, `"step"` or `"evaluation"`.
+        unit: Name of the unit at the peak of the device; `""` between units and where no unit runs.
+        device: Terms by name; they are all there at one time.
+        host: Terms on the host by name; the most in the phase.
+        fragmentation: What a caching allocator adds to activations and temporaries; negative if its factor is below 1.
+    """
+
+    name: str
+    unit: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    fragmentation: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device; never less than the sum of all terms, whatever the fragmentation."""
+        return sum(self.device.values()) + max(self.fragmentation, 0)
+
+    @property
+    def host_total(self) -> int:
+        """Bytes on the host."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """All phases of training under one plan.
+
+    Attributes:
+        phases: In the order in which they come.
+        unexercised: Units that the profiled batch did not run, for which an estimate is reserved.
+    """
+
+    phases: tuple[Phase, ...]
+    unexercised: tuple[str, ...] = ()
+
+    def phase(self, name: str) -> Phase:
+        """Return the phase called `name`.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(name)
+
+    @property
+    def device_peak(self) -> int:
+        """The most bytes on the device."""
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes on the host."""
+        return max(phase.host_total for phase in self.phases)
+
+
+def memory_timeline(problem: Problem, plan: Plan) -> MemoryTimeline:
+    """Return what `plan` takes, phase by phase.
+
+    Args:
+        problem: The model, the machine and the training loop.
+        plan: A whole plan for the model.
+
+    Raises:
+        ValueError: The profile has no backward.
+    """
+    if not any(segment.backward.peak_bytes for segment in problem.profile.segments):
+        raise ValueError(
+            "The profile has no backward, so what it takes is not known. Profile a step that returns the loss."
+        )
+    model = _Model(problem, plan)
+    phases = (model.loading(), model.forward(), model.backward(), model.step(), model.evaluation())
+    return MemoryTimeline(phases, model.facts.reserve.names)
+
+
+def _less(peak: int, other: int) -> int:
+    return peak - other if other else 0  # 0: not known.
+
+
+class _Model:
+    """What all phases of one plan have in common."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan = problem, plan
+        self.facts = problem.segment_facts
+        self._segments, layout = problem.profile.segments, problem.layout
+        self._alpha = problem.alpha if problem.hardware.asynchronous else 1.0
+        # Casts of these are not made: the copy comes in their place.
+        self._streamed = frozenset(fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+        self._casts = [casts_of(one, self._streamed) if one.casts else 0 for one in self._segments]
+        blocks = {block.name: block for block in plan.blocks}
+        own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
+        self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
+        self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
+        # A checkpointed block may swap what it is given.
+        self._inputs = [
+            segment.input_bytes if again and block is not None and block.swap_bytes else 0
+            for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
+        ]
+        swap_bytes = problem.profile.swap_bytes(self._streamed)
+        self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
+        self._live = _LiveChunks(problem, plan)
+        self._reserved = self.facts.reserve.total({block.name: block.policy for block in plan.blocks})
+        resident = [chunk for chunk in plan.chunks if chunk.resident]
+        trained = [chunk for chunk in resident if chunk.trainable and not self.facts.never.issuperset(chunk.parameters)]
+        self._gradients = {
+            fqn: chunk_offsets([layout.parameter(fqn).nbytes])[1] for chunk in trained for fqn in chunk.parameters
+        }
+        self._all_gradients = sum(self._gradients.values())
+        self._states = {
+            "resident_parameters": sum(chunk.nbytes for chunk in resident),
+            "optimizer_states": sum(
+                resident_bytes(layout, chunk, problem.state_bytes) - chunk.nbytes for chunk in trained
+            ),
+            "module_buffers": layout.buffer_bytes,
+        }
+
+    @cached_property
+    def _host(self) -> dict[str, int]:
+        """Terms of the host while it trains."""
+        problem = self.problem
+        again, asynchronous = problem.training.accumulate, problem.hardware.asynchronous
+        terms = host_terms(problem.layout, self.plan, problem.state_bytes, again, asynchronous, problem.sharers)
+        if problem.checkpoint_copy:
+            terms[CHECKPOINT_COPY] = problem.checkpoint_copy
+        return terms
+
+    def loading(self) -> Phase:
+        """Return the phase in which resident weights come, and chunks are laid out one after the other."""
+        largest = max((chunk.nbytes for chunk in self.plan.chunks if not chunk.resident), default=0)
+        device = {name: self._states[name] for name in ("resident_parameters", "module_buffers")}
+        host = loading_terms(self.problem.layout, self.plan, self.problem.hardware.asynchronous)
+        return Phase("loading", "", device | {"chunk_buffers": largest}, host)
+
+    def forward(self) -> Phase:
+        """Return the forward: gradients of the step before are still there, and are dropped when the loss is known."""
+        levels, windows = [], []
+        held, gone = self._held(), self._freed_before()
+        for index, segment in enumerate(self._segments):
+            policy, way = self._policies[index], segment.forward
+            if policy is BlockPolicy.SELECTIVE:
+                level = way.selective_peak - self._own(index, way.selective_peak, way.selective_peak_without_casts)
+            elif policy is BlockPolicy.CHECKPOINT:
+                level = way.unsaved_peak or way.peak_bytes
+                level -= self._own(index, way.unsaved_peak, way.unsaved_peak_without_casts)
+            else:
+                level = way.peak_bytes - self._own(index, way.peak_bytes, way.peak_without_casts)
+            levels.append(level + held[index] - gone[index])
+            before = self.facts.previous[index]
+            window = 0
+            if before is not None:
+                swapped = self._freed[before] if self._policies[before] is BlockPolicy.SWAP else 0
+                window = swapped + self._inputs[before]
+            windows.append(window)
+        gradients = [self._all_gradients] * len(levels)
+        return self._phase("forward", levels, windows, gradients, self._live.forward)
+
+    def backward(self) -> Phase:
+        """Return the backward: gradients of resident chunks come one by one, or are there if they are accumulated."""
+        levels, windows = [], []
+        held, gone = self._held(), self._freed_before()
+        for index, segment in enumerate(self._segments):
+            policy, ahead, back = self._policies[index], segment.forward, segment.backward
+            level = back.peak_bytes - self._own(index, back.peak_bytes, back.peak_without_casts)
+            if self._recomputes[index]:
+                level += segment.held_bytes - self.facts.shared_held[index]
+            if policy is BlockPolicy.CHECKPOINT:
+                again = back.live_bytes - segment.checkpoint_saving + ahead.peak_bytes - ahead.live_bytes
+                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts) + self._inputs[index]
+                level = max(level, again)
+            elif policy is BlockPolicy.SELECTIVE:
+                asked = max(segment.asked_live, back.live_bytes)
+                again = asked - segment.checkpoint_saving + ahead.again_peak - ahead.live_bytes
+                again -= self._own(index, ahead.again_peak, ahead.again_peak_without_casts)
+                level = max(level + segment.idle_product_bytes, again)
+            levels.append(level + held[index] - gone[index])
+            before = self.facts.previous[index]
+            window = 0
+            if before is not None:
+                swapped = self._swap_bytes[before] if self._policies[before] is BlockPolicy.SWAP else 0
+                window = swapped + self._inputs[before]
+            if policy is BlockPolicy.SWAP:
+                # The level has once what other segments save too.
+                window += max(self._swap_bytes[index] - segment.swap_saving, 0)
+            windows.append(window)
+        return self._phase("backward", levels, windows, self._gradients_at(), self._live.backward, self._in_flight())
+
+    def step(self) -> Phase:
+        """Return the optimizer step of what is resident, in which nothing streams."""
+        sizes = [*self._gradients.values(), 0]
+        temporaries = sum(sizes) if self.problem.foreach else 2 * max(sizes)
+        device = self._states | {"gradients": self._all_gradients, "temporaries": temporaries}
+        return Phase("step", "", device, self._host, self._fragmentation(temporaries))
+
+    def evaluation(self) -> Phase:
+        """Return a forward that saves nothing; gradients of the step before are still there."""
+        levels, gone = [], 0
+        for index, segment in enumerate(self._segments):
+            way = segment.forward
+            own = self._own(index, way.unsaved_peak, way.unsaved_peak_without_casts)
+            levels.append((way.unsaved_peak or way.peak_bytes) - own - gone)
+            if self.facts.block[index] is not None and segment.backward.peak_bytes > 0:
+                gone += max(segment.checkpoint_saving, 0)
+        nothing, gradients = [0] * len(levels), [self._all_gradients] * len(levels)
+        phase = self._phase("evaluation", levels, nothing, gradients, self._live.evaluation)
+        whole = {"whole_weights": self._whole_weights()}
+        return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
+
+    def _own(self, index: int, peak: int, without_casts: int) -> int:
+        """Return what a segment's own casts add to a peak, if none of them is made, see [Note: Casts]; else 0."""
+        facts = self.facts
+        if not facts.only_castable[index] or self._casts[index] != facts.castable[index]:
+            return 0
+        return min(_less(peak, without_casts), facts.castable[index])
+
+    @cached_property
+    def _freed(self) -> list[int]:
+        """What every segment frees under its policy from the end of its forward to its backward."""
+        found = []
+        for index, segment in enumerate(self._segments):
+            policy = self._policies[index]
+            if policy is BlockPolicy.SWAP:
+                freed = segment.swap_saving
+            elif policy is BlockPolicy.CHECKPOINT:
+                freed = segment.checkpoint_saving + self._inputs[index]
+            elif policy is BlockPolicy.SELECTIVE:
+                freed = segment.checkpoint_saving - (segment.product_bytes or 0) + self._inputs[index]
+            else:
+                freed = self._casts[index]
+            found.append(freed)
+        return found
+
+    def _freed_before(self) -> list[int]:
+        """Return what has been freed in forward until each segment, and is not gone anyway."""
+        found, gone = [], 0
+        for segment, freed in zip(self._segments, self._freed, strict=True):
+            found.append(gone)
+            gone += freed if segment.backward.peak_bytes > 0 else 0  # When the rest goes is not known.
+        return found
+
+    def _held(self) -> list[int]:
+        """Return what recomputations keep of what they are given, where the first block of their list does not do it.
+
+        The blocks of one list share what they are given beside what the one before has made. In the profile, the first
+        of them keeps it.
+        """
+        found = [0] * len(self._segments)
+        for first, sharing in self.facts.lists:
+            if self._recomputes[first]:
+                continue
+            most = 0
+            for index in range(len(found)):
+                if index in sharing and self._recomputes[index]:
+                    most = max(most, self.facts.shared_held[index])
+                found[index] += most
+        return found
+
+    def _gradients_at(self) -> list[int]:
+        """Return the bytes of gradients of resident chunks at the peak of every segment's backward."""
+        count = len(self._segments)
+        if self.problem.training.accumulate > 1:
+            return [self._all_gradients] * count
+        whole_at = dict(self.problem.gradient_positions)
+        arrivals = [0] * (count + 1)  # The last one: another batch may have left one.
+        for fqn, nbytes in self._gradients.items():
+            arrivals[whole_at.get(fqn, count)] += nbytes
+        found, later = [0] * count, arrivals[count]
+        for index in reversed(range(count)):
+            segment = self._segments[index]
+            own = max(segment.peak_with_gradients - segment.backward.peak_bytes, 0)
+            found[index] = later + min(arrivals[index], own)
+            later += arrivals[index]
+        return found
+
+    def _in_flight(self) -> int:
+        """Return gradients of offloaded chunks that are held while they land; one more is in the profile."""
+        layout = self.problem.layout
+        offloaded = [chunk for chunk in self.plan.chunks if not chunk.resident and chunk.trainable]
+        sizes = sorted(layout.parameter(fqn).streamed_nbytes for chunk in offloaded for fqn in chunk.parameters)
+        return sizes[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
+
+    def _whole_weights(self) -> int:
+        """Return weights streamed in two bytes that a unit needs whole, if it is evaluated outside of autocast."""
+        if not self._streamed:
+            return 0
+        layout = self.problem.layout
+        return max(
+            sum(layout.parameter(fqn).nbytes for fqn in self._streamed.intersection(unit.parameters))
+            for unit in layout.units
+        )
+
+    def _phase(
+        self,
+        name: str,
+        levels: Sequence[int],
+        windows: Sequence[int],
+        gradients: Sequence[int],
+        live: Sequence[int],
+        in_flight: int = 0,
+    ) -> Phase:
+        """Return the phase at its peak."""
+        factor = max(self._alpha, 1.0)
+        totals = [
+            (level + window + self._reserved) * factor + gradient + chunks
+            for level, window, gradient, chunks in zip(levels, windows, gradients, live, strict=True)
+        ]
+        peak = totals.index(max(totals))
+        device = self._states | {
+            "gradients": gradients[peak],
+            "gradients_in_flight": in_flight,
+            "chunk_buffers": live[peak],
+            "activations": levels[peak],
+            "swapped_activations": windows[peak],
+            "loss_copies": LOSS_COPIES,
+            "unexercised": self._reserved,
+        }
+        activations = levels[peak] + windows[peak] + self._reserved
+        return Phase(name, self._segments[peak].unit, device, self._host, self._fragmentation(activations))
+
+    def _fragmentation(self, nbytes: int) -> int:
+        return ceil((self._alpha - 1.0) * nbytes)
+
+
+class _LiveChunks:
+    """Bytes of live chunks under a plan, see [Note: Live chunks].
+
+    Attributes:
+        forward: Bytes in every segment of a forward that a backward follows.
+        backward: Bytes in the backward of every segment.
+        evaluation: Bytes in every segment of a forward alone.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        layout, units = problem.layout, [segment.unit for segment in problem.profile.segments]
+        needed = {
+            name: tuple(index for index in indices if not plan.chunks[index].resident)
+            for name, indices in chunks_of(layout, plan.chunks).items()
+        }
+        ran = set(units)
+        around: dict[str, tuple[int, ...]] = {}
+        for unit in layout.units:
+            for inner in unit.encloses if unit.name and unit.name not in ran else ():
+                around[inner] = (*around.get(inner, ()), *needed[unit.name])
+        # The weights of the root itself are there throughout a step.
+        self._pinned = set(needed.get("", ()))
+        self._sizes = [chunk.nbytes for chunk in plan.chunks]
+        self._plan = plan
+        there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
+        back = there[::-1]
+        # What is needed first was used last by the backward before, and may be there still.
+        first = max(self._windows(there, ())[:1], default=0)
+        self.evaluation = self._walk(there, (), first)
+        self.forward = self._walk(there, back, first)
+        self.backward = self._walk(back, (), self.forward[-1])[::-1]
+
+    def _walk(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]], before: int) -> list[int]:
+        """Return the bytes at each of `uses`, which `then` follow; `before` the first of them that needs chunks."""
+        live, windows = [], iter(self._windows(uses, then))
+        latest = max(before, sum(self._sizes[index] for index in self._pinned))
+        for own in uses:
+            latest = next(windows) if own else latest
+            live.append(latest)
+        return live
+
+    def _windows(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the bytes of live chunks at each of `uses` that needs some: a window over the order of use."""
+        order = [index for needs in (*uses, *then) for index in needs]
+        drops = [index for needs in uses for index in needs[::-1]]
+        counts = dict.fromkeys(self._pinned, 1)  # Of each chunk in the window, how often it is used there.
+        nbytes = sum(self._sizes[index] for index in self._pinned)
+        begin = end = start = 0
+        found = []
+        for needs in uses:
+            if not needs:
+                continue
+            while end < len(order):
+                index = order[end]
+                if index not in counts:
+                    if len(counts) < self._plan.num_chunk_buffers:
+                        nbytes += self._sizes[index]
+                    elif begin < start:  # What was used before makes room for what is needed next.
+                        past = drops[begin]
+                        begin, counts[past] = begin + 1, counts[past] - 1
+                        if not counts[past]:
+                            del counts[past]
+                            nbytes -= self._sizes[past]
+                        continue
+                    else:
+                        break
+                counts[index] = counts.get(index, 0) + 1
+                end += 1
+            start += len(needs)
+            found.append(min(nbytes, self._plan.memory.chunk_buffers))
+        return found

@@ -1,0 +1,750 @@
+"""How long one optimizer step of a plan takes: the time model (paper, equations 2 to 7), for one plan.
+
+[Note: Clock]
+The paper takes the longer of computation and copies for each chunk. Here the same is a clock that goes through the
+*positions* of a step, the segments of the profile: what ends when on the device, on each direction of the link, on the
+host's worker, and on the network. A link carries one copy after the other as they are asked for, chunks and swapped
+activations alike. Nothing starts before what it depends on has ended, and nothing waits for anything else.
+
+[Note: Cycle]
+What one step leaves to be done runs behind the next one. So a step is timed from the beginning of the last
+micro-batch's backward over the optimizer step and the other micro-batches to the end of the forward before the next
+last backward. Training repeats that.
+
+[Note: Gradients in flight]
+The device has room for the two largest gradients of offloaded chunks: for those under way to the host, and for the one
+that is computed next. When a gradient has been computed, the device waits until those under way leave room for the next
+one. Gradients of one module come together, when its backward ends; computation goes by elements.
+
+[Note: Sends]
+Where ranks average gradients, chunks are sent in the backward that ends a step, each when the first gradient of a later
+position has been computed, as it is known then that backward has left it. What is left goes when backward has ended.
+What has been sent lands on the host when the next one is sent, and the device waits for it there. So of several chunks
+of one position it waits for all but the last, and computation goes on beside the all-reduce of that one. Downloads
+begin as all-reduces end; the device waits for them, too, where more than may be held would be under way. Gradients of
+resident chunks go as they are computed, and nobody waits for them before the optimizer step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from lightning_protrain.planner.chunks import chunks_of
+from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.problem import Problem
+
+NEVER = float("-inf")
+# Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
+ADD, NORM, SCALE = 3, 1, 1
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What one optimizer step takes, all its micro-batches together; seconds.
+
+    Attributes:
+        seconds: From one step to the next.
+        forward: The part from the beginning of forwards to their end.
+        backward: The rest: backwards, and what of the optimizer step no forward runs beside.
+        compute: Computation of the device, the optimizer step of resident chunks included.
+        upload: Time in which the link towards the device is busy, hidden or not.
+        download: Time in which the link towards the host is busy, hidden or not.
+        host: Time in which the host computes, hidden or not.
+        network: Time in which ranks average gradients, hidden or not.
+    """
+
+    seconds: float
+    forward: float
+    backward: float
+    compute: float
+    upload: float
+    download: float
+    host: float
+    network: float = 0.0
+
+    @property
+    def bound(self) -> Literal["compute", "link", "host", "network"]:
+        """What is busy longest: what would have to be faster for a much faster step."""
+        busy: dict[Literal["compute", "link", "host", "network"], float] = {
+            "compute": self.compute,
+            "link": max(self.upload, self.download),
+            "host": self.host,
+            "network": self.network,
+        }
+        return max(busy, key=lambda name: busy[name])
+
+
+def step_time(problem: Problem, plan: Plan) -> StepTime:
+    """Return what one optimizer step takes when the run has settled.
+
+    Args:
+        problem: The model, the machine, the training loop and the network.
+        plan: A whole plan for the model.
+
+    Raises:
+        ValueError: The plan was made for another model, or the rate of the machine for a dtype is not known.
+    """
+    step = _Step(problem, plan)
+    again, host = problem.training.accumulate, step.host
+    if problem.hardware.asynchronous:
+        seconds, forward = _beside(step)
+    else:
+        seconds, forward = _in_turn(step)
+    update = host.step + (host.norm + host.scale if problem.training.clips else 0.0)
+    return StepTime(
+        seconds=seconds,
+        forward=forward,
+        backward=seconds - forward,
+        compute=again * step.compute + step.device_step,
+        upload=again * step.upload,
+        download=again * step.download,
+        host=host.land + (again - 1) * host.add + update,
+        network=step.network.sent if step.network is not None else 0.0,
+    )
+
+
+# --- what a plan does at every position -------------------------------------------------------------------------------
+
+
+class Upload(NamedTuple):
+    """A chunk that comes to the device.
+
+    Attributes:
+        chunk: Its index.
+        freed: Position whose computation must have ended before, as its buffer is in use until then; -1: none.
+    """
+
+    chunk: int
+    freed: int
+
+
+class _Gradient(NamedTuple):
+    """A gradient of an offloaded chunk, in the order in which they are computed; seconds.
+
+    Attributes:
+        computed: From the beginning of the backward of its position.
+        download: On the link.
+        waits: Number of the gradient that must have landed before computation goes on; -1: none.
+        cast: Of the worker to cast it for the host.
+        add: Of the worker to add it to the gradient of the micro-batch before.
+        update: Of the worker behind backward, in the backward that ends a step: an optimizer step, or a norm.
+        stepped: The chunk that `update` steps; -1: none.
+    """
+
+    computed: float
+    download: float
+    waits: int
+    cast: float
+    add: float
+    update: float
+    stepped: int
+
+
+@dataclass
+class _Position:
+    """What the step does at one segment of the profile; seconds.
+
+    Attributes:
+        compute_forward: Computation in forward.
+        compute_backward: Computation in backward, after `recompute`.
+        recompute: Forward that runs again before backward.
+        uploads_forward: Chunks that come in forward.
+        uploads_backward: Chunks that come in backward.
+        rate_forward: Bytes per second of `uploads_forward`.
+        rate_backward: Bytes per second of `uploads_backward`.
+        swap_out: Activations that leave in forward.
+        swap_in: Activations that come back for backward.
+        gradients: Gradients that leave in backward.
+    """
+
+    compute_forward: float
+    compute_backward: float
+    recompute: float = 0.0
+    uploads_forward: list[Upload] = field(default_factory=list)
+    uploads_backward: list[Upload] = field(default_factory=list)
+    rate_forward: float = 1.0
+    rate_backward: float = 1.0
+    swap_out: float = 0.0
+    swap_in: float = 0.0
+    gradients: list[_Gradient] = field(default_factory=list)
+
+
+@dataclass
+class _Host:
+    """What the host computes in one step, in total; seconds.
+
+    Attributes:
+        land: Casts of gradients, or where micro-batches are accumulated those of the first of them.
+        add: Sums of gradients, in each later micro-batch.
+        norm: Norms of gradients, where they are clipped.
+        scale: Scaling of gradients, where they are clipped.
+        step: Optimizer steps.
+    """
+
+    land: float = 0.0
+    add: float = 0.0
+    norm: float = 0.0
+    scale: float = 0.0
+    step: float = 0.0
+
+
+class _ChunkStep(NamedTuple):
+    """The optimizer step of one offloaded chunk on the host.
+
+    Attributes:
+        position: Where its last gradient is computed.
+        chunk: Its index.
+        seconds: The step itself, with the copy of lower precision where that is made behind it.
+        scale: Scaling of its gradients.
+        norm: Their norm.
+    """
+
+    position: int
+    chunk: int
+    seconds: float
+    scale: float
+    norm: float
+
+
+class _Step:
+    """What one plan does in a step.
+
+    Attributes:
+        problem: What it is a plan for.
+        positions: What it does at each segment.
+        steps: Optimizer steps of offloaded chunks, in the order of forward.
+        host: Sums of what the host computes.
+        network: What is sent to other ranks; None: there are none.
+        device_step: Seconds of the device for resident chunks, once in a step: optimizer step, sums, norm, scaling.
+        compute: Computation of the device in one micro-batch.
+        upload: The link towards the device in one micro-batch.
+        download: The link towards the host in one micro-batch.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        _check(problem, plan)
+        self.problem, self.plan = problem, plan
+        self.positions = [_Position(*seconds) for seconds in problem.computes]
+        self.host = _Host()
+        self.sizes = [chunk.nbytes for chunk in plan.chunks]
+        self._chunk_of = {fqn: index for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
+        self._place_uploads()
+        self._place_activations()
+        self._place_gradients()
+        every = self.positions
+        self.compute = sum(at.compute_forward + at.recompute + at.compute_backward for at in every)
+        uploads = [(at.uploads_forward, at.rate_forward) for at in every]
+        uploads += [(at.uploads_backward, at.rate_backward) for at in every]
+        comes = sum(self.sizes[upload.chunk] / rate for chunks, rate in uploads for upload in chunks)
+        self.upload = comes + sum(at.swap_in for at in every)
+        self.download = sum(at.swap_out + sum(one.download for one in at.gradients) for at in every)
+        self.network = _sends(self) if problem.network is not None else None
+
+    def _place_uploads(self) -> None:
+        """Say which chunks come where: each stays until as many others as there are buffers have been needed since."""
+        layout, plan, segments = self.problem.layout, self.plan, self.problem.profile.segments
+        needed = {
+            name: [index for index in own if not plan.chunks[index].resident]
+            for name, own in chunks_of(layout, plan.chunks).items()
+        }
+        # Units around others come first, and keep their buffers for the whole pass.
+        pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
+        own = [[index for index in needed.get(segment.unit, ()) if index not in pinned] for segment in segments]
+        tables = self.problem.lookups
+        read = [
+            chunks[::-1] if segment.backward.operations and index not in tables else []
+            for index, (segment, chunks) in enumerate(zip(segments, own, strict=True))
+        ]
+        num_buffers = max(plan.num_chunk_buffers - len(pinned), 1)
+        ahead, live = uploads(own, range(len(own)), num_buffers)
+        back, _ = uploads(read, reversed(range(len(own))), num_buffers, live)
+        for at, come, come_back in zip(self.positions, ahead, back, strict=True):
+            at.uploads_forward, at.uploads_backward = come, come_back
+        self.positions[0].uploads_forward[:0] = [Upload(index, -1) for index in sorted(pinned)]
+
+    def _place_activations(self) -> None:
+        """Say what is swapped and what is computed again."""
+        problem, machine = self.problem, self.problem.hardware
+        blocks = {block.name: block for block in self.plan.blocks}
+        swapped = []
+        for at, segment, (whole, selective) in zip(
+            self.positions, problem.profile.segments, problem.recomputes, strict=True
+        ):
+            block = blocks.get(segment.unit)
+            policy = block.policy if block is not None else BlockPolicy.KEEP
+            at.recompute = {BlockPolicy.CHECKPOINT: whole, BlockPolicy.SELECTIVE: selective}.get(policy, 0.0)
+            swapped.append(block.swap_bytes if block is not None else 0)
+        landing = [False] * len(swapped)
+        for fqn, position in problem.gradient_positions:
+            landing[position] |= not self.plan.chunks[self._chunk_of[fqn]].resident
+        # A link that is busy in both directions is slower in each.
+        near_swaps, near_landing = _near(map(bool, swapped)), _near(landing)
+        near_uploads = _near(bool(at.uploads_forward) for at in self.positions)
+        near_back = _near(
+            bool(at.uploads_backward) or nbytes > 0 for at, nbytes in zip(self.positions, swapped, strict=True)
+        )
+        self._download_rates = [machine.download_beside if near else machine.download for near in near_back]
+        for index, (at, nbytes) in enumerate(zip(self.positions, swapped, strict=True)):
+            at.rate_forward = machine.upload_beside if near_swaps[index] else machine.upload
+            at.rate_backward = machine.upload_beside if near_landing[index] else machine.upload
+            at.swap_out = nbytes / (machine.download_beside if near_uploads[index] else machine.download)
+            at.swap_in = nbytes / at.rate_backward
+
+    def _place_gradients(self) -> None:
+        """Say which gradients leave where, what the host does with each of them, and what stays on the device."""
+        problem, machine, training = self.problem, self.problem.hardware, self.problem.training
+        found, resident = [], []
+        for index in reversed(range(len(self.positions))):
+            for info, part in problem.gradients[index]:
+                number = self._chunk_of[info.fqn]
+                chunk = self.plan.chunks[number]
+                if chunk.resident:
+                    resident.append(info)
+                else:
+                    low = chunk.streamed_dtype is not None
+                    found.append((index, number, info, part, 2 * info.numel if low else info.nbytes, low))
+        waits = _waits([entry[4] for entry in found])
+        # A chunk is stepped when its last gradient has come; of one position it lands as a whole.
+        last_here = {(index, number): place for place, (index, number, *_) in enumerate(found)}
+        last = {number: place for place, (_, number, *_) in enumerate(found)}
+        cast: dict[int, float] = dict.fromkeys(last, 0.0)
+        add, numel, own, copied = dict(cast), dict(cast), dict(cast), dict(cast)
+        steps = []
+        for place, (index, number, info, part, nbytes, low) in enumerate(found):
+            cast[number] += (nbytes + info.nbytes) / machine.host_memory if low else 0.0
+            add[number] += (2 * info.nbytes + nbytes) / machine.host_memory
+            numel[number] += info.numel
+            own[number] += info.nbytes / machine.host_memory
+            copied[number] += (info.nbytes + 2 * info.numel) / machine.host_memory if low else 0.0
+            here, update, stepped = last_here[index, number] == place, 0.0, -1
+            if last[number] == place:
+                seconds = numel[number] / machine.host_step
+                # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
+                copies = copied[number] if training.overlap == "off" else 0.0
+                steps.append(_ChunkStep(index, number, seconds + copies, SCALE * own[number], NORM * own[number]))
+                if training.works_in_backward:
+                    update = NORM * own[number] if training.clips else seconds
+                    stepped = number
+            at = self.positions[index]
+            at.gradients.append(
+                _Gradient(
+                    part * at.compute_backward,
+                    nbytes / self._download_rates[index],
+                    waits[place],
+                    cast[number] if here else 0.0,
+                    add[number] if here else 0.0,
+                    update,
+                    stepped,
+                )
+            )
+            if here:
+                self.host.land += cast[number]
+                self.host.add += add[number]
+                cast[number] = add[number] = 0.0
+        self.steps = sorted(steps)
+        self.host.step = sum(one.seconds for one in steps)
+        self.host.norm, self.host.scale = sum(one.norm for one in steps), sum(one.scale for one in steps)
+        nbytes = sum(info.nbytes for info in resident)
+        touched = nbytes * (ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0))
+        self.device_step = sum(info.numel for info in resident) / machine.device_step + touched / machine.memory
+
+
+def uploads(
+    needs: Sequence[Collection[int]], order: Iterable[int], num_buffers: int, live: Iterable[int] = ()
+) -> tuple[list[list[Upload]], list[int]]:
+    """Return the chunks that come at each position, and those that are there at the end, the least recently used first.
+
+    Args:
+        needs: Chunks that each position needs.
+        order: Positions in the order in which the pass goes through them.
+        num_buffers: Number of chunks that may be there at one time.
+        live: Chunks that are there at the beginning, the least recently used first.
+    """
+    found: list[list[Upload]] = [[] for _ in needs]
+    present = dict.fromkeys(live, -1)  # The position of the last use of each, the least recently used first.
+    for position in order:
+        for chunk in needs[position]:
+            if chunk in present:
+                del present[chunk]
+            else:
+                freed = present.pop(next(iter(present))) if len(present) >= num_buffers else -1
+                found[position].append(Upload(chunk, freed))
+            present[chunk] = position
+    return found, list(present)
+
+
+def _waits(sizes: Sequence[int]) -> list[int]:
+    """Return the gradient that each one waits for, see [Note: Gradients in flight]; -1: none.
+
+    Args:
+        sizes: Bytes of all gradients of offloaded chunks, in the order in which they are computed.
+    """
+    room = sum(sorted(sizes)[-2:])
+    before = [0, *accumulate(sizes)]
+    found = []
+    for place, nbytes in enumerate(sizes):
+        following = sizes[place + 1] if place + 1 < len(sizes) else 0
+        under_way = max(room - nbytes - following, 0)
+        found.append(bisect_left(before, before[place] - under_way) - 1)
+    return found
+
+
+def _near(some: Iterable[bool]) -> list[bool]:
+    """Return whether a position or a neighbour of it has something."""
+    there = [False, *some, False]
+    return [any(there[index : index + 3]) for index in range(len(there) - 2)]
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Ended:
+    """When a backward has ended.
+
+    Attributes:
+        computed: Its computation.
+        known: All gradients are known to the host, and its worker has done with them.
+        down: The link towards the host is free.
+        stepped: The host has stepped each chunk, by index; empty: it steps none in backward.
+    """
+
+    computed: float
+    known: float
+    down: float
+    stepped: dict[int, float]
+
+
+def _beside(step: _Step) -> tuple[float, float]:
+    """Return the seconds of a step whose copies and host run beside the device, and the part of its forwards."""
+    again, training = step.problem.training.accumulate, step.problem.training
+    landed = None
+    if step.network is None or again > 1:
+        computed, down, landed = _backward(step)
+    if step.network is None:
+        assert landed is not None
+        known, stepped = _worked(step, landed, [one.add if again > 1 else one.cast for one in _each(step)], True)
+        ended = _Ended(computed, max(down, known), down, stepped)
+    else:
+        ended = _averaged(step)
+    begun, stepped = _update(step, ended)
+    end = _forward(step, begun, ended.down, stepped)
+    if again == 1:
+        return end, end - begun
+    # The other micro-batches, each on its own: the backward of the first one casts gradients, later ones add them up.
+    assert landed is not None
+    others = 0.0
+    for number in range(again - 1):
+        works = [one.add if number else one.cast for one in _each(step)]
+        if number < 2:
+            other = max(computed, down, _worked(step, landed, works, False)[0])
+        others += other
+    forward = _forward(step, 0.0, 0.0, {})
+    spent = end - begun + (again - 1) * forward
+    assert training.accumulate == again
+    return end + (again - 1) * forward + others, spent
+
+
+def _each(step: _Step) -> Iterable[_Gradient]:
+    """Yield the gradients in the order in which they are computed."""
+    for at in reversed(step.positions):
+        yield from at.gradients
+
+
+def _in_turn(step: _Step) -> tuple[float, float]:
+    """Return the same where nothing runs beside anything: sums."""
+    again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
+    sizes = step.sizes
+    forward = backward = 0.0
+    for at in step.positions:
+        forward += at.compute_forward + at.swap_out
+        forward += sum(sizes[one.chunk] for one in at.uploads_forward) / at.rate_forward
+        backward += at.recompute + at.compute_backward + at.swap_in
+        backward += sum(sizes[one.chunk] for one in at.uploads_backward) / at.rate_backward
+        backward += sum(one.download for one in at.gradients)
+    update = host.land + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
+    sent = step.network.sent if step.network is not None else 0.0
+    seconds = again * (forward + backward) + update + step.device_step + sent
+    return seconds, again * forward
+
+
+def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
+    """Return when a forward has ended that begins at `begun`.
+
+    Args:
+        step: What the plan does.
+        begun: When it begins.
+        down: When the link towards the host is free.
+        stepped: When the host has stepped each chunk, which must not be uploaded before.
+    """
+    sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)  # The last one: no wait.
+    up, out, time = begun, max(begun, down), begun
+    gone = before = NEVER  # When the activations of the last two positions, and of all before, have left.
+    for index, at in enumerate(step.positions):
+        for chunk, freed in at.uploads_forward:
+            up = max(up, ends[freed], stepped.get(chunk, NEVER)) + sizes[chunk] / at.rate_forward
+        # What a position swaps is given back when the next one has ended.
+        start = max(time, up, before)
+        time = ends[index] = start + at.compute_forward
+        before = gone
+        if at.swap_out > 0:
+            out = max(max(out, start) + at.swap_out, time)
+            gone = max(gone, out)
+    return max(time, before)
+
+
+def _backward(step: _Step) -> tuple[float, float, list[float]]:
+    """Return when the computation of a backward ends that begins at 0, the last download, and each gradient's."""
+    sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)
+    up = down = time = before = 0.0
+    landed: list[float] = []
+    for index in reversed(range(len(step.positions))):
+        at, entered = step.positions[index], time
+        for chunk, freed in at.uploads_backward:
+            up = max(up, ends[freed]) + sizes[chunk] / at.rate_backward
+        begins = max(entered, up) + at.recompute
+        stall = 0.0
+        for one in at.gradients:
+            now = begins + one.computed + stall
+            if one.waits >= 0 and landed[one.waits] > now:
+                stall += landed[one.waits] - now
+                now = landed[one.waits]
+            down = max(down, now) + one.download
+            landed.append(down)
+        time = begins + at.compute_backward + stall
+        if at.swap_in > 0:
+            # Asked for when the position before is entered, activations arrive in the order in which they are used.
+            up = max(up, before) + at.swap_in
+            time = max(time, up)
+        ends[index], before = time, entered
+    return time, down, landed
+
+
+def _worked(
+    step: _Step, landed: Sequence[float], works: Iterable[float], ends_step: bool
+) -> tuple[float, dict[int, float]]:
+    """Return when the host's worker has done with a backward, and with the optimizer step of each chunk in it.
+
+    Args:
+        step: What the plan does.
+        landed: When each gradient has landed.
+        works: Seconds of the worker for each of them.
+        ends_step: Whether the backward ends a step, so that chunks are stepped, or norms taken, behind it.
+    """
+    host, stepped = 0.0, {}
+    for one, there, work in zip(_each(step), landed, works, strict=True):
+        work = work + one.update if ends_step else work
+        if work > 0:
+            host = max(host, there) + work
+        if ends_step and one.stepped >= 0:
+            stepped[one.stepped] = host
+    return host, stepped
+
+
+def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
+    """Return when the forward behind the optimizer step begins, and when the host has stepped each chunk."""
+    training, begun = step.problem.training, ended.computed + step.device_step
+    if training.overlap == "backward":
+        return begun, ended.stepped
+    host = ended.known
+    if training.clips:
+        # The norm is that of gradients on the device, too.
+        host = max(host + (step.host.norm if training.overlap == "off" else 0.0), ended.computed)
+    known, stepped = host, {}
+    for one in step.steps:
+        host += one.seconds + (one.scale if training.clips else 0.0)
+        stepped[one.chunk] = host
+    return (max(begun, known), stepped) if training.overlap == "forward" else (max(begun, host), {})
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sent:
+    """What one position sends to other ranks when its gradients are complete; seconds.
+
+    Attributes:
+        sends: Whether there is a gradient of an offloaded chunk, which sends what was complete before.
+        early: All-reduces of all chunks but the last one.
+        late: All-reduce of that one.
+        down_early: Downloads of the first.
+        down_late: Download of the last one.
+        worked: Part of the worker's work that is for the first.
+        resident: All-reduces of resident gradients.
+        older: Uploads of what earlier micro-batches have left.
+        work: Work of the host's worker on them.
+    """
+
+    sends: bool = False
+    early: float = 0.0
+    late: float = 0.0
+    down_early: float = 0.0
+    down_late: float = 0.0
+    worked: float = 0.0
+    resident: float = 0.0
+    older: float = 0.0
+    work: float = 0.0
+
+
+@dataclass
+class _Sends:
+    """What a plan sends to other ranks in the backward that ends a step, see [Note: Sends].
+
+    Attributes:
+        positions: What each position sends.
+        held: Seconds of downloads that may be under way while the device computes what follows.
+        sent: All-reduces of one step.
+    """
+
+    positions: list[_Sent]
+    held: float
+    sent: float
+
+
+def _sends(step: _Step) -> _Sends:
+    problem, plan, network = step.problem, step.plan, step.problem.network
+    assert isinstance(network, Network)
+    machine, last = problem.hardware, dict(reversed(problem.gradient_positions))
+    found = [_Sent() for _ in step.positions]
+    # Chunks, collectives, elements and bytes at each position: of all chunks but the first, and of that, the last sent.
+    amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
+    resident, largest = [0] * len(found), 0
+    for chunk in plan.chunks:
+        infos = [problem.layout.parameter(fqn) for fqn in chunk.parameters if fqn in last]
+        if not infos:
+            continue
+        index, nbytes = min(last[info.fqn] for info in infos), sum(info.nbytes for info in infos)
+        if chunk.resident:
+            resident[index] += nbytes
+            continue
+        largest = max(largest, *(info.nbytes for info in infos))
+        amount = amounts[index][0 if amounts[index][1][0] else 1]
+        for place, more in enumerate((1, network.calls(len(infos)), sum(info.numel for info in infos), nbytes)):
+            amount[place] += more
+    for index, (sent, (early, late)) in enumerate(zip(found, amounts, strict=True)):
+        sent.sends = bool(step.positions[index].gradients)
+        sent.early, sent.late = network.sum_of_chunks(*early), network.sum_of_chunks(*late)
+        sent.down_early, sent.down_late = (
+            amount[3] / (machine.download_beside * network.owners) for amount in (early, late)
+        )
+        sent.worked = early[2] / max(early[2] + late[2], 1)
+        sent.resident = network.sum_of_resident(resident[index])
+        if problem.training.accumulate > 1:
+            sent.older = (early[3] + late[3]) / machine.upload_beside
+    if problem.training.works_in_backward:
+        for one in step.steps:
+            found[one.position].work += one.norm if problem.training.clips else one.seconds
+    total = sum(sent.early + sent.late + sent.resident for sent in found)
+    return _Sends(found, largest / machine.download_beside, total)
+
+
+class _Sending:
+    """What is under way to other ranks while a backward goes on.
+
+    Args:
+        sends: What the plan sends.
+
+    Attributes:
+        free: When the network will have sent all that it was given.
+        down: When the link towards the host will have carried that.
+        host: When the worker will have done its work.
+        stepped: When the worker has done that of each position.
+    """
+
+    def __init__(self, sends: _Sends) -> None:
+        self.free = self.down = self.host = 0.0
+        self.stepped: dict[int, float] = {}
+        self._sends = sends
+        # The position whose chunks are complete, and the one whose last chunk has been sent and has not landed.
+        self._complete = self._under_way = -1
+        self._sent, self._down, self._work = NEVER, 0.0, 0.0
+
+    def complete(self, index: int, time: float) -> None:
+        """Note that all gradients of a position have been computed."""
+        sent = self._sends.positions[index]
+        if sent.resident > 0:
+            self.free = max(self.free, time) + sent.resident
+        if sent.early + sent.late > 0:
+            self._complete = index
+
+    def send(self, time: float) -> float:
+        """Send what is complete; return until when the device waits."""
+        if self._complete < 0:
+            return NEVER
+        sent, waits = self._sends.positions[self._complete], self._sent
+        self._land(time)
+        begun = max(self.free, time) + sent.early
+        if sent.down_early > 0:
+            self.down = max(self.down, begun) + sent.down_early
+        first = sent.worked * sent.work
+        if first > 0:
+            self.host = max(self.host + first, self.down)
+        self.free = begun + sent.late
+        if sent.early > 0:
+            waits = max(waits, begun)
+        waits = max(waits, self.down - self._sends.held)
+        self._sent, self._down, self._work = self.free, sent.down_late, sent.work - first
+        self._under_way, self._complete = self._complete, -1
+        return waits
+
+    def finish(self, time: float) -> None:
+        """Send what is left when backward has ended, and land all."""
+        self.send(time)
+        self._land(time)
+
+    def _land(self, time: float) -> None:
+        if self._under_way >= 0:
+            self.down = max(self.down, time, self._sent) + self._down
+            self.host = max(self.host, self.down) + self._work
+            self.stepped[self._under_way] = self.host
+            self._under_way = -1
+
+
+def _averaged(step: _Step) -> _Ended:
+    """Return when the backward has ended that ends with averages over ranks, see [Note: Sends]."""
+    assert step.network is not None
+    sizes, ends, sending = step.sizes, [NEVER] * (len(step.positions) + 1), _Sending(step.network)
+    up = time = before = 0.0
+    for index in reversed(range(len(step.positions))):
+        at, sent, entered = step.positions[index], step.network.positions[index], time
+        for chunk, freed in at.uploads_backward:
+            up = max(up, ends[freed]) + sizes[chunk] / at.rate_backward
+        gradients = step.problem.gradients[index]
+        lead = gradients[0][1] * at.compute_backward if gradients else 0.0
+        first = max(entered, up) + at.recompute + lead
+        held = sending.send(first) if sent.sends else NEVER
+        time = max(first, held) + at.compute_backward - lead
+        if sent.older > 0:
+            up = max(up, first) + sent.older
+            time = max(time, up)
+        if at.swap_in > 0:
+            up = max(up, before) + at.swap_in
+            time = max(time, up)
+        sending.complete(index, time)
+        ends[index], before = time, entered
+    sending.finish(time)
+    stepped = {one.chunk: sending.stepped[one.position] for one in step.steps if one.position in sending.stepped}
+    return _Ended(max(time, sending.free), max(sending.down, sending.host), sending.down, stepped)
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """Raise ValueError if the plan was made for another model."""
+    layout = problem.layout
+    parameters = {info.fqn for info in layout.parameters}
+    placed = {fqn for chunk in plan.chunks for fqn in chunk.parameters}
+    for kind, named, present in (
+        ("plan has parameters", placed, parameters),
+        ("model has parameters that the plan lacks:", parameters, placed),
+        ("plan has blocks", {block.name for block in plan.blocks}, {unit.name for unit in layout.units}),
+    ):
+        if unknown := sorted(named - present):
+            raise ValueError(
+                f"The {kind} that are not in the model ({', '.join(map(repr, unknown[:5]))}). It was made for another "
+                "model: make it again for this one."
+            )
