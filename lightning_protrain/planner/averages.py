@@ -1,6 +1,6 @@
 """Averages of gradients over ranks, in the backward that ends a step: what is sent where, and how long it takes.
 
-[Note: Sends]
+Sends:
 Chunks are sent in the order of backward, each when the first gradient of a later position has been computed, as it is
 known then that backward has left it; what is left goes when backward has ended. What has been sent lands when the next
 one is sent, and the device waits for it there. So of several chunks of one position it waits for all but the last, and

@@ -1,12 +1,12 @@
 """A clock for many plans at once: the device, both directions of the link and the host, side by side.
 
-[Note: Clock]
+Clock:
 The paper's equations 2 to 7 take the longer of computation and copies for each chunk. Here the same is written as a
 recursion over *positions*, the segments of the profile in the order of forward: what ends when, on the device, on each
 direction of the link, and on the host. A link carries one copy after the other, as they are asked for, chunks and
 swapped activations alike. Nothing starts before what it depends on has ended, and nothing waits for anything else.
 
-[Note: Cycle]
+Cycle:
 What one step leaves to be done runs behind the next one, so a step is timed from one point at which nothing is left to
 the next such point: from the beginning of the last micro-batch's backward over the optimizer step and the forwards and
 backwards of the other micro-batches to the end of the forward before the next last backward. Training repeats that.

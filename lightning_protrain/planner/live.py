@@ -1,6 +1,6 @@
 """How many bytes of offloaded chunks are on the device at every position of a step.
 
-[Note: Live chunks]
+Live chunks:
 The runtime fetches in the order of use as long as it need not give up what is used earlier. So when a unit has begun,
 those chunks are there that are needed next, from its own on; after them, where room is left, what was used last. Before
 the first unit that streams they are those that it will need. There are as many as there are buffers, if these have the

@@ -1,6 +1,6 @@
 """What activations take at every position of a step.
 
-[Note: Positions]
+Positions:
 A step goes through the segments of the profile forward, then backward: two *positions* for each segment. The profile
 knows the level of all activations there if every block keeps them. What a plan frees in the segments before is taken
 off: they have been run forward and not yet backward. A segment without backward frees nothing, as it goes anyway.
@@ -9,7 +9,7 @@ Two things come on top. What the last block has swapped is still on the device w
 there again, as copies of its own, while the next one runs backward (see [Note: Windows] of the runtime). And a
 checkpointed block is run forward once more at the start of its backward.
 
-[Note: Casts]
+Casts:
 A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
 copied. Lightning switches autocast's cache off; with one, copies would outlive their block, and count too long here.
 """
