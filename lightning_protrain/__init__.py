@@ -1,15 +1,26 @@
-"""Train models that do not fit the device, with Lightning: importing this package registers `strategy="protrain"`."""
+"""Train models that do not fit the device, with Lightning: importing this package registers `strategy="protrain"`.
+
+The strategies need PyTorch and Lightning. The other public names are imported when they are first asked for, as their
+models, data and command line need more.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
-from lightning_protrain.module import CausalLMModule
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.precision import ProTrainPrecision
 from lightning_protrain.strategy import ProTrainStrategy
+
+if TYPE_CHECKING:
+    from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+    from lightning_protrain.data.datamodule import ChatDataModule
+    from lightning_protrain.module import CausalLMModule
 
 __version__ = "0.1.0"
 
@@ -26,5 +37,22 @@ __all__ = [
     "__version__",
 ]
 
+_LAZY = {
+    "CausalLMModule": "lightning_protrain.module",
+    "ChatDataModule": "lightning_protrain.data.datamodule",
+    "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint",
+}
+
 ProTrainStrategy.register_strategies(StrategyRegistry)
 ProTrainFSDP2Strategy.register_strategies(StrategyRegistry)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,7 @@
 """LoRA adapters on a model of transformers, by PEFT: what a user says of them, and the model with them.
 
-PEFT is imported where adapters are made: it takes bitsandbytes along, which takes seconds and prints.
+PEFT is imported where adapters are made: it takes bitsandbytes along, which takes seconds and prints. Transformers is
+imported where its models are, as callbacks of any model come here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
 
 # Of the layers that PEFT knows, all linear ones but the head: what most people fine-tune.
 DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -144,6 +145,8 @@ def save_model(model: Any, folder: Path) -> None:
 
 def _has_other_vocabulary(model: Any) -> bool:
     """Return whether the embedding has other rows than the base has, as far as this machine knows the base."""
+    from transformers import AutoConfig
+
     name = model.active_peft_config.base_model_name_or_path
     try:
         base = AutoConfig.from_pretrained(name, local_files_only=True) if name else model.config
@@ -155,6 +158,8 @@ def _has_other_vocabulary(model: Any) -> bool:
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:
     """The model of transformers without the container of PEFT; adapters in its layers stay where they are."""
+    from transformers import PreTrainedModel
+
     if isinstance(model, PreTrainedModel) or model.active_peft_config.is_prompt_learning:
         return model
     return model.get_base_model()

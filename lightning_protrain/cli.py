@@ -64,7 +64,6 @@ FILE_COMMANDS = {
 }
 # The status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
-_ON_FILES = " ".join(f"`{name}`: {what}." for name, what in FILE_COMMANDS.items())
 
 
 class ParameterCount(ModelSummary):
@@ -99,7 +98,6 @@ class ProTrainCLI(LightningCLI):
                 trainer_defaults={"strategy": "protrain"},
                 parser_kwargs={
                     "description": "Train, plan or preview what a config describes.",
-                    "epilog": f"More commands, on checkpoints. {_ON_FILES}",
                     "exit_on_error": False,
                     **{name: {"exit_on_error": False} for name in self.subcommands()},
                 },
@@ -414,7 +412,7 @@ def _no_tip(record: logging.LogRecord) -> bool:
 
 
 def main() -> None:
-    """Entry point of the console script `lightning-protrain`."""
+    """Run the command line; the console script `lightning-protrain` is in `lightning_protrain_command.py`."""
     quieten()
     # What the imports have made stays: that garbage collection passes it over saves a tenth of the time to start.
     gc.freeze()

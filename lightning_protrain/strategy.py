@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -52,7 +51,7 @@ from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.torn import mark_torn, refuse_torn
-from lightning_protrain.wishes import make_wishes, read_choice
+from lightning_protrain.wishes import PlanChoice, make_wishes, read_choice
 
 
 class ProTrainStrategy(PaperStrategy):
@@ -111,7 +110,7 @@ class ProTrainStrategy(PaperStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        plan: Plan | str | os.PathLike[str] = "auto",
+        plan: PlanChoice = "auto",
         device_memory: str | int = "auto",
         host_memory: str | int = "auto",
         num_persistent_chunks: int | None = None,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import cast, get_args
-
-from jsonargparse.typing import register_type
+from typing import TYPE_CHECKING, cast, get_args
 
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.network import Gathering
@@ -15,13 +13,11 @@ from lightning_protrain.planner.presets import Preset, parse_bytes
 from lightning_protrain.profiler.blocks import BlockChoice
 from lightning_protrain.profiler.machine import HardwareProfile
 
-
-def _refuse_text(text: str) -> Plan:
-    raise ValueError(f"{text!r} is no plan, but may be the path of one.")
-
-
-# A parser of command lines would read a file in place of its path, as the fields of the dataclass.
-register_type(Plan, Plan.to_json, _refuse_text, fail_already_registered=False)
+if TYPE_CHECKING:
+    PlanChoice = Plan | str | os.PathLike[str]
+else:
+    # Parsers of command lines read annotations: told of Plan, they would read the file in place of its path.
+    PlanChoice = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Wishes:
         return replace(self, copies=copies, sharers=sharers, ranks=ranks or self.ranks)
 
 
-def read_choice(plan: Plan | str | os.PathLike[str]) -> Plan | Preset:
+def read_choice(plan: PlanChoice) -> Plan | Preset:
     """A plan, or the way to make one.
 
     Args:

@@ -153,6 +153,8 @@ OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
     "tensorboard": "extra `tensorboard`",
     "datasets": "with pandas half a second and 80 MiB in each rank; only for Parquet and what that library wrote",
+    "platformdirs": "the usual place of caches is known without it",
+    "transformers": "for its models alone: the strategy trains any, where it is not installed",
     "peft": "takes seconds, and bitsandbytes along; only for adapters",
 }
 AVOIDED_WORDS = {"helper", "helpers", "manager", "managers", "util", "utils", "wrapper", "wrappers"}

@@ -37,6 +37,7 @@ LASTING_PROCESSES = {
 # Environment variables that libraries set as a matter of course; they are put back in silence.
 SILENT_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest names the running test and phase",
+    "CUDA_DEVICE_ORDER": "Lightning's accelerator for CUDA",
     "PL_GLOBAL_SEED": "seed_everything",
     "PL_SEED_WORKERS": "seed_everything",
     "MASTER_ADDR": "Lightning's own cluster environment",

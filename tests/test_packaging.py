@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -163,6 +165,119 @@ def test_the_command_is_installed() -> None:
     assert callable(entry.load())
 
 
+def test_the_help_imports_no_library() -> None:
+    program = (
+        "import sys, lightning_protrain_command\n"
+        "sys.argv = ['lightning-protrain', '--help']\n"
+        "lightning_protrain_command.main()\n"
+        "assert not {'torch', 'lightning', 'numpy', 'lightning_protrain'} & set(sys.modules), 'imported'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "fit" in result.stdout
+
+
+def test_ctrl_c_while_libraries_are_imported_shows_no_traceback(tmp_path: Path) -> None:
+    package = tmp_path / "torch" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-c", "import lightning_protrain_command as it; it.main()", "inspect", "nowhere"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "importing\n"
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=30)
+    assert run.returncode == -signal.SIGINT
+    assert said == ""
+
+
+# What only data, models of transformers, adapters and the command line need.
+HEAVY = ("bitsandbytes", "datasets", "jsonargparse", "peft", "platformdirs", "transformers")
+BLOCK = f"""
+import importlib.metadata, sys
+from importlib.abc import MetaPathFinder
+
+BLOCKED = {(*HEAVY, "accelerate", "huggingface_hub", "PIL", "tokenizers")}
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+def from_name(name, real=importlib.metadata.Distribution.from_name):
+    if name in BLOCKED:  # torchmetrics asks for the version of transformers before it imports it
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+
+sys.meta_path.insert(0, Blocked())
+importlib.metadata.Distribution.from_name = from_name
+"""
+TRAIN = """
+import lightning as L
+import lightning_protrain
+import torch
+from lightning_protrain import ProTrainStrategy
+from torch import nn
+
+class Plain(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def training_step(self, batch, index):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+def train(strategy):
+    torch.manual_seed(0)
+    model = Plain()
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, **options)
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(4, 8)))
+    assert trainer.global_step == 4
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+weights = [train(each) for each in ("auto", "protrain", ProTrainStrategy(plan="offload"))]
+assert all(torch.equal(weights[0], each) for each in weights)
+print("trained")
+"""
+
+
+def test_a_plain_module_trains_without_the_packages_of_language_models() -> None:
+    command = [sys.executable, "-c", BLOCK + TRAIN]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.stdout.endswith("trained\n"), result.stderr
+
+
+def test_importing_the_package_imports_nothing_heavy_beside_lightning() -> None:
+    program = (
+        "import sys, lightning.pytorch\n"
+        "before = set(sys.modules)\n"
+        "import lightning_protrain\n"
+        f"print(sorted({{name.partition('.')[0] for name in set(sys.modules) - before}} & set({HEAVY})))\n"
+        f"print(sorted(set(sys.modules) & set({HEAVY}) - {{'transformers'}}))\n"  # torchmetrics imports it
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == "[]\n[]\n", result.stderr
+
+
+def test_names_that_are_imported_when_asked_for_are_listed() -> None:
+    program = (
+        "import lightning_protrain, sys\n"
+        "assert set(lightning_protrain.__all__) <= set(dir(lightning_protrain))\n"
+        "assert 'lightning_protrain.module' not in sys.modules\n"
+        "from lightning_protrain import *\n"
+        "from lightning_protrain import module\n"
+        "assert CausalLMModule is lightning_protrain.CausalLMModule is module.CausalLMModule\n"
+        "lightning_protrain.Nothing\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "AttributeError: module 'lightning_protrain' has no attribute 'Nothing'" in result.stderr
+
+
 def _text_files() -> list[Path]:
     """Every text file of the repository that is no cache and no result of a run."""
     listed = subprocess.run(
@@ -192,6 +307,7 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "lightning_protrain/py.typed" in names
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_protrain"}
+    tops = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert tops == {"lightning_protrain", "lightning_protrain_command.py"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_protrain").rglob("*.py")}
     assert sources <= set(names)

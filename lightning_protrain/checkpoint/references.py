@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import cached_file
 
 from lightning_protrain.checkpoint.fingerprints import digest_of, same_bits, side_by_side
 from lightning_protrain.checkpoint.tensors import DTYPES, can_hold, shared_names
@@ -290,6 +289,8 @@ def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
+    from transformers.utils import cached_file
+
     try:
         config = cached_file(source, "config.json", local_files_only=True)
     except OSError as error:

@@ -18,11 +18,16 @@ from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+from transformers import __version__ as installed_version
 
 from lightning_protrain.data.conversations import Conversation
 from lightning_protrain.data.features import has_tags
 from lightning_protrain.data.probes import REFUSALS, Messages, TemplateRender
+
+try:
+    from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+except ImportError:  # an older version, with which models are trained all the same
+    encode_marked_chat = mark_control_tokens = None
 
 # What of a message a user can fill.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
@@ -53,6 +58,9 @@ class Renderer:
         markers: Texts that begin and end turns, and media; None: any token that is found in text as a whole.
         template_kwargs: Further variables of the template, `enable_thinking` for example.
         chat_template: Another template than the tokenizer's.
+
+    Raises:
+        ValueError: The installed transformers cannot encode control tokens in messages as text.
     """
 
     def __init__(
@@ -62,6 +70,11 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> None:
+        if encode_marked_chat is None:
+            raise ValueError(
+                f"Chat data needs transformers 5.23 or newer, which encodes control tokens in messages as text, "
+                f"and transformers {installed_version} is installed. Run: pip install 'transformers>=5.23'"
+            )
         self.tokenizer = tokenizer
         self._markers = None if markers is None else frozenset(marker.strip() for marker in markers) - {""}
         self._kwargs = dict(template_kwargs or {})

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import psutil
 import torch
 
@@ -92,6 +91,10 @@ def is_busy() -> bool:
 
 def user_folder() -> Path:
     """Where this user keeps caches; not made here."""
+    try:
+        import platformdirs
+    except ImportError:
+        return Path.home() / ".cache" / "lightning_protrain"
     return platformdirs.user_cache_path("lightning_protrain")
 
 

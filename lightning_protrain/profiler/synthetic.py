@@ -14,15 +14,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto as auto
 
 from lightning_protrain.profiler.tracing import MetaMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BATCH_SIZE, LENGTH = 1, 1024
 # Patches along each side of a picture, for models that take pictures of any size.
@@ -31,17 +32,17 @@ GRID_SIDE = 32
 LEAST_TEXT = 16
 IGNORED = -100
 
-# From the most special to the most general: some classes are in several lists.
-_TASKS: dict[str, Any] = {
-    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "images": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    "sequences": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "tokens": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "answers": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "translation": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "next tokens": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "masked tokens": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+# Lists of transformers by task, from the most special to the most general: some classes are in several.
+_TASKS = {
+    "speech": "SPEECH_SEQ_2_SEQ",
+    "image and text": "IMAGE_TEXT_TO_TEXT",
+    "images": "IMAGE_CLASSIFICATION",
+    "sequences": "SEQUENCE_CLASSIFICATION",
+    "tokens": "TOKEN_CLASSIFICATION",
+    "answers": "QUESTION_ANSWERING",
+    "translation": "SEQ_TO_SEQ_CAUSAL_LM",
+    "next tokens": "CAUSAL_LM",
+    "masked tokens": "MASKED_LM",
 }
 
 
@@ -60,7 +61,7 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
     Raises:
         ValueError: No model of transformers, one whose input is not known, or sizes that it cannot take.
     """
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    inner = next((module for module in model.modules() if _is_pretrained(module)), None)
     if inner is None:
         raise ValueError(
             f"{type(model).__name__} holds no model of transformers, so nothing says what a batch of it is. Give data."
@@ -69,10 +70,26 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r}: give a whole number above zero.")
     name = type(inner).__name__
-    task = next((task for task, classes in _TASKS.items() if _lists(classes, name)), "")
+    task = next((task for task, classes in _TASKS.items() if _lists(_names(classes), name)), "")
     maker = _Maker(inner, batch_size, _checked_length(inner, length))
     with torch.device("cpu"):
         return _MAKERS[task](maker)
+
+
+def _is_pretrained(module: nn.Module) -> TypeGuard[PreTrainedModel]:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:  # nor can there be a model of it
+        return False
+    return isinstance(module, PreTrainedModel)
+
+
+def _names(task: str) -> dict[str, Any]:
+    """Return the classes that transformers lists for a task, by type of model."""
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    return names
 
 
 def _lists(classes: Any, name: str) -> bool:
@@ -144,7 +161,7 @@ class _Maker:
 
     def masks(self) -> dict[str, Any]:
         """Of ones, for architectures that make some in floating point, and look at them, where they are given none."""
-        has_halves = self.config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        has_halves = self.config.model_type in _names("SEQ_TO_SEQ_CAUSAL_LM")
         names = {"attention_mask", "decoder_attention_mask"} & self.takes if has_halves else ()
         return {name: torch.ones(self.batch_size, self.length, dtype=torch.int64) for name in sorted(names)}
 
@@ -263,7 +280,7 @@ class _Maker:
 
 def _is_encoder(config: Any) -> bool:
     """Whether classes are told from the first token or from a mark, so that padding does not matter."""
-    return bool(config.is_encoder_decoder) or config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return bool(config.is_encoder_decoder) or config.model_type in _names("MASKED_LM")
 
 
 _MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {

@@ -1,0 +1,53 @@
+"""The console script `lightning-protrain`: what needs no library is answered before any is imported.
+
+It stands outside the package because importing that registers the strategies with Lightning, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import ArgumentParser
+
+COMMANDS = {
+    "fit": "train what a config describes",
+    "validate": "evaluate on the validation data",
+    "test": "evaluate on the test data",
+    "predict": "run the model on data",
+    "plan": "print the plan that `fit` would make; needs no weights and no GPU",
+    "preview": "show which tokens of the training data are trained",
+    "inspect": "describe a checkpoint, or all of a folder, newest first",
+    "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
+    "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
+    "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
+    "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
+    "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
+}
+
+
+def print_help() -> None:
+    """Print what the commands are."""
+    parser = ArgumentParser(
+        prog="lightning-protrain",
+        description="Train, plan or preview what a config describes; work on the checkpoints of a run.",
+        epilog="An example: lightning-protrain fit --config quickstart.yaml. "
+        "Options of a command: lightning-protrain fit --help.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, does in COMMANDS.items():
+        commands.add_parser(name, help=does)
+    parser.print_help()
+
+
+def main() -> None:
+    """Print the help, or import the command line and run it; Ctrl-C ends the imports as it ends any program in C."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print_help()
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # else it is ignored, as in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lightning_protrain.cli import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    run()
