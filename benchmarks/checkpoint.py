@@ -40,11 +40,10 @@ from torch.utils.data import DataLoader
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import quiet, table, write_result
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import RANK_STATES, WEIGHTS, files_for
-from lightning_protrain.checkpoint.saving import save_folder
-from lightning_protrain.checkpoint.tensors import read_tensors
+from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS, files_for, read_tensors
 from lightning_protrain.checkpoint.verifying import verify
 
 MEBIBYTE = 1 << 20

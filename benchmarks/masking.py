@@ -27,16 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import table, write_result
-from lightning_protrain.data.agreement import UntrainableError
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import ChatEncoder
-from lightning_protrain.data.found import find_turns, mask_turns
-from lightning_protrain.data.markers import Marker, Markers, RoleMarkers
-from lightning_protrain.data.masking import MaskOptions, trained_tokens
-from lightning_protrain.data.scanner import scan
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.stdlib import stdlib_conversations
-from lightning_protrain.data.tokenizer import train_tokenizer
+from lightning_protrain.data.batches.encode import ChatEncoder
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from lightning_protrain.data.chat.check_turns import UntrainableError
+from lightning_protrain.data.chat.markers import Marker, Markers, RoleMarkers
+from lightning_protrain.data.chat.mask import MaskOptions, find_turns, mask_turns, trained_tokens
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.sources.load import stdlib_conversations
 
 HEADER = (
     "conversations",

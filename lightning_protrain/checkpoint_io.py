@@ -19,22 +19,31 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_protrain.checkpoint.atomic import (
+    Files,
+    RunLock,
+    check_space,
+    erase,
+    in_gib,
+    refuse_foreign,
+    retire,
+    sweep,
+)
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
-from lightning_protrain.checkpoint.digests import DEFAULT, Digest
-from lightning_protrain.checkpoint.discovery import resolve
-from lightning_protrain.checkpoint.draft import refuse_foreign
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.locks import RunLock
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
-from lightning_protrain.checkpoint.names import check_name, check_run
-from lightning_protrain.checkpoint.payload import Payload, join, split
+from lightning_protrain.checkpoint.discover import resolve
+from lightning_protrain.checkpoint.manifest import (
+    DEFAULT,
+    MANIFEST,
+    Digest,
+    Manifest,
+    check_name,
+    check_run,
+    is_remains,
+)
 from lightning_protrain.checkpoint.references import fill
-from lightning_protrain.checkpoint.retention import erase, retire, sweep
-from lightning_protrain.checkpoint.saving import save_payload
-from lightning_protrain.checkpoint.snapshot import Snapshot
-from lightning_protrain.checkpoint.space import check_space, in_gib
+from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
+from lightning_protrain.checkpoint.serialize import Payload, join, split
 from lightning_protrain.checkpoint.verifying import read_manifest
-from lightning_protrain.checkpoint.writer import Writer
 
 Layout = Literal["folder", "file"]
 # What a spawned process leaves for its parent, whose CheckpointIO may be another one: Lightning's name for it.

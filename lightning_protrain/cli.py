@@ -36,9 +36,9 @@ from lightning_protrain.callbacks import (  # noqa: F401
     failures,
     plan_monitor,
 )
-from lightning_protrain.checkpoint import consolidation, inspection, ranking, ranks, retention
+from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_stock
-from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import (
     COMMAND_LINE,
@@ -363,13 +363,13 @@ def file_command(arguments: Sequence[str]) -> int:
         )
     try:
         if hasattr(given, "take"):
-            given.checkpoint = ranking.take(given.checkpoint, given.take)
+            given.checkpoint = discover.take(given.checkpoint, given.take)
         if given.command == "consolidate":
             consolidation.consolidate(given.checkpoint, given.file, source=given.source)
             _say_written(given.checkpoint, given.file)
             return 0
         if given.command == "reshard":
-            ranks.reshard_folder(given.checkpoint, given.folder, given.ranks)
+            rank_state.reshard_folder(given.checkpoint, given.folder, given.ranks)
             return 0
         if given.command == "export":
             exporting.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
@@ -380,7 +380,7 @@ def file_command(arguments: Sequence[str]) -> int:
             _say_written(given.checkpoint, given.folder, given.adapter)
             return 0
         if given.command == "prune":
-            lines, good = retention.prune(given.path, Files(), given.dry_run)
+            lines, good = atomic.prune(given.path, Files(), given.dry_run)
             sys.stdout.write("\n".join(lines or [f"There is nothing to prune in {given.path}."]) + "\n")
             return 0 if good else 1
         text, good = inspection.inspect(given.path, given.verify)

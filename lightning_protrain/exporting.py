@@ -15,10 +15,10 @@ from transformers.utils import cached_file
 
 from lightning_protrain.adapters import save_model, with_lora
 from lightning_protrain.architectures import build_model
+from lightning_protrain.checkpoint.atomic import free_bytes, in_gib
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
-from lightning_protrain.checkpoint.space import free_bytes, in_gib
-from lightning_protrain.data.tokenizer import load_tokenizer
+from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.hub import look_up
 from lightning_protrain.loading import load_model
 

@@ -19,9 +19,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from lightning_protrain.adapters import base_of, lora_config, with_lora
 from lightning_protrain.architectures import build_model, check_config, names_vocab_size, read_config, vocab_size_of
 from lightning_protrain.callbacks.failures import SharedFailure
-from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, is_packed
-from lightning_protrain.data.loader import TokenWindow
-from lightning_protrain.data.packing import check_packing
+from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
+from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.loading import empty_model, load_model, load_once, outline_model, stored_rows
 from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
 from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.discovery import resolve
+from lightning_protrain.checkpoint.discover import resolve
 from lightning_protrain.checkpoint.references import fill
 
 _Module = TypeVar("_Module", bound=LightningModule)

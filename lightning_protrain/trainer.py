@@ -16,9 +16,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from lightning_protrain.batches import SyntheticData
+from lightning_protrain.data.batches.preview import page, render
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.page import page
-from lightning_protrain.data.preview import render
 from lightning_protrain.host import worker_cores
 from lightning_protrain.joint_planning import Machines
 from lightning_protrain.planner.explain import short_bytes, short_seconds

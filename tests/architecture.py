@@ -13,132 +13,32 @@ from pathlib import Path
 PACKAGE = "lightning_protrain"
 MAX_FUNCTION_LINES = 80
 
-# What a module or subpackage may import of ours; the longest matching prefix counts. None: anything.
-MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
-    "companions": (),
-    "products": (),
-    "host": (),
-    "counters": (),
-    "uploads": ("host",),
-    "device": ("counters", "device_peers", "host", "uploads"),
-    "simulation": ("simulation", "device", "host", "profiler.machine"),
-    "loss": (),
-    "metrics": ("loss",),
-    "scoring": ("loss",),
-    "adapters": (),
-    "refusals": (),
-    "torn": (),
-    "profiler.records": (),
-    "profiler.machine": ("profiler.records",),
-    "profiler.catalogue": ("profiler.machine",),
-    "profiler.limits": (),
-    "profiler": ("profiler", "companions", "counters", "device", "products"),
-    "planner": ("planner", "profiler.records", "profiler.machine"),
-    "runtime": (
-        *("runtime", "planner.network", "planner.plan", "profiler.records"),
-        *("companions", "counters", "device", "host", "products", "uploads"),
+# The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
+# that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("device", "device_peers", "peers", "host", "uploads", "counters", "companions", "products"),
+    ("checkpoint", "checkpoint_io"),
+    ("data", "hub"),
+    ("profiler",),
+    ("planner",),
+    ("simulation",),
+    ("runtime",),
+    ("batches",),
+    (
+        *("consensus", "distributed", "earlier", "epochs", "evaluation", "finite", "meetings", "outline"),
+        *("owned_states", "processes", "replicas", "sigterm"),
     ),
-    "checkpoint": ("checkpoint",),
-    "checkpoint_io": ("checkpoint",),
-    "hub": (),
-    "data": ("data", "hub"),
-    "architectures": ("hub",),
-    "loading": ("architectures", "quantization"),
-    "quantization": (),
-    "restoring": ("checkpoint",),
-    "schedule": (),
-    "exporting": ("adapters", "architectures", "checkpoint", "data", "hub", "loading"),
-    "mistakes": (),
-    "module": (
-        *("adapters", "architectures", "callbacks.failures", "data", "loading", "loss"),
-        *("metrics", "quantization", "restoring", "schedule", "scoring"),
+    ("models",),
+    ("callbacks",),
+    ("fsdp2", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units"),
+    (
+        *("divided", "joint_planning", "overlap", "paper", "parallel", "parallelism", "planning", "precision"),
+        *("profiling", "refusals", "searching", "states", "strategy", "torn", "wishes"),
     ),
-    "precision": ("device", "runtime"),
-    "overlap": ("runtime",),
-    "device_peers": (),
-    "peers": ("device_peers",),
-    "fsdp_units": ("profiler.blocks",),
-    "fsdp_state": (),
-    "fsdp_steps": ("runtime.recompute",),
-    "fsdp_refusals": ("callbacks.export",),
-    "fsdp2": (
-        *(
-            "checkpoint_io",
-            "consensus",
-            "epochs",
-            "finite",
-            "fsdp_refusals",
-            "fsdp_state",
-            "fsdp_steps",
-            "fsdp_units",
-            "meetings",
-            "peers",
-        ),
-        *("runtime.comm", "runtime.recompute"),
-    ),
-    "wishes": ("planner", "profiler.blocks", "profiler.machine"),
-    "processes": ("companions", "device", "device_peers", "peers", "runtime.attendance"),
-    "consensus": (
-        *("callbacks.ranks", "planner.free_memory", "planner.plan", "profiler.records"),
-        *("runtime.attendance", "runtime.comm"),
-    ),
-    "owned_states": ("runtime.comm",),
-    "divided": ("callbacks.export", "overlap", "runtime"),
-    "earlier": ("runtime.comm", "runtime.local_rows"),
-    "replicas": (),
-    "sigterm": (),
-    "epochs": (),
-    "evaluation": ("runtime.comm",),
-    "finite": (),
-    "meetings": ("consensus", "epochs", "evaluation", "finite", "runtime.attendance", "runtime.comm", "sigterm"),
-    "outline": ("callbacks.failures", "callbacks.ranks", "companions", "replicas", "runtime.comm", "runtime.views"),
-    "parallelism": ("peers", "planner.network", "planner.plan", "replicas"),
-    "parallel": (
-        "checkpoint_io",
-        "consensus",
-        "meetings",
-        "outline",
-        "overlap",
-        "parallelism",
-        "planner",
-        "precision",
-        "processes",
-        "profiler.records",
-        "replicas",
-        "runtime.apply",
-        "runtime.attendance",
-        "runtime.comm",
-        "runtime.owners",
-        "wishes",
-    ),
-    "batches": ("profiler.model",),
-    "profiling": ("batches", "profiler"),
-    "callbacks": (
-        "adapters",
-        "batches",
-        "callbacks",
-        "checkpoint",
-        "checkpoint_io",
-        "companions",
-        "counters",
-        "data",
-        "metrics",
-        "planner",
-        "profiler.limits",
-        "profiler.records",
-        "runtime.attendance",
-        "strategy",
-    ),
-    "joint_planning": None,
-    "searching": ("planner",),
-    "planning": None,
-    "trainer": None,
-    "states": None,
-    "paper": None,
-    "strategy": None,
-    "cli": None,
-    "": None,  # lightning_protrain/__init__.py
-}
+    ("trainer",),
+    ("cli", "mistakes"),
+    ("",),
+)
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
@@ -206,18 +106,24 @@ def _external(source: Source, *packages: str) -> Iterator[Finding]:
             yield line, f"imports {name}"
 
 
+def _layer(module: str) -> int | None:
+    """Return the index of the layer that a module, or something defined in one, belongs to."""
+    found = [(len(name), index) for index, names in enumerate(LAYERS) for name in names if _within(module, [name])]
+    return max(found)[1] if found else None
+
+
 def imports_run_one_way(source: Source) -> Iterator[Finding]:
-    matching = [prefix for prefix in MAY_IMPORT if prefix == "" or _within(source.module, [prefix])]
-    prefix = max(matching, key=len)
-    if prefix == "" and source.module:
-        yield 1, "is not in the table MAY_IMPORT"
+    own = _layer(source.module)
+    if own is None:
+        yield 1, "is in no layer of LAYERS"
         return
-    allowed = MAY_IMPORT[prefix]
     for line, name in source.imports:
-        if _within(name, [PACKAGE]) and allowed is not None:
-            inner = name.removeprefix(PACKAGE).removeprefix(".")
-            if not _within(inner, allowed):
-                yield line, f"imports {name}"
+        if _within(name, [PACKAGE]):
+            layer = _layer(name.removeprefix(PACKAGE).removeprefix("."))
+            if layer is None:  # `from lightning_protrain import Plan`: what the package itself exports, above all layers
+                layer = len(LAYERS) - 1
+            if layer > own:
+                yield line, f"imports {name}, which is in a layer above it"
 
 
 def lightning_is_at_the_edge(source: Source) -> Iterator[Finding]:
@@ -229,6 +135,10 @@ def lightning_is_at_the_edge(source: Source) -> Iterator[Finding]:
 def planner_imports_no_torch(source: Source) -> Iterator[Finding]:
     if _within(source.module, MUST_NOT_IMPORT_TORCH):
         yield from _external(source, "torch", "torchmetrics", "transformers", "peft")
+        for line, name in source.imports:
+            inner = name.removeprefix(f"{PACKAGE}.")
+            if _within(name, [PACKAGE]) and not _within(inner, MUST_NOT_IMPORT_TORCH):
+                yield line, f"imports {name}, which imports torch"
 
 
 def cuda_is_in_one_file(source: Source) -> Iterator[Finding]:

@@ -14,10 +14,10 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.baseline import InitialValidation
-from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.cli import ProTrainCLI
-from lightning_protrain.data.stdlib import stdlib_conversations
-from lightning_protrain.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from lightning_protrain.data.sources.load import stdlib_conversations
 from lightning_protrain.planner.presets import parse_bytes
 from tests.data.conftest import conversation
 

@@ -12,8 +12,8 @@ from huggingface_hub import constants, is_offline_mode
 
 from lightning_protrain import hub
 from lightning_protrain.architectures import read_config
-from lightning_protrain.data.sources import load_splits
-from lightning_protrain.data.tokenizer import load_tokenizer
+from lightning_protrain.data.batches.tokenizer import load_tokenizer
+from lightning_protrain.data.sources.load import load_splits
 
 
 @pytest.fixture

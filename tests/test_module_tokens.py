@@ -13,10 +13,9 @@ import torch.distributed
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
-from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, Collator, Row
-from lightning_protrain.data.loader import TrainLoader
-from lightning_protrain.data.packing import pack, single_blocks
-from lightning_protrain.data.sampling import EpochSampler
+from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator, Row, TrainLoader
+from lightning_protrain.data.batches.pack import pack, single_blocks
+from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.module import CausalLMModule
 from tests.data.test_examples import encoded
 from tests.test_loss import tiny_config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS
+from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.module import CausalLMModule
 from lightning_protrain.restoring import RestorableModule, load_module
 from tests.test_exporting import LORA, make, pretrained

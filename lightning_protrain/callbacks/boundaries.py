@@ -16,7 +16,7 @@ from lightning_protrain.callbacks.copies import copy_of
 from lightning_protrain.callbacks.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.occasions import tries_only
 from lightning_protrain.callbacks.preemption import Preemption
-from lightning_protrain.checkpoint.discovery import Found
+from lightning_protrain.checkpoint.discover import Found
 
 
 class Pending(NamedTuple):

@@ -32,11 +32,9 @@ from lightning_protrain.callbacks.occasions import accumulates, tries_only, vali
 from lightning_protrain.callbacks.ranks import refuse_unequal
 from lightning_protrain.callbacks.resuming import Resumption
 from lightning_protrain.callbacks.scores import Scores
-from lightning_protrain.checkpoint.discovery import Found, find, line_of, newest_good
-from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.names import check_run
-from lightning_protrain.checkpoint.ranking import Ranking
-from lightning_protrain.checkpoint.snapshot import Snapshot
+from lightning_protrain.checkpoint.discover import Found, Ranking, find, line_of, newest_good
+from lightning_protrain.checkpoint.manifest import Manifest, check_run
+from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.profiler.limits import free_host_bytes
 

@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.checkpoint.snapshot import aligned
-from lightning_protrain.checkpoint.tensors import DTYPES
+from lightning_protrain.checkpoint.save import aligned
+from lightning_protrain.checkpoint.serialize import DTYPES
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.keeping import ACCUMULATING, usable
 from lightning_protrain.checkpoint.consolidation import verify_rank
-from lightning_protrain.checkpoint.discovery import Found, Newest, find, line_of, newest_good
+from lightning_protrain.checkpoint.discover import Found, Newest, find, line_of, newest_good
 from lightning_protrain.checkpoint.verifying import Fault
 
 

@@ -8,8 +8,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 
 from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.checkpoint.retention import sweep
-from lightning_protrain.checkpoint.space import check_space, check_writable
+from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 DEFAULT_RUN = "run"

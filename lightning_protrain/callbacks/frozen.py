@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_protrain.callbacks.copies import stored
-from lightning_protrain.checkpoint.fingerprints import digest_of, side_by_side
 from lightning_protrain.checkpoint.references import FROZEN, Reference, References, held, listed, take_out
-from lightning_protrain.checkpoint.tensors import can_hold, shared_names
+from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
 
 Frozen = Literal["reference", "store", "auto"]
 # In the record of a checkpoint.

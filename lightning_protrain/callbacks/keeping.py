@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from lightning_protrain.checkpoint.discovery import Found, find, line_of
+from lightning_protrain.checkpoint.discover import Found, Ranking, find, line_of
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
-from lightning_protrain.checkpoint.ranking import Ranking
 from lightning_protrain.checkpoint.verifying import Fault, verify_files
 
 # In the record of a checkpoint that was made between two steps.

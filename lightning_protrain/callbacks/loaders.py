@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_protrain.checkpoint.randomness import capture, restore
+from lightning_protrain.checkpoint.rank_state import capture, restore
 
 Kind = Literal["stateful", "replayed", "placed", "nowhere"]
 _AS_IT_WAS = (

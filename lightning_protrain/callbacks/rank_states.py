@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_protrain.checkpoint.payload import RANK_STATES
-from lightning_protrain.checkpoint.ranks import OTHERS, own_state, rescale
+from lightning_protrain.checkpoint.rank_state import OTHERS, own_state, rescale
+from lightning_protrain.checkpoint.serialize import RANK_STATES
 
 _CALLBACKS = "callbacks"
 # Bytes of a state from which on all ranks are taken to have the same: it is not compared.

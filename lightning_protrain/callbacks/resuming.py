@@ -17,10 +17,9 @@ from lightning_protrain.callbacks.loaders import ResumableLoader, ResumableSourc
 from lightning_protrain.callbacks.rank_states import small_states, take_own
 from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms, trainer_terms
 from lightning_protrain.checkpoint.contract import check_terms, compare, describe, refusal
-from lightning_protrain.checkpoint.payload import RANK_STATES
-from lightning_protrain.checkpoint.randomness import capture, restore
-from lightning_protrain.checkpoint.ranks import DATA, OTHERS, RANDOM, without_copies
+from lightning_protrain.checkpoint.rank_state import DATA, OTHERS, RANDOM, capture, restore, without_copies
 from lightning_protrain.checkpoint.references import References
+from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.companions import accept_companions
 
 CONTRACT = "contract"

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.checkpoint.ranking import Ranking
+from lightning_protrain.checkpoint.discover import Ranking
 
 
 class Scores:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import SequentialSampler, TensorDataset
 
-from lightning_protrain.checkpoint.tensors import flat_bytes
+from lightning_protrain.checkpoint.serialize import flat_bytes
 
 # Steps at which a schedule that is nothing but a function is asked for its factor.
 _ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_protrain.checkpoint.draft import DraftFile
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.names import check_name, check_run, reserved_name
-from lightning_protrain.checkpoint.payload import files_for, join
+from lightning_protrain.checkpoint.atomic import DraftFile, Files
+from lightning_protrain.checkpoint.manifest import check_name, check_run, reserved_name
 from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.checkpoint.serialize import files_for, join
 from lightning_protrain.checkpoint.verifying import Fault, read_manifest, verify
 
 

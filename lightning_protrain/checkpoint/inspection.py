@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_protrain.checkpoint.discovery import Listing, find
+from lightning_protrain.checkpoint.atomic import leftovers
+from lightning_protrain.checkpoint.discover import Listing, find
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
-from lightning_protrain.checkpoint.retention import leftovers
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 
 # What is said of checkpoints that the newest one of their run does not continue from.

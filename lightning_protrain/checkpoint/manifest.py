@@ -1,4 +1,10 @@
-"""The manifest of a checkpoint: what it holds, of which run and step it is, in one canonical JSON text with a digest.
+"""Describes a checkpoint: its names, its digests, and the manifest that holds them.
+
+[Note: States]
+A published checkpoint has a plain name. Beside it, in the same folder and so on the same disk, there may be
+`.NAME~TOKEN.staged` (being written), `.NAME~TOKEN.old` (whole, its successor of the same name is about to be or has
+been published) and `.NAME~TOKEN.removed` (being removed). The first half of TOKEN says of which run it is, so that
+nobody clears away what another run is writing.
 
 [Note: Truth]
 A folder is a checkpoint if it has a valid manifest, and a good one if its files are those that the manifest lists, byte
@@ -16,13 +22,147 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
-from lightning_protrain.checkpoint.digests import DIGESTS
-from lightning_protrain.checkpoint.names import check_file, check_run
+import xxhash
+
+State = Literal["staged", "old", "removed"]
+
+# Bytes of a name that file systems take, less what a state adds to it.
+MOST_NAME_BYTES = 255 - len(".~.removed") - 16
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RESERVED = re.compile(r"\.(?P<name>.+)~(?P<run>[0-9a-f]{8})[0-9a-f]{8}\.(?P<state>staged|old|removed)", re.DOTALL)
+_KEPT = re.compile(r"\..*(\.lock|~[0-9a-f]{16}\.\w+)")
+
+
+class Reserved(NamedTuple):
+    """What a name of [Note: States] says."""
+
+    name: str
+    run_mark: str
+    state: State
+
+
+def check_run(run: object) -> str:
+    """The run's name, if it may be one.
+
+    Raises:
+        ValueError: It may not.
+    """
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise ValueError(
+            f"run={run!r}: a run is named with letters, digits, '.', '_' and '-', the first a letter or a digit, at "
+            "most 64 of them; no separators, no '..'."
+        )
+    return run
+
+
+def check_name(name: str) -> str:
+    """The name of a checkpoint, if it may be one: whatever a file may be called, without surprises.
+
+    Raises:
+        ValueError: It may not.
+    """
+    size = len(name.encode(errors="surrogateescape"))
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or _KEPT.fullmatch(name):
+        raise ValueError(
+            f"The checkpoint cannot be called {name!r}: a name is not empty, no '..', none that the commit protocol "
+            "uses, and has no separators and no control characters."
+        )
+    if size > MOST_NAME_BYTES:
+        raise ValueError(f"The checkpoint's name {name!r} has {size} bytes; at most {MOST_NAME_BYTES} are possible.")
+    return name
+
+
+def check_file(name: object) -> str:
+    """The name of a file in a checkpoint, if it may be one.
+
+    Raises:
+        ValueError: It may not.
+    """
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be the name of a file of a checkpoint.")
+    return name
+
+
+def run_mark(run: str) -> str:
+    """Stands for the run in reserved names, 8 characters."""
+    return hashlib.sha256(run.encode()).hexdigest()[:8]
+
+
+def reserved_name(name: str, run: str, state: State) -> str:
+    """A fresh name of [Note: States]."""
+    return f".{name}~{run_mark(run)}{secrets.token_hex(4)}.{state}"
+
+
+def parse_reserved(entry: str) -> Reserved | None:
+    """What `reserved_name` made; None for any other name."""
+    match = _RESERVED.fullmatch(entry)
+    return Reserved(match["name"], match["run"], match["state"]) if match else None  # type: ignore[arg-type]
+
+
+# Hexadecimal digits of a digest, by algorithm.
+DIGESTS = {"xxh3_128": 32, "crc32": 8, "sha256": 64}
+# Of what is saved; what was saved with another one is verified with that.
+DEFAULT = "xxh3_128"
+
+
+class _Running(Protocol):
+    def update(self, data: memoryview | bytes | bytearray, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview | bytes | bytearray, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+_ALGORITHMS: dict[str, Callable[[], _Running]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "crc32": _Crc32,
+    "sha256": hashlib.sha256,
+}
+
+
+class Digest:
+    """Running digest of one file; `str` of it is what the manifest has.
+
+    Args:
+        algorithm: `"xxh3_128"` and `"crc32"` find what breaks by accident, and the first one takes a quarter of the
+            time. `"sha256"` also finds what was made to look the same, and takes longer than the writing.
+
+    Raises:
+        ValueError: There is no such algorithm.
+    """
+
+    def __init__(self, algorithm: str = DEFAULT) -> None:
+        if algorithm not in DIGESTS:
+            raise ValueError(f"digest={algorithm!r}: give one of {', '.join(map(repr, DIGESTS))}.")
+        self._algorithm = algorithm
+        self._running = _ALGORITHMS[algorithm]()
+
+    def update(self, data: memoryview | bytes | bytearray) -> None:
+        """Adds bytes."""
+        self._running.update(data)
+
+    def __str__(self) -> str:
+        return f"{self._algorithm}:{self._running.hexdigest()}"
+
 
 MANIFEST = "manifest.json"
 # Every checkpoint has this file, too; by these two its remains are told from what belongs to somebody else.

@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_protrain.checkpoint.fingerprints import digest_of, same_bits, side_by_side
-from lightning_protrain.checkpoint.tensors import DTYPES, can_hold, shared_names
+from lightning_protrain.checkpoint.serialize import DTYPES, can_hold, digest_of, same_bits, shared_names, side_by_side
 
 # Key of a checkpoint.
 FROZEN = "frozen_weights"

@@ -11,8 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_protrain.checkpoint.digests import Digest
-from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, FileEntry, Manifest
+from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, Digest, FileEntry, Manifest
 
 # Bytes that are read at once, into the same memory each time: they are still in the processor's cache when digested.
 PIECE = 1 << 20

@@ -16,22 +16,20 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
-from lightning_protrain.data.collating import Batch, Collator, Row, Rows
-from lightning_protrain.data.conversations import split_indices
-from lightning_protrain.data.encoding import EncodedRows, HasImages, OnUntrainable, encode_rows
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.image_rows import ImageRows, image_rows
-from lightning_protrain.data.loader import TrainLoader, count_trained
-from lightning_protrain.data.masking import TrainOn, TrainOnEos
-from lightning_protrain.data.packing import Blocks, pack, single_blocks
-from lightning_protrain.data.preview import Shown, show
-from lightning_protrain.data.report import DatasetReport
-from lightning_protrain.data.sampling import EpochSampler, ShareSampler
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.sources import Source
-from lightning_protrain.data.specs import DatasetSpec, dataset_spec
-from lightning_protrain.data.tokenizer import cached_tokenizer_folder, load_tokenizer
+from lightning_protrain.data.batches.encode import Encoded, EncodedRows, HasImages, OnUntrainable, encode_rows
+from lightning_protrain.data.batches.loader import Batch, Collator, Row, Rows, TrainLoader, count_trained
+from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
+from lightning_protrain.data.batches.preview import Shown, show
+from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
+from lightning_protrain.data.batches.token_cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
+from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
+from lightning_protrain.data.batches.vision import ImageRows, image_rows
+from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.conversation import split_indices
+from lightning_protrain.data.sources.dataset import DatasetReport
+from lightning_protrain.data.sources.load import Source
+from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 
 DEFAULT_CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
 # Which rows a stage of the Trainer reads.

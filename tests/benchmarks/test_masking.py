@@ -21,10 +21,10 @@ from benchmarks.masking import (
     render,
     render_preparation,
 )
-from lightning_protrain.data.features import JOINED
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.stdlib import stdlib_conversations
-from lightning_protrain.data.tokenizer import train_tokenizer
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from lightning_protrain.data.chat.check_turns import JOINED
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.sources.load import stdlib_conversations
 
 SMALL = (Shape("small", "chatml", 5, 2, 64), Shape("small", "llama3", 20, 3, 80))
 PREPARED = Preparation("short", tokens=57.2, encode=100.0, alone=1.0, checked=4.0)

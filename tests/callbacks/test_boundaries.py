@@ -15,8 +15,8 @@ import pytest
 from torch import nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discovery import find
-from lightning_protrain.checkpoint.locks import RunLock
+from lightning_protrain.checkpoint.atomic import RunLock
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight

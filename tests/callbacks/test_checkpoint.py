@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.checkpoint.discovery import find
-from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 ROWS = 16

@@ -16,8 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.space import free_bytes
+from lightning_protrain.checkpoint.atomic import Files, free_bytes
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.checkpoint.disks import Stuck

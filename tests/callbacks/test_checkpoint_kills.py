@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discovery import find, newest_good
+from lightning_protrain.checkpoint.discover import find, newest_good
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint_resume import BATCHES

@@ -16,7 +16,7 @@ import torch
 from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks import exchange
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.discovery import find
-from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.manifest import MANIFEST, STATE, Manifest
-from lightning_protrain.checkpoint.payload import RANK_STATES, files_for, rank_file
-from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank_file
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint_data import Recorded, Samples
 from tests.checkpoint.contents import content

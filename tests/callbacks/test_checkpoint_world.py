@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_protrain.callbacks import exchange
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discovery import find
-from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.atomic import Files
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.copies import KeepsCopy, copied_bytes, copy_of, stored
-from lightning_protrain.checkpoint.payload import split
-from lightning_protrain.checkpoint.snapshot import Snapshot
+from lightning_protrain.checkpoint.save import Snapshot
+from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.knobs import Knobs

@@ -11,10 +11,10 @@ from lightning_protrain.callbacks import fallback
 from lightning_protrain.callbacks.exchange import Exchange
 from lightning_protrain.callbacks.fallback import newest_listed, newest_of_all
 from lightning_protrain.callbacks.keeping import ACCUMULATING
-from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.manifest import MANIFEST
-from lightning_protrain.checkpoint.payload import RANK_STATES, WEIGHTS
-from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
 from lightning_protrain.checkpoint.verifying import Fault
 from tests.checkpoint.contents import content, flip
 from tests.ranks import run_ranks, values

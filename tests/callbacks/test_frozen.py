@@ -18,8 +18,8 @@ from lightning_protrain.callbacks.frozen import FrozenWeights, drop_missing, fro
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
 from lightning_protrain.checkpoint.inspection import inspect
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.payload import WEIGHTS
 from lightning_protrain.checkpoint.references import FROZEN, References
+from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.cli import file_command

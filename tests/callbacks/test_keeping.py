@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
-from lightning_protrain.checkpoint.discovery import find
-from lightning_protrain.checkpoint.ranking import Ranking
+from lightning_protrain.checkpoint.discover import Ranking, find
 from tests.checkpoint.contents import flip, save
 
 

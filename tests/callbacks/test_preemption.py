@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.preemption import EXIT_CODE, Preemption
-from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy

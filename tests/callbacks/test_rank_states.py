@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_protrain.callbacks.rank_states import MOST_COMPARED, small_states, take_own
-from lightning_protrain.checkpoint.payload import RANK_STATES
-from lightning_protrain.checkpoint.randomness import capture
+from lightning_protrain.checkpoint.rank_state import capture
+from lightning_protrain.checkpoint.serialize import RANK_STATES
 
 
 class Data(L.LightningDataModule):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_protrain.callbacks.scores import Scores
-from lightning_protrain.checkpoint.ranking import Ranking
+from lightning_protrain.checkpoint.discover import Ranking
 
 
 def _trainer(step: int, **metrics: float) -> Any:

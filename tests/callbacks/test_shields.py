@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
 from lightning_protrain.callbacks.preemption import Preemption
 from lightning_protrain.callbacks.shields import Shield
-from lightning_protrain.checkpoint.discovery import find
+from lightning_protrain.checkpoint.discover import find
 from tests.callbacks.test_preemption import PREEMPTED, Signals, Validated
 from tests.ranks import run_ranks
 

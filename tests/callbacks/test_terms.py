@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms
-from lightning_protrain.data.packing import single_blocks
-from lightning_protrain.data.sampling import EpochSampler
+from lightning_protrain.data.batches.pack import single_blocks
+from lightning_protrain.data.batches.sampler import EpochSampler
 
 
 def _dataset(count: int = 6) -> TensorDataset:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.files import Files
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.save import save_folder
 
 RUN = "run"
 

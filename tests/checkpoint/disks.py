@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.atomic import Files
 
 MODES = ("killed", "lost", "early", "zeros", "random-1", "random-2", "random-3")
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder, load_stock, write_stock
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.serialize import WEIGHTS
 from tests.checkpoint.contents import content, flip, same, save
 from tests.checkpoint.disks import Journal, crash_images, order_violations
 

@@ -10,8 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.digests import _ALGORITHMS, DEFAULT, DIGESTS, Digest
-from lightning_protrain.checkpoint.manifest import FileEntry
+from lightning_protrain.checkpoint.manifest import _ALGORITHMS, DEFAULT, DIGESTS, Digest, FileEntry
 
 ONE_CALL = {
     "xxh3_128": xxhash.xxh3_128_hexdigest,

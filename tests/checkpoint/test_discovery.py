@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.discovery import find, newest_good, resolve
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
-from lightning_protrain.checkpoint.names import reserved_name
-from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS
+from lightning_protrain.checkpoint.discover import find, newest_good, resolve
+from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, reserved_name
+from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from tests.checkpoint.contents import RUN, flip, save
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint import draft as drafting
-from lightning_protrain.checkpoint.digests import DIGESTS, Digest
-from lightning_protrain.checkpoint.draft import open_draft, refuse_foreign
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.manifest import MANIFEST, FileEntry
+from lightning_protrain.checkpoint import atomic as drafting
+from lightning_protrain.checkpoint.atomic import Files, open_draft, refuse_foreign
+from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, Digest, FileEntry
 from tests.checkpoint.contents import RUN, content, load, same, save
 from tests.checkpoint.disks import Journal
 

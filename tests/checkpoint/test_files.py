@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.retention import retire
+from lightning_protrain.checkpoint.atomic import Files, retire
 from tests.checkpoint.contents import RUN, save
 from tests.checkpoint.disks import Journal
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.checkpoint import fingerprints as module
-from lightning_protrain.checkpoint.fingerprints import digest_of, same_bits, side_by_side
+from lightning_protrain.checkpoint import serialize as module
+from lightning_protrain.checkpoint.serialize import digest_of, same_bits, side_by_side
 from tests.checkpoint.test_tensors import STRANGE, strided
 
 

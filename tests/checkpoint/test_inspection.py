@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.checkpoint.inspection import inspect
-from lightning_protrain.checkpoint.names import reserved_name
-from lightning_protrain.checkpoint.payload import WEIGHTS
+from lightning_protrain.checkpoint.manifest import reserved_name
+from lightning_protrain.checkpoint.serialize import WEIGHTS
 from tests.checkpoint.contents import flip, save
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint import locks
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.locks import RunLock, is_stale
+from lightning_protrain.checkpoint import atomic
+from lightning_protrain.checkpoint.atomic import Files, RunLock, is_stale
 
 
 def _lock(root: Path, run: str = "run") -> RunLock:
@@ -68,7 +67,7 @@ def test_a_process_that_is_dead_and_not_yet_buried_holds_nothing(tmp_path: Path)
     ids=str,
 )
 def test_what_is_stale(change: dict[str, object], stale: bool) -> None:
-    owner = {**locks._owner(), **change}
+    owner = {**atomic._owner(), **change}
     assert is_stale(owner) is stale
 
 
@@ -85,7 +84,7 @@ def test_without_locks_of_the_system_an_unfinished_text_may_be_being_written(
     def refuse(descriptor: int, how: int) -> None:
         raise OSError("no locks")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
     with _lock(tmp_path):
         pass
     (tmp_path / ".run.lock").write_bytes(b"")
@@ -111,7 +110,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
 
 
 def test_of_many_at_once_one_takes_over_a_stale_lock(tmp_path: Path) -> None:
-    (tmp_path / ".run.lock").write_text(json.dumps({**locks._owner(), "birth": "1"}))
+    (tmp_path / ".run.lock").write_text(json.dumps({**atomic._owner(), "birth": "1"}))
     taken, barrier = [], threading.Barrier(8)
 
     def attempt() -> None:

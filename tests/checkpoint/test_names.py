@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.names import (
+from lightning_protrain.checkpoint.manifest import (
     MOST_NAME_BYTES,
     check_file,
     check_name,

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.checkpoint.draft import open_draft
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS, Payload, join, split
-from lightning_protrain.checkpoint.tensors import read_tensors
+from lightning_protrain.checkpoint.atomic import Files, open_draft
+from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS, Payload, join, read_tensors, split
 from tests.checkpoint.contents import content, same
 from tests.checkpoint.test_tensors import STRANGE
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain.checkpoint.randomness import capture, derive, restore
+from lightning_protrain.checkpoint.rank_state import capture, derive, restore
 
 CPU = torch.device("cpu")
 

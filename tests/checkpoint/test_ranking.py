@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.discovery import Found
+from lightning_protrain.checkpoint.discover import Found, Ranking, take
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.ranking import Ranking, take
 from tests.checkpoint.contents import flip, save
 
 Mode = Literal["min", "max"]

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import RANK_STATES
-from lightning_protrain.checkpoint.randomness import capture
-from lightning_protrain.checkpoint.ranks import own_state, rescale, reshard_folder, without_copies
-from lightning_protrain.checkpoint.saving import save_folder
+from lightning_protrain.checkpoint.rank_state import capture, own_state, rescale, reshard_folder, without_copies
+from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 from tests.checkpoint.contents import content, flip, same
 

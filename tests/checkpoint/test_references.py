@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_protrain.checkpoint.fingerprints import digest_of
 from lightning_protrain.checkpoint.references import (
     FROZEN,
     Reference,
@@ -22,6 +21,7 @@ from lightning_protrain.checkpoint.references import (
     resolve,
     take_out,
 )
+from lightning_protrain.checkpoint.serialize import digest_of
 
 
 def of(tensor: Tensor) -> Reference:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.locks import RunLock
-from lightning_protrain.checkpoint.names import reserved_name
-from lightning_protrain.checkpoint.retention import erase, prune, retire, sweep
+from lightning_protrain.checkpoint.atomic import Files, RunLock, erase, prune, retire, sweep
+from lightning_protrain.checkpoint.manifest import reserved_name
 from tests.checkpoint.contents import RUN, load, save
 from tests.checkpoint.disks import Journal, Stuck
 

@@ -12,14 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_protrain.checkpoint.discovery import find, line_of, newest_good
-from lightning_protrain.checkpoint.draft import Draft
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.names import parse_reserved, reserved_name
-from lightning_protrain.checkpoint.payload import split
-from lightning_protrain.checkpoint.retention import retire, sweep
-from lightning_protrain.checkpoint.saving import next_place
+from lightning_protrain.checkpoint.atomic import Draft, Files, retire, sweep
+from lightning_protrain.checkpoint.discover import find, line_of, newest_good
+from lightning_protrain.checkpoint.manifest import Manifest, parse_reserved, reserved_name
+from lightning_protrain.checkpoint.save import next_place
+from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.checkpoint.verifying import verify
 from tests.checkpoint.contents import RUN, content, load, same, save
 from tests.checkpoint.disks import Journal, Operation, crash_images, order_violations

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.payload import Payload, join, split
-from lightning_protrain.checkpoint.saving import save_payload
-from lightning_protrain.checkpoint.snapshot import Snapshot
-from lightning_protrain.checkpoint.tensors import DTYPES
+from lightning_protrain.checkpoint.atomic import Files
+from lightning_protrain.checkpoint.save import Snapshot, save_payload
+from lightning_protrain.checkpoint.serialize import DTYPES, Payload, join, split
 from tests.checkpoint.contents import content, load, same
 
 

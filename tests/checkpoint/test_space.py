@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.space import check_space, check_writable, free_bytes, in_gib
+from lightning_protrain.checkpoint.atomic import Files, check_space, check_writable, free_bytes, in_gib
 
 
 def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:

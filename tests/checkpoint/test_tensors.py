@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_protrain.checkpoint import tensors as tensors_module
-from lightning_protrain.checkpoint.draft import open_draft
-from lightning_protrain.checkpoint.files import Files
-from lightning_protrain.checkpoint.tensors import (
+from lightning_protrain.checkpoint import serialize as tensors_module
+from lightning_protrain.checkpoint.atomic import Files, open_draft
+from lightning_protrain.checkpoint.serialize import (
     DTYPES,
     can_hold,
     flat_bytes,

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_protrain.checkpoint import verifying
-from lightning_protrain.checkpoint.digests import DIGESTS, Digest
-from lightning_protrain.checkpoint.manifest import MANIFEST, FileEntry, Manifest, _sign
-from lightning_protrain.checkpoint.payload import TENSORS, WEIGHTS
+from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, Digest, FileEntry, Manifest, _sign
+from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.checkpoint.verifying import open_regular, read_manifest, verify
 from tests.checkpoint.contents import content, flip, load, same, save
 

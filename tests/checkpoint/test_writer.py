@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.discovery import find, line_of, newest_good
-from lightning_protrain.checkpoint.files import Files
+from lightning_protrain.checkpoint.atomic import Files, retire, sweep
+from lightning_protrain.checkpoint.discover import find, line_of, newest_good
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.payload import split
-from lightning_protrain.checkpoint.retention import retire, sweep
-from lightning_protrain.checkpoint.saving import save_payload
-from lightning_protrain.checkpoint.snapshot import Snapshot
-from lightning_protrain.checkpoint.writer import Writer
+from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
+from lightning_protrain.checkpoint.serialize import split
 from tests.checkpoint.contents import RUN, content
 from tests.checkpoint.disks import Journal, crash_images, order_violations
 from tests.checkpoint.test_saving import Mark, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
-from lightning_protrain.data.masking import MaskOptions
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
+from lightning_protrain.data.chat.mask import MaskOptions
 
 TOKENS = range(5)
 ROLES = ("assistant", "user", "tool")

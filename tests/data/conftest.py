@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.tokenizer import train_tokenizer
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from lightning_protrain.data.conversation import Conversation
 from tests.data.tokenizers import package_folder
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import ChatEncoder
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.settings import ChatSettings
+from lightning_protrain.data.batches.encode import ChatEncoder, Encoded
+from lightning_protrain.data.chat.pipeline import ChatSettings
+from lightning_protrain.data.conversation import Conversation
 
 
 def settings_of(**knobs: Any) -> ChatSettings:

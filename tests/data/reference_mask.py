@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_protrain.data.markers import Markers
-from lightning_protrain.data.masking import MaskOptions
+from lightning_protrain.data.chat.markers import Markers
+from lightning_protrain.data.chat.mask import MaskOptions
 from tests.data.reference_scan import Turn, match, pieces, reference_scan
 
 

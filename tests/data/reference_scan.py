@@ -6,7 +6,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from lightning_protrain.data.markers import Marker, Markers
+from lightning_protrain.data.chat.markers import Marker, Markers
 
 Turn = namedtuple("Turn", "start content end stop role complete")
 

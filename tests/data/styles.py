@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_protrain.data.markers import ExclusionMarkers
+from lightning_protrain.data.chat.markers import ExclusionMarkers
 from tests.data.turns import NEWLINE, NEWLINES, TAILS, Form, Style, family, mark, role
 
 OPEN, CLOSE = 3, 4

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.data.agreement import (
+from lightning_protrain.data.chat.check_turns import (
     LEAKED,
     LEAKING,
     NO_CALLS,
     NO_TEXT,
     NOT_PROVEN,
+    SEVERAL,
+    SYSTEM,
     THINKS,
     UntrainableError,
     WeightsError,
@@ -20,7 +22,6 @@ from lightning_protrain.data.agreement import (
     speakers,
     turn_weights,
 )
-from lightning_protrain.data.features import SEVERAL, SYSTEM
 
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_protrain.data.boundaries import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
+from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
 
 
 @pytest.mark.parametrize(

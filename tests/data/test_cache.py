@@ -15,9 +15,10 @@ import torch
 from datasets import Dataset
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.data import cache, datamodule, encoding
+from lightning_protrain.data import datamodule
+from lightning_protrain.data.batches import encode, token_cache
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.sources import Source
+from lightning_protrain.data.sources.load import Source
 from lightning_protrain.module import CausalLMModule
 from tests.data.conftest import conversation
 from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
@@ -116,7 +117,7 @@ def test_other_code_makes_other_tokens(
     chats: str, folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _ready(chats, folder)
-    monkeypatch.setattr(cache, "_code_digest", lambda: "of the next version")
+    monkeypatch.setattr(token_cache, "_code_digest", lambda: "of the next version")
     _ready(chats, folder)
     assert made == ["train", "validation"] * 2
 
@@ -166,7 +167,7 @@ def test_a_progress_bar_is_shown_on_the_first_rank(
     for variable, value in (("FORCE_COLOR", "1"), ("TERM", "xterm")):
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr("rich._console", None)  # A new one sees the variables.
-    monkeypatch.setattr(encoding, "_SHOW_PROGRESS_FROM", 20)
+    monkeypatch.setattr(encode, "_SHOW_PROGRESS_FROM", 20)
     for rank, shown in ((1, False), (0, True)):
         monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", rank)
         _ready(chats, folder, cache_dir=f"cache{rank}")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain.data.collating import WEIGHT_UNITS, Collator, Row, Rows, is_packed
-from lightning_protrain.data.packing import pack, single_blocks
+from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Collator, Row, Rows, is_packed
+from lightning_protrain.data.batches.pack import pack, single_blocks
 from tests.data.test_examples import encoded
 
 

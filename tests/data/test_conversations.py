@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_protrain.data.conversations import fingerprint, split_indices, text_of
+from lightning_protrain.data.conversation import fingerprint, split_indices, text_of
 from tests.data.conftest import conversation
 
 GOOD = conversation("Why?", "Because.")

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_protrain.data import datamodule as module
-from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
+from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.specs import DatasetSpec
-from lightning_protrain.data.tokenizer import CHAT_TEMPLATE
+from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.module import CausalLMModule
 from tests.data.conftest import conversation
 
@@ -219,7 +219,7 @@ def test_a_data_set_may_name_its_family(chats: str) -> None:
 def test_a_second_run_reads_the_tokenizer_from_the_cache(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _data(chats).prepare_data()
     # Neither the seed nor the share of validation rows changes what the tokenizer is trained on.
-    monkeypatch.setattr("lightning_protrain.data.tokenizer.train_tokenizer", None)
+    monkeypatch.setattr("lightning_protrain.data.batches.tokenizer.train_tokenizer", None)
     data = _data(chats, seed=3, val_fraction=0.5)
     data.prepare_data()
     data.setup("fit")

@@ -12,13 +12,12 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.batches.encode import ChatEncoder, Encoded
+from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.encoding import ChatEncoder
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.masking import MaskOptions, trained_tokens
-from lightning_protrain.data.scanner import scan
-from lightning_protrain.data.settings import Chats, ChatSettings
 from tests.data.templates import CHATML, FORMATS, LLAVA, MISTRAL, QWEN3
 from tests.data.tokenizers import byte_level, llama3, metaspace, mistral_common, qwen, sentencepiece, tekken
 

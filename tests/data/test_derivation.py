@@ -1,11 +1,10 @@
 # ruff: noqa: E501
 import pytest
 
-from lightning_protrain.data.boundaries import Exclusion
-from lightning_protrain.data.derivation import derive
-from lightning_protrain.data.probes import TemplateRender
-from lightning_protrain.data.recognition import find_family
-from lightning_protrain.data.vocabulary import Vocabulary
+from lightning_protrain.data.chat.chat_format import Exclusion
+from lightning_protrain.data.chat.detect_format import derive, find_family
+from lightning_protrain.data.chat.verify_format import TemplateRender
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 
 

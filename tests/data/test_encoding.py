@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.agreement import LEAKING, NOT_PROVEN, UntrainableError
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import (
+from lightning_protrain.data.batches.encode import (
     UNTRAINED,
     ChatEncoder,
+    Dropped,
+    Encoded,
     EncodedRows,
     HasImages,
     encode_rows,
 )
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.features import CALLS
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.truncation import Dropped
+from lightning_protrain.data.chat.check_turns import CALLS, LEAKING, NOT_PROVEN, UntrainableError
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.conversation import Conversation
 from tests.data.conftest import conversation
 from tests.data.templates import MISTRAL
 from tests.data.tokenizers import byte_level, tekken

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_protrain.data.examples import Encoded
+from lightning_protrain.data.batches.encode import Encoded
 
 
 def encoded(length: int, seed: int = 0, **options: Any) -> Encoded:

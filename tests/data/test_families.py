@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_protrain.data.families import ALIASES, FAMILIES
-from lightning_protrain.data.recognition import family_named
+from lightning_protrain.data.chat.detect_format import family_named
+from lightning_protrain.data.chat.known_formats import ALIASES, FAMILIES
 
 NAMES = [
     "chatml",

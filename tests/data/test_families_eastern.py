@@ -1,10 +1,11 @@
 import pytest
 
-from lightning_protrain.data.boundaries import Family
-from lightning_protrain.data.families_eastern import DEEPSEEK, FAMILIES, GLM4, KIMI
-from lightning_protrain.data.markers import resolve
-from lightning_protrain.data.masking import MaskOptions, trained_tokens
-from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.chat.chat_format import Family
+from lightning_protrain.data.chat.known_formats import _EASTERN as FAMILIES
+from lightning_protrain.data.chat.known_formats import DEEPSEEK, GLM4, KIMI
+from lightning_protrain.data.chat.markers import resolve
+from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
+from lightning_protrain.data.chat.turns import scan
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
 

@@ -2,11 +2,12 @@ import re
 
 import pytest
 
-from lightning_protrain.data.boundaries import Family
-from lightning_protrain.data.families_western import FAMILIES, GEMMA4, GPT_OSS, LLAMA3, MISTRAL, VOXTRAL
-from lightning_protrain.data.markers import resolve
-from lightning_protrain.data.masking import MaskOptions, trained_tokens
-from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.chat.chat_format import Family
+from lightning_protrain.data.chat.known_formats import _WESTERN as FAMILIES
+from lightning_protrain.data.chat.known_formats import GEMMA4, GPT_OSS, LLAMA3, MISTRAL, VOXTRAL
+from lightning_protrain.data.chat.markers import resolve
+from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
+from lightning_protrain.data.chat.turns import scan
 from tests.data import tokenizers
 
 

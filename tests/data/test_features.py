@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.encoding import encode_rows
-from lightning_protrain.data.features import (
+from lightning_protrain.data.batches.encode import encode_rows
+from lightning_protrain.data.chat.check_turns import (
     CALLS,
     DEVELOPER,
     JOINED,
@@ -24,7 +24,7 @@ from lightning_protrain.data.features import (
     said_by,
     unproven_feature,
 )
-from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
 from tests.data.conftest import conversation
 
 USER: Any = {"role": "user", "content": "Q"}

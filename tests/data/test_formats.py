@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.formats import PROMPTS, RESPONSES, RowFormat
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.parse import PROMPTS, RESPONSES, RowFormat
 
 Q = {"role": "user", "content": "Why?"}
 A = {"role": "assistant", "content": "So."}

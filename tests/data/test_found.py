@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_protrain.data import settings as settings_module
-from lightning_protrain.data.agreement import NO_END
-from lightning_protrain.data.encoding import encode_rows
-from lightning_protrain.data.found import FoundTurns, find_turns, mask_turns, uncuttable
-from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
-from lightning_protrain.data.masking import MaskOptions
-from lightning_protrain.data.settings import Chats
+from lightning_protrain.data.batches.encode import encode_rows
+from lightning_protrain.data.chat import pipeline as settings_module
+from lightning_protrain.data.chat.check_turns import NO_END
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
+from lightning_protrain.data.chat.mask import FoundTurns, MaskOptions, find_turns, mask_turns, uncuttable
+from lightning_protrain.data.chat.pipeline import Chats
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS

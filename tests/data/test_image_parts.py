@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.image_parts import place_images
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.images import place_images
 
 IMAGE = {"type": "image"}
 

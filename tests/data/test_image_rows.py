@@ -13,15 +13,14 @@ import pytest
 from PIL import Image
 from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
 
-from lightning_protrain.data import image_rows as module
-from lightning_protrain.data import images
-from lightning_protrain.data.conversations import Conversation
+from lightning_protrain.data.batches import vision as module
+from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure, ImageRows, image_rows
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.image_rows import ImageMeasure, ImageRows, image_rows
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.specs import DatasetSpec
-from lightning_protrain.data.vision import ImageEncoder
+from lightning_protrain.data.sources.load import images
+from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data import llava
 
 OPTIONS: dict[str, Any] = {

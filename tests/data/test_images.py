@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.images import check_image, image_size, image_source, open_image, open_images
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.images import check_image, image_size, image_source, open_image, open_images
 
 COLOUR = (200, 100, 50)
 

@@ -14,10 +14,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_protrain.data.collating import WEIGHT_UNITS, Batch, Collator
-from lightning_protrain.data.loader import TrainLoader, count_trained
-from lightning_protrain.data.packing import Blocks, pack, single_blocks
-from lightning_protrain.data.sampling import EpochSampler
+from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator, TrainLoader, count_trained
+from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
+from lightning_protrain.data.batches.sampler import EpochSampler
 from tests.data.test_examples import encoded
 
 EXAMPLES = [encoded(3 + index % 11, index) for index in range(43)]

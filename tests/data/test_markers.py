@@ -4,10 +4,10 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.boundaries import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
-from lightning_protrain.data.families import FAMILIES
-from lightning_protrain.data.markers import Marker, Markers, resolve
-from lightning_protrain.data.vocabulary import Vocabulary
+from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
+from lightning_protrain.data.chat.known_formats import FAMILIES
+from lightning_protrain.data.chat.markers import Marker, Markers, resolve
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_protrain.data import masking
-from lightning_protrain.data.markers import ExclusionMarkers, Markers
-from lightning_protrain.data.masking import MaskOptions, token_weights, trainable_turns, trained_tokens
-from lightning_protrain.data.scanner import scan
+from lightning_protrain.data.chat import mask
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
+from lightning_protrain.data.chat.mask import MaskOptions, token_weights, trainable_turns, trained_tokens
+from lightning_protrain.data.chat.turns import scan
 from tests.data.cases import Case, random_case
 from tests.data.reference_mask import reference_mask
 from tests.data.styles import ASSISTANT, CLOSE, OPEN, STYLES, USER
@@ -26,18 +26,18 @@ CHATML = STYLES["chatml"].markers
 DEFAULT = MaskOptions()
 
 
-def mask(ids: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None, **where: Any) -> Any:
+def masked(ids: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None, **where: Any) -> Any:
     ids = np.asarray(ids)
     return trained_tokens(ids, scan(ids, markers, **where), markers, options, turn_weights=weights, **where)
 
 
 def kept(ids: Sequence[int], markers: Markers, options: MaskOptions = DEFAULT, **arguments: Any) -> list[int]:
-    return np.asarray(ids)[mask(ids, markers, options, **arguments)].tolist()
+    return np.asarray(ids)[masked(ids, markers, options, **arguments)].tolist()
 
 
 def agree(case: Case, weights: Sequence[float] | None = None) -> None:
     where = {"attention_mask": case.attended, "segments": case.segments}
-    found = mask(case.ids, case.markers, case.options, weights, **where)
+    found = masked(case.ids, case.markers, case.options, weights, **where)
     expected = reference_mask(case.ids, case.markers, case.options, case.attended, case.segments, weights)
     assert found.tolist() == expected, case
 
@@ -67,7 +67,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, *PLANTED[bug])
+    monkeypatch.setattr(mask, *PLANTED[bug])
     rng = random.Random(0)
 
     def compare() -> None:
@@ -90,9 +90,9 @@ ORACLE_OPTIONS = [
 def test_what_was_built_to_be_trained_is(name: str, data: st.DataObject) -> None:
     conversation = data.draw(conversations(STYLES[name]))
     for options in ORACLE_OPTIONS:
-        assert mask(conversation.ids, conversation.style.markers, options).tolist() == conversation.expected(options)
+        assert masked(conversation.ids, conversation.style.markers, options).tolist() == conversation.expected(options)
     every = MaskOptions(roles_to_train=tuple(conversation.style.forms))
-    assert mask(conversation.ids, conversation.style.markers, every).tolist() == conversation.expected(every)
+    assert masked(conversation.ids, conversation.style.markers, every).tolist() == conversation.expected(every)
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -111,10 +111,10 @@ def test_packed_padded_and_batched_it_is_the_same(name: str, data: st.DataObject
             train_thinking=st.booleans(),
         )
     )
-    alone = [mask(talk.ids, style.markers, options).tolist() for talk in packed]
+    alone = [masked(talk.ids, style.markers, options).tolist() for talk in packed]
     joined = [token for talk in packed for token in talk.ids]
     segments = [number for number, talk in enumerate(packed) for _ in talk.ids]
-    assert mask(joined, style.markers, options, segments=segments).tolist() == list(itertools.chain(*alone))
+    assert masked(joined, style.markers, options, segments=segments).tolist() == list(itertools.chain(*alone))
     # As a batch, with padding of an id that ends turns.
     length = max(len(talk.ids) for talk in packed) + data.draw(st.integers(0, 2))
     for left in (False, True):
@@ -123,7 +123,7 @@ def test_packed_padded_and_batched_it_is_the_same(name: str, data: st.DataObject
         for number, talk in enumerate(packed):
             place = slice(length - len(talk.ids), None) if left else slice(len(talk.ids))
             batch[number, place], attended[number, place] = talk.ids, 1
-        found = mask(batch, style.markers, options, attention_mask=attended)
+        found = masked(batch, style.markers, options, attention_mask=attended)
         assert found.shape == batch.shape
         assert not found[attended == 0].any()
         assert [row[shown == 1].tolist() for row, shown in zip(found, attended, strict=True)] == alone
@@ -136,10 +136,10 @@ def test_the_mask_of_a_prefix_is_the_prefix_of_the_mask(name: str, data: st.Data
     """Under `turn`, with all turns: at every cut that splits no marker."""
     conversation = data.draw(conversations(STYLES[name], 3))
     options = MaskOptions(train_thinking=data.draw(st.booleans()))
-    whole = mask(conversation.ids, conversation.style.markers, options).tolist()
+    whole = masked(conversation.ids, conversation.style.markers, options).tolist()
     for cut in range(len(whole) + 1):
         if not conversation.splits_a_marker(cut):
-            assert mask(conversation.ids[:cut], conversation.style.markers, options).tolist() == whole[:cut], cut
+            assert masked(conversation.ids[:cut], conversation.style.markers, options).tolist() == whole[:cut], cut
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -151,10 +151,10 @@ def test_a_cut_anywhere_where_markers_are_single_tokens(eos: Any, data: st.DataO
     assume(conversation.ids)
     markers, cut = conversation.style.markers, data.draw(st.integers(0, len(conversation.ids)))
     options = MaskOptions(train_on_eos=eos)
-    whole, part = mask(conversation.ids, markers, options)[:cut], mask(conversation.ids[:cut], markers, options)
+    whole, part = masked(conversation.ids, markers, options)[:cut], masked(conversation.ids[:cut], markers, options)
     if eos == "last":
         no_ends = MaskOptions(train_on_eos="none")
-        assert (mask(conversation.ids[:cut], markers, no_ends) <= whole).all()
+        assert (masked(conversation.ids[:cut], markers, no_ends) <= whole).all()
     else:
         assert (whole == part).all()
 
@@ -166,8 +166,8 @@ def test_each_whole_turn_keeps_its_terminator_and_nothing_else_is_trained(name: 
     conversation = data.draw(conversations(STYLES[name]))
     markers = conversation.style.markers
     spans = scan(conversation.ids, markers)
-    trained = mask(conversation.ids, markers)
-    ends = mask(conversation.ids, markers) & ~mask(conversation.ids, markers, MaskOptions(train_on_eos="none"))
+    trained = masked(conversation.ids, markers)
+    ends = masked(conversation.ids, markers) & ~masked(conversation.ids, markers, MaskOptions(train_on_eos="none"))
     inside = np.zeros_like(trained)
     turns = np.flatnonzero(trainable_turns(spans, markers, DEFAULT))
     for turn in turns:
@@ -297,14 +297,14 @@ def test_weights_of_turns() -> None:
     turn = [1, ASSISTANT, NEWLINE, 200, 2, NEWLINE]
     ids, spans = turn * 3, scan(turn * 3, CHATML)
     assert kept(ids, CHATML, weights=[1, 0, 0.5]) == [200, 2, 200, 2]
-    trained = mask(ids, CHATML, weights=[1, 0, 0.5])
+    trained = masked(ids, CHATML, weights=[1, 0, 0.5])
     weights = token_weights(trained, spans, CHATML, DEFAULT, [1, 0, 0.5])
     assert weights.dtype == np.float32
     assert weights[trained].tolist() == [1, 1, 0.5, 0.5]
     assert not weights[~trained].any()
     assert (token_weights(trained, spans, CHATML, DEFAULT) == trained).all()
     last = MaskOptions(train_on="last_turn", train_on_eos="all")
-    assert mask(ids, CHATML, last, [1, 1, 0]).nonzero()[0].tolist() == [4, 9, 10]
+    assert masked(ids, CHATML, last, [1, 1, 0]).nonzero()[0].tolist() == [4, 9, 10]
     inputs = MaskOptions(train_on_inputs=True)
     assert kept(ids, CHATML, inputs, weights=[0, 1, 1]) == [ASSISTANT, NEWLINE, NEWLINE, *turn * 2]
 
@@ -319,7 +319,7 @@ def test_media_and_inputs() -> None:
 
 def test_the_first_token_of_a_segment_is_no_target() -> None:
     inputs = MaskOptions(train_on_inputs=True)
-    found = mask([[7, 7, 7], [7, 7, 7]], CHATML, inputs, segments=[[0, 0, 1], [1, 1, 1]])
+    found = masked([[7, 7, 7], [7, 7, 7]], CHATML, inputs, segments=[[0, 0, 1], [1, 1, 1]])
     assert found.tolist() == [[False, True, False], [False, True, True]]
 
 
@@ -345,18 +345,18 @@ def test_roles_that_a_family_does_not_have() -> None:
     options = MaskOptions(roles_to_train=["model", "assistant"])  # type: ignore[arg-type]
     assert options.roles_to_train == ("model", "assistant")
     with pytest.raises(ValueError, match=r"'model', for which the chat family 'chatml' has no boundary.*system, user"):
-        mask([1], CHATML, options)
+        masked([1], CHATML, options)
     with pytest.raises(ValueError, match="'assistant'"):
-        mask([1], family("one", [role("user", [mark(1)])]))
+        masked([1], family("one", [role("user", [mark(1)])]))
 
 
 @pytest.mark.parametrize("weights", [[], [1, 1], [float("nan")], [-1], [float("inf")], [[1]]])
 def test_weights_that_are_none(weights: Any) -> None:
     with pytest.raises(ValueError, match="turn_weights"):
-        mask([1, ASSISTANT, NEWLINE, 200, 2], CHATML, weights=weights)
+        masked([1, ASSISTANT, NEWLINE, 200, 2], CHATML, weights=weights)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 @pytest.mark.parametrize("options", [*ORACLE_OPTIONS[:4], MaskOptions(train_on_inputs=True)])
 def test_nothing_at_all(shape: tuple[int, ...], options: MaskOptions) -> None:
-    assert mask(np.zeros(shape, dtype=np.int32), CHATML, options).shape == shape
+    assert masked(np.zeros(shape, dtype=np.int32), CHATML, options).shape == shape

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from lightning_protrain.data import matching
-from lightning_protrain.data.matching import MarkerTrie, lay_out, without_overlap
+from lightning_protrain.data.chat import marker_trie
+from lightning_protrain.data.chat.marker_trie import MarkerTrie, lay_out, without_overlap
 from tests.data.cases import random_case
 from tests.data.reference_scan import match, pieces
 from tests.data.turns import mark
@@ -17,7 +17,7 @@ from tests.data.turns import mark
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block", [1, 3, 1 << 18])
 def test_sets_of_markers_are_found_as_by_the_rules(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "_BLOCK", block)
+    monkeypatch.setattr(marker_trie, "_BLOCK", block)
     rng = random.Random(seed)
     for _ in range(100):
         case = random_case(rng)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_protrain.data.packing import PACKING_MODEL_TYPES, check_packing, pack, single_blocks
+from lightning_protrain.data.batches.pack import PACKING_MODEL_TYPES, check_packing, pack, single_blocks
 from tests.test_loss import VOCAB, tiny_config
 
 SEGMENTS = [7, 1, 9, 3]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.data.page import page
-from lightning_protrain.data.preview import Piece, Shown
-from lightning_protrain.data.report import count
+from lightning_protrain.data.batches.preview import Piece, Shown, page
+from lightning_protrain.data.sources.dataset import count
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [

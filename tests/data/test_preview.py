@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lightning_protrain.data.preview import Piece, Shown, render, show, visible
-from lightning_protrain.data.report import count
-from lightning_protrain.data.tokenizer import train_tokenizer
+from lightning_protrain.data.batches.preview import Piece, Shown, render, show, visible
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from lightning_protrain.data.sources.dataset import count
 
 REPORT = replace(
     count("chats, train", "chatml", [10], 6, 0, {"cut": 3}),

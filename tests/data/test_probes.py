@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_protrain.data.probes import GROUPS, MAIN, TemplateRender, as_parts, spoof_probe
+from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, as_parts, spoof_probe
 from tests.data import tokenizers
 from tests.data.templates import CHATML, GEMMA
 

@@ -3,13 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_protrain.data.boundaries import Exclusion, Family, RoleBoundary, parse_boundaries
-from lightning_protrain.data.families import FAMILIES
-from lightning_protrain.data.features import CALLS, MARKERS, QUIET, SEVERAL
-from lightning_protrain.data.markers import resolve
-from lightning_protrain.data.probes import TemplateRender
-from lightning_protrain.data.proof import NotProven, prove
-from lightning_protrain.data.vocabulary import Vocabulary
+from lightning_protrain.data.chat.chat_format import Exclusion, Family, RoleBoundary, parse_boundaries
+from lightning_protrain.data.chat.check_turns import CALLS, MARKERS, QUIET, SEVERAL
+from lightning_protrain.data.chat.known_formats import FAMILIES
+from lightning_protrain.data.chat.markers import resolve
+from lightning_protrain.data.chat.verify_format import NotProven, TemplateRender, prove
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_protrain.data.recognition import family_named, find_family
+from lightning_protrain.data.chat.detect_format import family_named, find_family
 from tests.data import tokenizers
 from tests.data.templates import CHATML, FORMATS
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.agreement import NO_CALLS, UntrainableError
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.encoding import ChatEncoder, encode_rows
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.settings import Chats
+from lightning_protrain.data.batches.encode import ChatEncoder, Encoded, encode_rows
+from lightning_protrain.data.chat.check_turns import NO_CALLS, UntrainableError
+from lightning_protrain.data.chat.pipeline import Chats
+from lightning_protrain.data.conversation import Conversation
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data import rendering
-from lightning_protrain.data.rendering import Renderer
+from lightning_protrain.data.chat import render
+from lightning_protrain.data.chat.render import Renderer
 from tests.data import llava
 from tests.data.conftest import conversation
 from tests.data.tokenizers import byte_level, mistral_common
@@ -30,8 +30,8 @@ def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
 def test_an_older_transformers_is_refused_with_the_version_that_is_needed(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "encode_marked_chat", None)
-    monkeypatch.setattr(rendering, "installed_version", "5.17.0")
+    monkeypatch.setattr(render, "encode_marked_chat", None)
+    monkeypatch.setattr(render, "installed_version", "5.17.0")
     with pytest.raises(ValueError, match=r"needs transformers 5\.23 or newer.* transformers 5\.17\.0 is installed"):
         Renderer(tokenizer, MARKERS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_protrain.data.report import count
+from lightning_protrain.data.sources.dataset import count
 
 
 def test_counts_are_added_up() -> None:

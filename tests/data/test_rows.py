@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.formats import RowFormat
-from lightning_protrain.data.rows import MAX_EXAMPLES, Malformed, Rows, read_rows
-from lightning_protrain.data.tables import ArrowTable, JsonLines, RowList
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.dataset import MAX_EXAMPLES, Malformed, Rows, read_rows
+from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.tables import ArrowTable, JsonLines, RowList
 from tests.data.conftest import conversation
 
 GOOD = [conversation(str(i), "x") for i in range(6)]

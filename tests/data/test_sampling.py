@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.data.packing import pack, single_blocks
-from lightning_protrain.data.sampling import EpochSampler, ShareSampler
+from lightning_protrain.data.batches.pack import pack, single_blocks
+from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
 
 _LENGTHS = np.random.default_rng(0).integers(1, 100, 103)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.data.boundaries import parse_boundaries
-from lightning_protrain.data.families import FAMILIES
-from lightning_protrain.data.markers import Markers, resolve
-from lightning_protrain.data.probes import TemplateRender
-from lightning_protrain.data.scaffolds import with_scaffolds, with_tags
-from lightning_protrain.data.settings import Chats
-from lightning_protrain.data.vocabulary import Vocabulary
+from lightning_protrain.data.chat.chat_format import parse_boundaries
+from lightning_protrain.data.chat.detect_format import with_scaffolds, with_tags
+from lightning_protrain.data.chat.known_formats import FAMILIES
+from lightning_protrain.data.chat.markers import Markers, resolve
+from lightning_protrain.data.chat.pipeline import Chats
+from lightning_protrain.data.chat.verify_format import TemplateRender
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of

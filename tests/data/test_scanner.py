@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_protrain.data import scanner
-from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
-from lightning_protrain.data.scanner import Spans, scan
+from lightning_protrain.data.chat import turns
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
+from lightning_protrain.data.chat.turns import Spans, scan
 from tests.data.cases import random_case
 from tests.data.reference_scan import Turn, reference_scan
 from tests.data.styles import ASSISTANT, STYLES, USER
@@ -90,12 +90,12 @@ PLANTED = {
     "padding is ignored": ("lay_out", lambda ids, mask, segments: _lay_out(ids, None, segments)),
     "segments are ignored": ("lay_out", lambda ids, mask, segments: _lay_out(ids, mask, None)),
 }
-_first_match, _lay_out = scanner._next, scanner.lay_out
+_first_match, _lay_out = turns._next, turns.lay_out
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scanner, *PLANTED[bug])
+    monkeypatch.setattr(turns, *PLANTED[bug])
     rng = random.Random(0)
 
     def compare() -> None:

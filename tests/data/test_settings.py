@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data import settings as module
-from lightning_protrain.data.agreement import THINKS, UntrainableError
-from lightning_protrain.data.settings import Chats, ChatSettings
+from lightning_protrain.data.chat import pipeline as module
+from lightning_protrain.data.chat.check_turns import THINKS, UntrainableError
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
 
 OWN = [
     {"role": "user", "start": "<|im_start|>user<|im_sep|>", "end": "<|im_end|>"},

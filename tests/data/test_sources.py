@@ -16,11 +16,10 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetNotFoundError
 from PIL import Image
 
-from lightning_protrain.data import sources
-from lightning_protrain.data.conversations import Conversation, MalformedRow
-from lightning_protrain.data.rows import Rows
-from lightning_protrain.data.sources import load_splits
-from lightning_protrain.data.specs import DatasetSpec
+from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.sources.dataset import Rows
+from lightning_protrain.data.sources.load import load, load_splits
+from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data.conftest import conversation
 
 ROWS = [conversation(str(i), "x") for i in range(3)]
@@ -60,7 +59,7 @@ def _saved(**splits: list[Any]) -> str:
 
 
 def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "stdlib_conversations", lambda **_: ROWS)
+    monkeypatch.setattr(load, "stdlib_conversations", lambda **_: ROWS)
     assert _listed(load_splits("stdlib")) == {"train": ROWS}
 
 
@@ -157,7 +156,7 @@ def test_splits_of_other_names_are_named_by_the_user() -> None:
 @pytest.mark.parametrize("split", ["train", {"train": "train"}])
 @pytest.mark.parametrize("path", ["chats.jsonl", ["chats.jsonl"], "stdlib"])
 def test_a_file_has_no_splits(path: Any, split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "stdlib_conversations", lambda **_: ROWS)
+    monkeypatch.setattr(load, "stdlib_conversations", lambda **_: ROWS)
     _write("chats.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"has no splits: all of it is trained on"):
         _load(path, split=split)
@@ -352,7 +351,7 @@ def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "sys.modules['datasets'] = sys.modules['pandas'] = sys.modules['pyarrow'] = None\n"
-        "from lightning_protrain.data.sources import load_splits\n"
+        "from lightning_protrain.data.sources.load import load_splits\n"
         f"print(len(load_splits({str(path)!r})['train']))\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

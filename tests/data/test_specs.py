@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.specs import MESSAGE_FIELDS, ROW_FIELDS, DatasetSpec
+from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS, DatasetSpec
 
 BOUNDARY = {"role": "assistant", "start": "<|im_start|>assistant\n", "end": None}
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.data import stdlib
-from lightning_protrain.data.stdlib import stdlib_conversations
+from lightning_protrain.data.sources.load import load, stdlib_conversations
 
 SOURCE = '''"""Module text."""
 raise SystemExit("imported")
@@ -40,7 +39,7 @@ def copied():
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(stdlib, "MIN_DOCSTRINGS", 1)
+    monkeypatch.setattr(load, "MIN_DOCSTRINGS", 1)
     root = tmp_path / "lib"
     for path, text in {
         "b/__init__.py": SOURCE,
@@ -49,7 +48,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "binary.py": "\0",
         "latin.py": "# -*- coding: latin-1 -*-\n" + '"""Latin text."""',
         "notes.txt": '"""No text."""',
-        **{f"{skipped}/module.py": f'"""{skipped}."""' for skipped in stdlib.SKIPPED_FOLDERS},
+        **{f"{skipped}/module.py": f'"""{skipped}."""' for skipped in load.SKIPPED_FOLDERS},
         "b/test/deep.py": '"""Deep test."""',
         "config-3.11-x86/build.py": '"""Config."""',
     }.items():
@@ -93,7 +92,7 @@ def test_rows_are_in_the_format_of_conversations(library: Path) -> None:
     ],
 )
 def test_long_docstrings_keep_whole_paragraphs_or_words(text: str, limit: int, expected: str) -> None:
-    assert stdlib._shorten(text, limit) == expected
+    assert load._shorten(text, limit) == expected
 
 
 def test_a_library_without_sources_is_refused_by_name(tmp_path: Path) -> None:

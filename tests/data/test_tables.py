@@ -14,8 +14,8 @@ import tqdm
 from datasets import Dataset, Features, List, Value
 from pyarrow import parquet
 
-from lightning_protrain.data.conversations import MalformedRow
-from lightning_protrain.data.tables import ArrowTable, JsonLines, RowList, Table, open_table
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.tables import ArrowTable, JsonLines, RowList, Table, open_table
 from tests.data.conftest import conversation
 
 ROWS = [conversation(str(i), "x") for i in range(3)]

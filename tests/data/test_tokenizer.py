@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_protrain.data import tokenizer as module
-from lightning_protrain.data.conversations import Conversation
-from lightning_protrain.data.tokenizer import (
+from lightning_protrain.data.batches import tokenizer as module
+from lightning_protrain.data.batches.tokenizer import (
     MIN_VOCAB_SIZE,
     SPECIAL_TOKENS,
     cached_tokenizer_folder,
     load_tokenizer,
     train_tokenizer,
 )
+from lightning_protrain.data.conversation import Conversation
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

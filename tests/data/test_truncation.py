@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.truncation import Dropped, cut_before, truncate
+from lightning_protrain.data.batches.encode import Dropped, Encoded, cut_before, truncate
 from tests.data.test_examples import encoded
 
 _RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=8)

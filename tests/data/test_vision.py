@@ -10,12 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_protrain.data.agreement import UntrainableError
-from lightning_protrain.data.conversations import Conversation, MalformedRow
-from lightning_protrain.data.examples import Encoded
-from lightning_protrain.data.settings import Chats, ChatSettings
-from lightning_protrain.data.truncation import Dropped
-from lightning_protrain.data.vision import ImageEncoder, usable_keys
+from lightning_protrain.data.batches.encode import Dropped, Encoded
+from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys
+from lightning_protrain.data.chat.check_turns import UntrainableError
+from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.conversation import Conversation, MalformedRow
 from tests.data import llava
 
 TEMPLATES = {"strings and lists": llava.TEMPLATE, "lists only": llava.LISTS_ONLY}

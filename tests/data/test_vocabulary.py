@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.vocabulary import Vocabulary
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 
 REAL = {

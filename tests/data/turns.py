@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from lightning_protrain.data.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
-from lightning_protrain.data.masking import MaskOptions
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
+from lightning_protrain.data.chat.mask import MaskOptions
 
 BOS, FILLER = 99, 200
 NEWLINE, NEWLINES, NEWLINE_SPACE = 10, 11, 12

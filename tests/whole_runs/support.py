@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule, ProTrainCheckpoint
-from lightning_protrain.data.tokenizer import train_tokenizer
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}

@@ -1,0 +1,408 @@
+"""Turns a dict of weights and states into the files of a checkpoint, and back.
+
+The format is public: https://github.com/huggingface/safetensors#format. The library writes a file from tensors that are
+all in memory at once; here each is fetched, digested and written before the next one is.
+
+[Note: Hashed at once]
+The SHA-256 of one tensor is made from its begin to its end. But hashing lets go of Python's lock, and so do PyTorch's
+kernels, so a model is hashed, or compared with another, on as many threads as the process has processors. To compare
+bits takes an eighth of what a fingerprint takes: where both are at hand, nothing is hashed.
+
+[Note: Split]
+`weights.safetensors` has the tensors of `state_dict` under their own names, `tensors.safetensors` all others under the
+path of their place in the dict (`optimizer_states.0.state.3.exp_avg`), `state.pt` the dict itself with a mark at each
+of these places: small, and of nothing but what `torch.load(weights_only=True)` takes. That is tried before anything is
+written. Tensors that safetensors does not know (sparse, quantized, subclasses) stay in `state.pt`. What only one rank
+has, an item of the list `rank_states`, is as small, and has a file of its own: `rank00000.pt` and so on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_protrain.checkpoint.atomic import Draft, DraftFile
+from lightning_protrain.checkpoint.manifest import STATE
+from lightning_protrain.checkpoint.verifying import open_regular
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+# Where a file keeps which further names its tensors have.
+SHARED = "shared"
+_METADATA = "__metadata__"
+
+
+def can_hold(tensor: Tensor) -> bool:
+    """Whether the format has this kind of tensor: plain, dense, with values, of a dtype it knows."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.dtype in DTYPES
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a file in the format of safetensors; a tensor with several names is written once.
+
+    Args:
+        file: New.
+        tensors: `can_hold` each of them. On any device; one at a time is copied to the host.
+    """
+    assert sys.byteorder == "little"
+    shared = shared_names(tensors)
+    # The widest first, so that each is aligned.
+    names = sorted((name for name in tensors if name not in shared), key=lambda name: -tensors[name].element_size())
+    header: dict[str, object] = {_METADATA: {"format": "pt", **({SHARED: json.dumps(shared)} if shared else {})}}
+    end = 0
+    for name in names:
+        assert name != _METADATA
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in names:
+        file.write(flat_bytes(tensors[name]).numpy())
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Its elements in row-major order, as bytes (nbytes,) in host memory; a view where they lie like that."""
+    plain = tensor.detach().as_subclass(Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous, whatever strides it has; only with a stride of 1 can it be viewed as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped: bytes are read when they are needed, and changes are not written back.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            shared = json.loads((file.metadata() or {}).get(SHARED, "{}"))
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                tensors[name] = file.get_tensor(name)
+        for name, kept in shared.items():
+            tensors[name] = tensors[kept]
+    except (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of tensors: {error}") from error
+    return tensors
+
+
+def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Further names of tensors that are one and the same memory, with the name under which it is written."""
+    first: dict[object, str] = {}
+    shared = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_neg())
+        kept = first.setdefault(place, name)
+        if kept != name:
+            shared[name] = kept
+    return shared
+
+
+def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """What a file of them takes, to the header."""
+    shared = shared_names(tensors)
+    return sum(tensor.nbytes + len(name) + 128 for name, tensor in tensors.items() if name not in shared)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# Bytes of a weight that are fetched to the host at once.
+PIECE = 64 << 20
+# More threads than this wait for the memory.
+MOST_THREADS = 8
+_WORD = 8
+
+
+def digest_of(tensor: Tensor) -> str:
+    """SHA-256 of the elements of a tensor in row-major order, some at a time, on any device."""
+    digest = hashlib.sha256()
+    for piece in _pieces(tensor):
+        digest.update(flat_bytes(piece).numpy().data)
+    return digest.hexdigest()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, on whatever devices."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or one.is_meta or other.is_meta:
+        return False
+    pairs = zip(_pieces(one), _pieces(other), strict=True)
+    return all(_equal(flat_bytes(piece), flat_bytes(its_peer)) for piece, its_peer in pairs)
+
+
+def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """What the function makes of each, in order, see [Note: Hashed at once]."""
+    items = list(items)
+    threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(items))
+    if threads < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, MOST_THREADS), thread_name_prefix="fingerprints") as pool:
+        return list(pool.map(function, items))
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.detach().as_subclass(Tensor).reshape(-1).split(max(PIECE // tensor.element_size(), 1))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    words = one.numel() // _WORD * _WORD
+    if words and not one.storage_offset() % _WORD and not other.storage_offset() % _WORD:
+        if not torch.equal(one[:words].view(torch.int64), other[:words].view(torch.int64)):
+            return False
+        one, other = one[words:], other[words:]
+    return torch.equal(one, other)
+
+
+WEIGHTS = "weights.safetensors"
+TENSORS = "tensors.safetensors"
+# Key of what only each rank has: a list, by rank.
+RANK_STATES = "rank_states"
+_WEIGHTS_KEY = "state_dict"
+_MARK = "lightning_protrain.tensor"
+_RANK_FILE = re.compile(r"rank\d{5}\.pt")
+_RANKS_MARK = "lightning_protrain.ranks"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A dict, split as in [Note: Split].
+
+    Attributes:
+        weights: Tensors of `weights.safetensors`.
+        tensors: Tensors of `tensors.safetensors`.
+        state: Content of `state.pt`.
+        ranks: Content of the file of each rank.
+    """
+
+    weights: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    state: bytes
+    ranks: tuple[bytes, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """What its files take."""
+        return stored_bytes(self.weights) + stored_bytes(self.tensors) + sum(map(len, (self.state, *self.ranks)))
+
+    def write(self, draft: Draft) -> None:
+        """Adds its files to a draft.
+
+        Raises:
+            OSError: The disk.
+        """
+        for name, tensors in ((WEIGHTS, self.weights), (TENSORS, self.tensors)):
+            with draft.create(name) as file:
+                write_tensors(file, tensors)
+        for name, content in ((STATE, self.state), *((rank_file(rank), own) for rank, own in enumerate(self.ranks))):
+            with draft.create(name) as file:
+                file.write(content)
+
+
+def split(content: Mapping[str, Any]) -> Payload:
+    """Splits a dict; copies no tensor.
+
+    Raises:
+        ValueError: Something in it could not be loaded again with `weights_only=True`; the message says what.
+    """
+    weights: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+
+    def take(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, dict) and _MARK in value:
+            raise ValueError(f"{_dotted(path)} has the key {_MARK!r}, which checkpoints keep for themselves.")
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type == "meta":
+            raise ValueError(f"{_dotted(path)} has no values: it is on the meta device.")
+        if not can_hold(value):
+            return value
+        of_model = len(path) == 2 and path[0] == _WEIGHTS_KEY
+        home, name = (weights, str(path[1])) if of_model else (tensors, _dotted(path))
+        while name in home or name == "__metadata__":  # {"a.b": ...} beside {"a": {"b": ...}}
+            name += "_"
+        home[name] = value
+        mark = {_MARK: name, "file": WEIGHTS if of_model else TENSORS}
+        # Of the same order in memory, but without gaps, and with no element twice: what can be filled again.
+        dense = torch.empty_like(value, device="meta")
+        return mark if dense.is_contiguous() else {**mark, "stride": list(dense.stride())}
+
+    shared = dict(content)
+    ranks: tuple[bytes, ...] = ()
+    if isinstance(content.get(RANK_STATES), list):
+        ranks = tuple(_clean(own, (RANK_STATES, rank)) for rank, own in enumerate(content[RANK_STATES]))
+        shared[RANK_STATES] = {_RANKS_MARK: len(ranks)}
+    return Payload(weights, tensors, _clean(_rebuild(shared, take)), ranks)
+
+
+def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
+    """The dict again; its tensors are mapped from the files. Verify the folder before.
+
+    Args:
+        folder: The checkpoint.
+        map_location: As in `torch.load`.
+        keep: Whether tensors other than weights are copies that need no file: optimizers make them their own.
+        rank: Of whose own states the list has nothing but None for other ranks; None: it has all.
+
+    Raises:
+        ValueError: The files are none that `split` made, or hold code.
+    """
+    files = {name: read_tensors(folder / name) for name in (WEIGHTS, TENSORS)}
+    state = _load(folder / STATE, map_location)
+    placed: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def give(path: tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, dict) or _MARK not in value:
+            return value
+        try:
+            source, stride = files[value["file"]][value[_MARK]], tuple(value.get("stride", ()))
+            key = (id(source), stride)
+            if key not in placed:
+                placed[key] = _place(source, stride, map_location, keep and value["file"] == TENSORS)
+            return placed[key]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder}: {_dotted(path)} is in no file of tensors.") from error
+
+    content: dict[str, Any] = _rebuild(state, give)
+    if isinstance(content.get(RANK_STATES), dict):
+        count = content[RANK_STATES].get(_RANKS_MARK, 0)
+        wanted = range(count) if rank is None or not count else [rank % count]
+        content[RANK_STATES] = [
+            _load(folder / rank_file(each), "cpu") if each in wanted else None for each in range(count)
+        ]
+    return content
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of what only this rank has."""
+    return f"rank{rank:05d}.pt"
+
+
+def files_for(names: Collection[str], rank: int | None) -> set[str]:
+    """Those of the files of a checkpoint that a rank reads; a rank that was none of the savers has that of another.
+
+    Args:
+        names: Of all files.
+        rank: The rank; None: all are read.
+    """
+    own = sorted(name for name in names if _RANK_FILE.fullmatch(name))
+    if rank is None or not own:
+        return set(names)
+    return set(names) - set(own) | {rank_file(rank % len(own))}
+
+
+def _load(path: Path, map_location: Any) -> Any:
+    try:
+        with open_regular(path) as file:
+            return torch.load(io.BytesIO(file.read()), map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} cannot be loaded with weights_only=True: {error}") from error
+
+
+def _place(tensor: Tensor, stride: tuple[int, ...], map_location: Any, copy: bool) -> Tensor:
+    if stride:
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+    elif copy:
+        tensor = tensor.clone()
+    if map_location is None:
+        return tensor
+    if isinstance(map_location, Mapping):
+        return tensor.to(map_location.get("cpu", "cpu"))
+    if callable(map_location):
+        moved = map_location(tensor.untyped_storage(), "cpu")
+        return tensor if moved is None else tensor.to(moved.device)
+    return tensor.to(map_location)
+
+
+def _rebuild(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    # Only containers of these very types: what a subclass does with its items is its own affair.
+    new = replace(path, value)
+    if new is not value:
+        return new
+    if type(value) in (dict, OrderedDict):
+        items = type(value)((key, _rebuild(item, replace, (*path, key))) for key, item in value.items())
+        if type(value) is OrderedDict:
+            vars(items).update(vars(value))  # `_metadata` of a state dict: versions of its modules.
+        return items
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild(item, replace, (*path, index)) for index, item in enumerate(value))
+    return value
+
+
+def _clean(state: Any, path: tuple[Any, ...] = ()) -> bytes:
+    try:
+        return _checked(state)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+        place, reason = _blame(state, path, error)
+        raise ValueError(
+            f"The checkpoint's {place} is of {reason[0]}, which torch.load(weights_only=True) does not take: save "
+            "numbers, texts, tensors, lists and dicts of them, or register the type with "
+            f"torch.serialization.add_safe_globals. ({reason[1]})"
+        ) from error
+
+
+def _checked(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
+    return buffer.getvalue()
+
+
+def _blame(value: Any, path: tuple[Any, ...], error: Exception) -> tuple[str, tuple[str, str]]:
+    items: list[tuple[Any, Any]] = []
+    if type(value) in (dict, OrderedDict):
+        items = list(value.items())
+    elif type(value) in (list, tuple):
+        items = list(enumerate(value))
+    for key, item in items:
+        try:
+            _checked(item)
+        except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as inner:
+            return _blame(item, (*path, key), inner)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return _dotted(path) or "content", (kind, str(error).partition("\n")[0][:200])
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key) for key in path)

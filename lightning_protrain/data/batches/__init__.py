@@ -1,0 +1,1 @@
+"""Conversations become token ids, packed rows and batches of tensors."""

@@ -1,0 +1,565 @@
+"""Turns conversations into token ids with a loss mask, and cuts long ones."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_protrain.data.chat.check_turns import (
+    MARKERS,
+    NO_END,
+    UntrainableError,
+    WeightsError,
+    check_trained,
+    check_turns,
+    num_unwritten,
+    speakers,
+    turn_weights,
+    unproven_feature,
+)
+from lightning_protrain.data.chat.markers import Markers
+from lightning_protrain.data.chat.mask import (
+    FoundTurns,
+    Masked,
+    MaskOptions,
+    find_turns,
+    mask_turns,
+    trained_tokens,
+    uncuttable,
+)
+from lightning_protrain.data.chat.render import Rendered, Renderer
+from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.sources.dataset import DatasetReport, count, progress_bar
+
+# The label of a token that is not trained.
+IGNORE_INDEX = -100
+
+
+def _no_borders() -> NDArray[np.int32]:
+    return np.empty((0, 2), dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Tokens of a conversation and what of them is trained.
+
+    Attributes:
+        input_ids: Token ids, int32 of shape [tokens].
+        trained: Whether the token is one to learn, bool of shape [tokens].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None weighs all trained tokens alike.
+        borders: Ranges of tokens that must not be cut in two, first and one past the last, int32 of shape [ranges, 2]:
+            markers, runs of image tokens.
+        extras: What the processor makes of the images, such as `pixel_values`; empty for text.
+        images: Number of images.
+        images_stop: One past the last token of the last image; 0 where that is unknown or there is no image.
+        num_unended: Trained turns without a terminator.
+        num_cut: Those of them that were cut at the maximal length.
+        doubt: Why the mask may be wrong; empty: it is held against the messages.
+        num_unwritten: Messages whose thoughts the chat template leaves out.
+
+    Raises:
+        ValueError: Shapes that do not fit each other.
+    """
+
+    input_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    weights: NDArray[np.float32] | None = None
+    borders: NDArray[np.int32] = field(default_factory=_no_borders)
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    images: int = 0
+    images_stop: int = 0
+    num_unended: int = 0
+    num_cut: int = 0
+    doubt: str = ""
+    num_unwritten: int = 0
+
+    def __post_init__(self) -> None:
+        # Made for every row, so the check is written for speed.
+        shape = self.input_ids.shape
+        weights = self.weights
+        if self.trained.shape != shape or (weights is not None and weights.shape != shape):
+            name, array = ("trained", self.trained) if self.trained.shape != shape else ("weights", weights)
+            found = None if array is None else array.shape
+            raise ValueError(f"{name} has the shape {found}, input_ids {shape}. Give one value per token.")
+        if len(shape) != 1 or self.borders.shape[1:] != (2,):
+            raise ValueError(
+                f"input_ids of shape {shape} and borders of shape {self.borders.shape}: give [tokens] and [ranges, 2]."
+            )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that a loss sees: the first token has nothing before it that could predict it."""
+        return int(np.count_nonzero(self.trained[1:]))
+
+    def untrained(self) -> Encoded:
+        """The same tokens, none of them trained."""
+        return replace(self, trained=np.zeros_like(self.trained))
+
+
+# What processors give with one value per token, by the dimension of the tokens.
+TOKEN_EXTRAS = {"token_type_ids": 1, "mm_token_type_ids": 1, "cross_attention_mask": 1}
+
+
+class Dropped(Enum):
+    """Why nothing is left of an example."""
+
+    NOTHING_TRAINED = "no trained token lies within max_length"
+    IMAGE_CUT = "an image lies beyond max_length"
+
+
+def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
+    """Keeps the first `max_length` tokens, fewer where one of `borders` would be cut in two.
+
+    Args:
+        encoded: Is returned as it is where it is short enough, whatever is trained of it.
+        max_length: Tokens at most, at least 1.
+
+    Returns:
+        What is left; the reason why nothing is, where the cut takes all the trained tokens or an image. An example with
+        images loses one with any cut, unless its `images_stop` says otherwise.
+
+    Raises:
+        ValueError: `max_length` below 1.
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length}: give at least 1.")
+    if len(encoded) <= max_length:
+        return encoded
+    length = cut_before(encoded.borders, max_length)
+    if encoded.images and not 0 < encoded.images_stop <= length:
+        return Dropped.IMAGE_CUT
+    if encoded.num_trained and not encoded.trained[1:length].any():
+        return Dropped.NOTHING_TRAINED
+    if length == 0:
+        return Dropped.NOTHING_TRAINED
+    return replace(
+        encoded,
+        input_ids=encoded.input_ids[:length],
+        trained=encoded.trained[:length],
+        weights=None if encoded.weights is None else encoded.weights[:length],
+        borders=encoded.borders[encoded.borders[:, 1] <= length],
+        extras=_truncate_extras(encoded.extras, length),
+    )
+
+
+def cut_before(borders: NDArray[np.int32], length: int) -> int:
+    """The largest number of tokens up to `length` that cuts no range of `borders` in two.
+
+    Args:
+        borders: Ranges, first and one past the last, of shape [ranges, 2]; they may overlap.
+        length: Tokens at most.
+    """
+    while True:
+        cut = borders[(borders[:, 0] < length) & (length < borders[:, 1])]
+        if not len(cut):
+            return length
+        length = int(cut[:, 0].min())
+
+
+def _truncate_extras(extras: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    kept = dict(extras)
+    for name in TOKEN_EXTRAS.keys() & kept.keys():
+        kept[name] = kept[name][:, :length]
+    return kept
+
+
+OnUntrainable = Literal["error", "drop", "warn"]
+TEMPLATE = "the chat template refuses it"
+UNTRAINED = "no token is trained"
+REFUSED = "weights of messages cannot be told apart"
+_ENCODE_AT_ONCE = 512
+_SHOW_PROGRESS_FROM = 2_000
+# Rows of a data set that are named with the reason why they are dropped.
+_DROPPED_SHOWN = 20
+
+
+class HasImages(Exception):
+    """A conversation with images, where text was expected."""
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """How the conversations of one data set become examples.
+
+    Attributes:
+        renderer: Applies the chat template.
+        markers: Where turns begin and end.
+        options: What is trained.
+        max_length: Tokens of an example at most.
+        on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
+        leaking: Roles that the format does not tell from the assistant, see `proof.leaking_roles`.
+        unproven: Features for which the format is not proven, and why, see `proof.prove`.
+        leaves_open: Whether the template writes nothing behind the last answer, see `proof.leaves_open`.
+    """
+
+    renderer: Renderer
+    markers: Markers
+    options: MaskOptions = field(default_factory=MaskOptions)
+    max_length: int = 1 << 30
+    on_untrainable: OnUntrainable = "drop"
+    leaking: frozenset[str] = frozenset()
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    leaves_open: bool = False
+
+    @property
+    def knobs(self) -> str:
+        """What is trained of the data set, as one line."""
+        variables = self.renderer.variables
+        given = f", chat_template_kwargs={variables}" if variables else ""
+        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
+        """Examples of conversations without images, or why there is none.
+
+        Raises:
+            ValueError: The chat template refuses a conversation; the weights of messages cannot be told apart.
+        """
+        rendered = [self.renderer.render(conversation) for conversation in conversations]
+        ids = [np.asarray(row, dtype=np.int32) for row in self.renderer.encode(rendered)]
+        results = self.mask(conversations, rendered, ids)
+        return [one if isinstance(one, UntrainableError) else self.cut(one) for one in results]
+
+    def mask(
+        self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
+    ) -> list[Encoded | UntrainableError]:
+        """What of tokenized conversations is trained, before they are cut; or why the mask is in doubt.
+
+        Args:
+            conversations: The messages.
+            rendered: The texts that were tokenized.
+            ids: Their tokens, each [length].
+
+        Raises:
+            ValueError: The weights of messages cannot be told apart.
+        """
+        options, quiet = self.options, not self.options.train_thinking
+        found = find_turns(ids, self.markers, options)
+        who = speakers(conversations, options.roles, self.unproven, quiet)
+        num_turns = found.num_begun
+        usual = who.usual & (num_turns == who.num_messages)
+        usual &= ~np.array([one.suspicious or (one.sanitized and MARKERS in self.unproven) for one in rendered])
+        weights = None if usual.all() else self._weights(conversations, usual, num_turns)
+        masked = mask_turns(found, self.markers, options, weights)
+        if self.leaves_open:
+            masked.stopless[found.last_turns()] = False
+        sure = usual & (found.per_row(masked.stopless) == 0) if masked.stopless.any() else usual
+        any_unended = bool(masked.unended.any())
+        ranges = self._ranges(found, ids)
+        at = found.borders.tolist()
+        results: list[Encoded | UntrainableError] = []
+        for row, (tokens, is_sure, first, stop) in enumerate(zip(ids, sure.tolist(), at, at[1:], strict=False)):
+            own = None if masked.weights is None else masked.weights[first:stop]
+            doubt, num_unwritten = "", 0
+            if not is_sure:
+                try:
+                    num_unwritten = self._check(row, conversations[row], rendered[row], found, masked)
+                except UntrainableError as error:
+                    if self.on_untrainable != "warn":
+                        results.append(error)
+                        continue
+                    doubt = str(error)
+            results.append(
+                Encoded(
+                    tokens,
+                    masked.trained[first:stop],
+                    own,
+                    ranges[row],
+                    num_unended=int(masked.unended[found.of_row(row)].sum()) if any_unended else 0,
+                    doubt=doubt,
+                    num_unwritten=num_unwritten,
+                )
+            )
+        return results
+
+    def _weights(
+        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
+    ) -> list[list[float] | None] | None:
+        """By row, the weights of its turns; None where no message of any row has one."""
+        weights: list[list[float] | None] = [None] * len(conversations)
+        for row in np.flatnonzero(~usual).tolist():
+            said = [one for one in conversations[row]["messages"] if one["role"] in self.options.roles]
+            weights[row] = turn_weights(said, int(num_turns[row]))
+        return None if all(one is None for one in weights) else weights
+
+    def _check(
+        self, row: int, conversation: Conversation, rendered: Rendered, found: FoundTurns, masked: Masked
+    ) -> int:
+        """Holds what is trained of a row against its messages: [Note: Turns and messages] of `agreement`.
+
+        Returns:
+            Messages whose thoughts the template leaves out.
+
+        Raises:
+            UntrainableError: They do not agree, or its chat format is not proven for what it has.
+        """
+        options, quiet = self.options, not self.options.train_thinking
+        tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
+        ids, mine = found.ids[tokens], found.of_row(row)
+        if not options.train_on_inputs:
+            feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
+            if feature is not None:
+                raise UntrainableError(f"the chat format is not proven for {feature}", self.unproven[feature])
+            place = np.flatnonzero(found.begun[mine]) + mine.start
+            # The last token of a start marker may hold the first characters of the content.
+            begins = found.spans.content[place]
+            tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
+            # What tools answer may stand in a turn, and is not the assistant's.
+            every = MaskOptions(roles_to_train=options.roles, train_on_eos="none")
+            own = trained_tokens(ids, scan(ids, self.markers), self.markers, every)
+            own[begins[tails] - 1 - tokens.start] = True
+            spans = zip(begins - tails - tokens.start, found.spans.end[place] - tokens.start, strict=True)
+            contents = [ids[a:b][own[a:b]] for a, b in spans]
+            read = functools.partial(self._read, contents)
+            check_turns(conversation, options.roles, read, len(contents), rendered.suspicious, self.leaking)
+            whole = options.train_on == "all" and not any(
+                "train" in message or "weight" in message for message in conversation["messages"]
+            )
+            kept = masked.trained[tokens].copy()
+            kept[begins[tails] - 1 - tokens.start] = True
+            (trained,) = self._read([ids[kept]])
+            check_trained(conversation, options.roles, trained, quiet, whole)
+        for at in (np.flatnonzero(masked.stopless[mine]) + mine.start).tolist():
+            (content,) = self._read([found.ids[found.spans.content[at] : found.spans.end[at]]])
+            ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
+            if content.rstrip().endswith(ends):
+                # Of a marker that is plain text, a token may hold a part and the end of the content: it is trained.
+                masked.unended[at] = False
+            else:
+                raise UntrainableError(NO_END, f"the template writes none behind {content[-80:]!r}")
+        said = [message for message in conversation["messages"] if message["role"] in options.roles]
+        text = rendered.text
+        if rendered.sanitized:
+            (text,) = self._read([ids])
+        return num_unwritten(said, text)
+
+    def _ranges(self, found: FoundTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+        """By row, what must not be cut in two; not worked out where no row will be cut."""
+        nothing = np.empty((0, 2), dtype=np.int32)
+        if max(map(len, ids)) <= self.max_length:
+            return [nothing] * len(ids)
+        whole = uncuttable(found, self.markers, self.options)
+        first = np.searchsorted(whole[:, 0], found.borders)
+        return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
+
+    def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
+        """As much of an example as `max_length` allows; or that nothing trained is left, or an image would be lost."""
+        if not encoded.num_trained and self.on_untrainable != "warn":
+            return UntrainableError(UNTRAINED)
+        cut = truncate(encoded, self.max_length)
+        if cut is Dropped.NOTHING_TRAINED and self.on_untrainable == "warn":
+            cut = truncate(encoded.untrained(), self.max_length)
+        if isinstance(cut, Dropped):
+            return UntrainableError(cut.value)
+        if len(cut) < len(encoded) and encoded.trained[len(cut)] and cut.trained[-1]:
+            # What ended without a terminator was the last turn, and it is this one or lies behind the cut.
+            return replace(cut, num_unended=cut.num_unended + (0 if encoded.num_unended else 1), num_cut=1)
+        return cut
+
+    def _read(self, contents: Sequence[NDArray[np.int32]]) -> list[str]:
+        return [str(self.renderer.tokenizer.decode(content.tolist())) for content in contents]
+
+
+class EncodedRows(Sequence[Encoded]):
+    """Examples of different lengths, stored end to end.
+
+    Args:
+        lengths: Tokens of each example, int64 of shape [examples].
+        ids: Token ids of all, int32 of shape [tokens].
+        trained: Which tokens are trained, bool of shape [tokens].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None: no example has weights.
+    """
+
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        trained: NDArray[np.bool_],
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
+        self.lengths = lengths
+        self.is_weighted = weights is not None
+        self._offsets = np.concatenate(([0], lengths.cumsum()))
+        self._ids, self._trained, self._weights = ids, trained, weights
+
+    @classmethod
+    def of(cls, examples: Sequence[Encoded]) -> Self:
+        """Return examples without images, end to end; their borders are not kept."""
+        weights = None
+        if any(example.weights is not None for example in examples):
+            values = [example.trained if example.weights is None else example.weights for example in examples]
+            weights = _joined(values, np.float32)
+        return cls(
+            np.array([len(example) for example in examples], dtype=np.int64),
+            _joined([example.input_ids for example in examples], np.int32),
+            _joined([example.trained for example in examples], np.bool_),
+            weights,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays to files of `folder`, and wait until they are on the disk."""
+        arrays: dict[str, NDArray[Any]] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
+        if self._weights is not None:
+            arrays["weights"] = self._weights
+        for name, array in arrays.items():
+            with (folder / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Map the arrays that `save` wrote.
+
+        Raises:
+            OSError, ValueError: A file is missing or broken.
+        """
+        paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
+        # As plain arrays: each access to one that knows of its file takes several times as long.
+        found = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
+        if any(len(array) != found[0].sum() for array in found[1:]):
+            raise ValueError(f"the arrays in {folder} do not fit each other")
+        return cls(*found)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        weights = None if self._weights is None else self._weights[part]
+        return Encoded(self._ids[part], self._trained[part], weights)
+
+
+def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
+    """Encodes all conversations of a data set.
+
+    Args:
+        rows: Without images.
+        encoder: How.
+        name: Of the data set, for messages.
+
+    Raises:
+        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+        HasImages: One has images.
+    """
+    kept, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
+    return EncodedRows.of(kept), report
+
+
+def collect(
+    results: Iterable[Encoded | UntrainableError], rows: Sequence[Conversation], encoder: ChatEncoder, name: str
+) -> tuple[list[Encoded], DatasetReport]:
+    """Keeps what can be trained on and counts what cannot.
+
+    Args:
+        results: One for each of the rows.
+        rows: Say where they come from.
+        encoder: What the results were made with.
+        name: Of the data set, for messages.
+
+    Raises:
+        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+    """
+    kept: list[Encoded] = []
+    dropped: list[str] = []
+    shown: list[str] = []
+    for number, result in enumerate(results):
+        if isinstance(result, UntrainableError):
+            if encoder.on_untrainable == "error":
+                raise ValueError(
+                    f"{_place(rows, number, name)}: {result}. Correct the row, raise `max_length`, or let "
+                    '`on_untrainable` be "drop".'
+                ) from result
+            dropped.append(result.reason)
+            if len(shown) < _DROPPED_SHOWN:
+                shown.append(f"{_place(rows, number, name)}: {result}")
+            continue
+        kept.append(result)
+    report = count(
+        name,
+        encoder.markers.family,
+        lengths=[len(one) for one in kept],
+        num_trained=sum(one.num_trained for one in kept),
+        num_unended=sum(one.num_unended for one in kept),
+        dropped=dropped,
+        num_doubtful=sum(bool(one.doubt) for one in kept),
+        num_unwritten=sum(one.num_unwritten > 0 for one in kept),
+        num_cut=sum(one.num_cut for one in kept),
+    )
+    report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown))
+    if report.num_doubtful:
+        first = next(one.doubt for one in kept if one.doubt)
+        rank_zero_warn(f"{name}: {report.num_doubtful} conversations are kept though {first}, and others like it.")
+    if not kept or not report.num_trained:
+        _refuse_nothing(report, encoder)
+    return kept, report
+
+
+def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> Iterator[Encoded | UntrainableError]:
+    with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
+        task = progress.add_task(f"Tokenizing {name}", total=len(rows))
+        for start in range(0, len(rows), _ENCODE_AT_ONCE):
+            part = rows[start : start + _ENCODE_AT_ONCE]
+            if any("images" in row for row in part):
+                raise HasImages
+            try:
+                yield from encoder.encode(part)
+            except ValueError:
+                yield from _one_by_one(rows, start, len(part), encoder)
+            progress.advance(task, len(part))
+
+
+def _one_by_one(
+    rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
+) -> Iterator[Encoded | UntrainableError]:
+    """The same, where one of them is refused: says which."""
+    for number in range(start, start + size):
+        try:
+            yield from encoder.encode([rows[number]])
+        except ValueError as error:
+            yield UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error))
+
+
+def _place(rows: Sequence[Conversation], number: int, name: str) -> str:
+    where = getattr(rows, "where", None)
+    return str(where(number)) if where is not None else f"{name}, row {number}"
+
+
+def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
+    if encoder.on_untrainable == "warn":
+        return
+    why = ", ".join(f"{number} {reason}" for reason, number in report.dropped)
+    reasons = {reason for reason, _ in report.dropped}
+    help_ = ""
+    if reasons & {UNTRAINED, *(one.value for one in Dropped)}:
+        help_ = ' Or let `on_untrainable` be "warn" to go on without a loss.'
+    elif reasons - {TEMPLATE, REFUSED}:
+        help_ = ' Or let `on_untrainable` be "warn" to train on them, with a mask that may be wrong.'
+    first = f" The first one: {report.dropped_rows[0]}." if report.dropped_rows else ""
+    raise ValueError(
+        f"{report.name}: nothing is left to train on ({why or 'no rows'}). max_length is {encoder.max_length}, "
+        f"roles_to_train is {list(encoder.options.roles)}.{first} Raise `max_length`, name a role, or look at the data "
+        f"with `lightning-protrain preview`.{help_}"
+    )
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

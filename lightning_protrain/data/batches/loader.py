@@ -1,0 +1,348 @@
+"""Makes the batches of training: tensors from encoded conversations, resumable in mid-epoch.
+
+[Note: Position]
+In a `Trainer`, where an epoch goes on is what the progress of its loops says: Lightning saves and restores it with
+every checkpoint, and it counts batches that were trained, whatever workers have read ahead. It is asked when the first
+batch is drawn, and not before: Lightning makes iterators before it has read the checkpoint, or knows the epoch. So
+nothing has to be replayed, and the number of workers may change. The state of the loader adds what the position
+depends on, so that other data, another batch size or another number of ranks are refused instead of mixed up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_protrain.data.batches.encode import IGNORE_INDEX, TOKEN_EXTRAS, Encoded
+from lightning_protrain.data.batches.pack import Blocks
+from lightning_protrain.data.batches.sampler import EpochSampler
+
+Batch = dict[str, Tensor]
+# Weights in batches are counted in these parts of one: integers survive a cast of the batch to half precision.
+WEIGHT_UNITS = 2**32
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of a batch.
+
+    Attributes:
+        segments: The examples in it; just one where the row is not packed.
+        packed: Whether the row has positions and no attention mask.
+    """
+
+    segments: tuple[Encoded, ...]
+    packed: bool = False
+
+
+class Rows(Dataset[Row]):
+    """The blocks of examples as rows; `~index` gives a row with nothing trained.
+
+    Args:
+        examples: Any sequence of examples.
+        blocks: Which of them share a row.
+    """
+
+    def __init__(self, examples: Sequence[Encoded], blocks: Blocks) -> None:
+        self.examples = examples
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Row:
+        row = index if index >= 0 else ~index
+        segments = tuple(self.examples[int(example)] for example in self.blocks[row])
+        if index < 0:
+            segments = tuple(segment.untrained() for segment in segments)
+        return Row(segments, bool(self.blocks.packed[row]))
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of rows of one kind, padded on the right to the longest of them, rounded up.
+
+    Batches have `input_ids` and `labels` (not shifted, -100 where nothing is trained, at the first token of each
+    segment too), int64 of shape [batch, length]; padded ones `attention_mask`, packed ones `position_ids` that begin at
+    0 in each segment, and once more in the padding. Tensors of images follow as the processor gives them, one after the
+    other along their first dimension, filled up with zeros where the others differ.
+
+    Attributes:
+        pad_token_id: What stands at padded places.
+        max_length: The rounding stops here.
+        multiple: Lengths are rounded up to a multiple of it.
+        weighted: Whether batches have `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0
+            where nothing is trained. All batches of a run have them or none.
+    """
+
+    pad_token_id: int
+    max_length: int
+    multiple: int = 8
+    weighted: bool = False
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """The batch.
+
+        Raises:
+            ValueError: Rows of both kinds, or examples with weights although `weighted` is False.
+        """
+        packed = rows[0].packed
+        if any(row.packed != packed for row in rows):
+            raise ValueError("Packed rows and others cannot share a batch. Take batches from EpochSampler.")
+        segments = [row.segments for row in rows]
+        shape = (len(rows), self._length([sum(map(len, row)) for row in segments]))
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        places = np.zeros(shape, dtype=np.int64)  # positions of packed rows, the mask of others
+        weights = np.zeros(shape, dtype=np.int64)
+        for index, row in enumerate(segments):
+            start = 0
+            for segment in row:
+                here = (index, slice(start, start + len(segment)))
+                input_ids[here] = segment.input_ids
+                labels[here] = np.where(_targets(segment), segment.input_ids, IGNORE_INDEX)
+                weights[here] = self._weights(segment)
+                places[here] = np.arange(len(segment)) if packed else 1
+                start += len(segment)
+            if packed:
+                places[index, start:] = np.arange(shape[1] - start)
+        names = ("input_ids", "labels", "position_ids" if packed else "attention_mask")
+        batch = dict(zip(names, map(torch.from_numpy, (input_ids, labels, places)), strict=True))
+        if self.weighted:
+            batch["loss_weights"] = torch.from_numpy(weights)
+        return batch | _stack_extras([segment for row in segments for segment in row], shape[1])
+
+    def _length(self, lengths: Sequence[int]) -> int:
+        longest = max(lengths)
+        rounded = -(-longest // self.multiple) * self.multiple
+        return max(longest, min(rounded, self.max_length))
+
+    def _weights(self, segment: Encoded) -> NDArray[np.int64]:
+        targets = _targets(segment)
+        if segment.weights is None:
+            return targets * WEIGHT_UNITS
+        if not self.weighted:
+            raise ValueError("An example has weights, which would be lost. Make the collator with weighted=True.")
+        return np.where(targets, np.rint(segment.weights * float(WEIGHT_UNITS)), 0).astype(np.int64)
+
+
+def is_packed(batch: Mapping[str, Tensor]) -> bool:
+    """Whether transformers tells segments in the rows of a batch by their positions."""
+    return "position_ids" in batch and "attention_mask" not in batch
+
+
+def _targets(segment: Encoded) -> NDArray[np.bool_]:
+    """What is scored: trained tokens with a token before them."""
+    targets = segment.trained.copy()
+    targets[:1] = False
+    return targets
+
+
+def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
+    """The tensors of images of all rows; those with a value per token are padded to `length` and there for all rows."""
+    names = dict.fromkeys(name for row in rows for name in row.extras)
+    stacked = {}
+    for name in names:
+        parts = [row.extras[name] for row in rows if name in row.extras]
+        if name in TOKEN_EXTRAS:
+            none = parts[0].new_zeros((1, 0, *parts[0].shape[2:]))
+            parts = [row.extras.get(name, none) for row in rows]
+            parts = [F.pad(part, (0, 0) * (part.ndim - 2) + (0, length - part.shape[1])) for part in parts]
+        stacked[name] = torch.cat(_same_shape(parts))
+    return stacked
+
+
+def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros are added after the end of every dimension but the first, until all are alike."""
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - have for size, have in zip(shape, part.shape[1:], strict=True)]
+        padded.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
+    return padded
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is left of an epoch.
+
+    Attributes:
+        epoch: The order is that of this epoch.
+        start: First batch.
+        stop: One past the last batch.
+        accumulate: Batches of an accumulation window; windows begin at its multiples.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    accumulate: int
+
+
+def stretch_of_fit(trainer: Trainer, num_batches: int) -> Stretch:
+    """What is left of the epoch that the trainer is in, see [Note: Position].
+
+    Args:
+        trainer: In training.
+        num_batches: Batches that the loader has in an epoch.
+    """
+    loop = trainer.fit_loop
+    return Stretch(
+        # To overfit is to see the same batches in every epoch.
+        epoch=0 if trainer.overfit_batches else loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+        start=loop.epoch_loop.batch_progress.current.ready,
+        stop=min(num_batches, int(trainer.num_training_batches)),
+        accumulate=trainer.accumulate_grad_batches,
+    )
+
+
+@dataclass
+class TokenWindow:
+    """The mean loss of an accumulation window, as far as its batches are computed: the other end of `trained_tokens`.
+
+    Attributes:
+        key: Epoch, and number of the window in it.
+        num_tokens: Trained tokens of the window on all ranks, or the sum of their weights: a float32 scalar.
+        loss: Sum of the shares of the batches of this rank so far, a scalar.
+    """
+
+    key: tuple[int, int]
+    num_tokens: Tensor
+    loss: Tensor | float = 0.0
+
+    @classmethod
+    def at(cls, batch_idx: int, batch: Batch, trainer: Trainer, before: Self | None) -> Self:
+        """The window of a batch: that of the batch before, or a new one, which takes one all-reduce of an integer.
+
+        Args:
+            batch_idx: Number of the batch in its epoch.
+            batch: With `trained_tokens`.
+            trainer: In training.
+            before: The window of the batch before; None for the first batch of a fit.
+        """
+        key = (trainer.current_epoch, batch_idx // trainer.accumulate_grad_batches)
+        if before is not None and before.key == key:
+            return before
+        # A clone: the reduction is in place.
+        count = trainer.strategy.reduce(batch["trained_tokens"].clone(), reduce_op="sum").clamp(min=1).float()
+        return cls(key, count / WEIGHT_UNITS if "loss_weights" in batch else count)
+
+    def add(self, loss_sum: Tensor) -> Tensor:
+        """Adds the summed loss of a batch of this rank, and gives its share in the mean loss of the window."""
+        share = loss_sum / self.num_tokens
+        self.loss = self.loss + share.detach()
+        return share
+
+
+class TrainLoader:
+    """Batches of an epoch, from where training stands.
+
+    Each batch has `trained_tokens`, an int64 scalar: the trained tokens of all batches on this rank that make one
+    optimizer step; where there are `loss_weights`, the sum of those in units of 1 / WEIGHT_UNITS. To know it, the
+    batches of a window are made before the first of them is given.
+
+    Args:
+        examples: A map-style sequence, read in worker processes where there are any.
+        sampler: The order; holds the state.
+        collate: Makes a batch of rows.
+        num_workers: Processes that make batches; 0 makes them in this one. Batches do not depend on it.
+        pin_memory: Whether batches are put into page-locked memory.
+        trainer: Whose fit these batches are for. Without one, each batch is a window, and an epoch begins where
+            `load_state_dict` says, else at its begin.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Encoded],
+        sampler: EpochSampler,
+        collate: Callable[[Sequence[Row]], Batch],
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        trainer: Trainer | None = None,
+    ) -> None:
+        self.sampler = sampler
+        self._trainer = trainer
+        self._upcoming: list[list[int]] = []
+        self._loader: DataLoader[Row] = DataLoader(
+            Rows(examples, sampler.blocks),
+            batch_sampler=self._upcoming,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            collate_fn=collate,
+            pin_memory=pin_memory,
+            # Without its own generator each iterator draws from the global one, and dropout changes with it.
+            generator=torch.Generator().manual_seed(sampler.seed),
+        )
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches that are left of the epoch, which is looked up when the first is drawn."""
+        stretch = self._stretch()
+        self.sampler.epoch, self.sampler.position = stretch.epoch, stretch.start
+        self._upcoming[:] = self.sampler.batches(stretch.epoch)[stretch.start : stretch.stop]
+        batches = iter(self._loader)
+        index = stretch.start
+        while index < stretch.stop:
+            window_stop = min(stretch.stop, index - index % stretch.accumulate + stretch.accumulate)
+            window = deque(islice(batches, window_stop - index))
+            count = count_trained(window)
+            while window:
+                index += 1
+                self.sampler.position = index
+                yield {**window.popleft(), "trained_tokens": torch.tensor(count)}
+
+    def _stretch(self) -> Stretch:
+        if self._trainer is not None and self._trainer.training:
+            return stretch_of_fit(self._trainer, len(self))
+        start = self.sampler.position if self.sampler.position < len(self) else 0
+        return Stretch(self.sampler.epoch, start, len(self), accumulate=1)
+
+    # Lightning ends worker processes by way of this attribute of loaders.
+
+    @property
+    def _iterator(self) -> Any:
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, batches given in it, and what these depend on: plain numbers, alike on all ranks."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken.
+
+        Raises:
+            ValueError: In the middle of an epoch, where the batches are no longer those of `state`.
+        """
+        self.sampler.load_state_dict(state)
+
+
+def count_trained(window: Sequence[Batch]) -> int:
+    """Tokens that the loss of these batches scores, or the sum of their `loss_weights` in units of 1 / WEIGHT_UNITS.
+
+    Args:
+        window: Batches, all of them with weights or none.
+    """
+    scored = [batch["labels"][:, 1:] != IGNORE_INDEX for batch in window]
+    if not any("loss_weights" in batch for batch in window):
+        return sum(int(mask.sum()) for mask in scored)
+    weights = [batch["loss_weights"][:, 1:][mask].sum() for batch, mask in zip(window, scored, strict=True)]
+    return int(sum(weights))

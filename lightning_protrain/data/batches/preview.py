@@ -1,0 +1,265 @@
+"""Shows which tokens are trained, in a terminal and on a page of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from lightning_protrain.data.sources.dataset import DatasetReport
+
+
+def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
+    """The whole page.
+
+    Args:
+        shown: Conversations.
+        reports: Of the data sets.
+    """
+    style = files("lightning_protrain.data").joinpath("page.css").read_text(encoding="utf-8")
+    articles = "\n".join(map(_article, shown))
+    legend = " ".join(
+        f'<span class="{classes}">{name}</span>'
+        for classes, name in (
+            ("trained", "trained text"),
+            ("marker trained", "trained marker"),
+            ("marker", "marker"),
+            ("media", "image"),
+        )
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>What is trained</title>'
+        f"<style>{style}</style></head>\n<body><h1>What is trained</h1>\n{_table(reports)}\n{_notes(reports)}\n"
+        f"<p>{legend}; all other text is read, and not trained. &#8629; stands for a line break that is trained, or of "
+        f"a marker.</p>\n{articles}\n</body></html>\n"
+    )
+
+
+def _article(one: Shown) -> str:
+    body = "".join(map(_span, one.pieces))
+    return (
+        f"<article><h2>{escape(one.title)} <small>{one.num_trained} of {one.num_tokens} tokens trained "
+        f'({one.share:.0%})</small></h2><div class="bar"><i style="width:{100 * one.share:.1f}%"></i></div>'
+        f"<pre>{body}</pre></article>"
+    )
+
+
+def _span(piece: Piece) -> str:
+    text = escape(visible(piece)).replace("\u21b5", "&#8629;")
+    classes = [
+        name for name in (piece.kind if piece.kind != "text" else "", "trained" if piece.trained else "") if name
+    ]
+    return f'<span class="{" ".join(classes)}">{text}</span>' if classes else text
+
+
+def _table(reports: Sequence[DatasetReport]) -> str:
+    head = ("data set", "family", "kept", "dropped", "tokens", "trained", "no end", "length: min, median, 95 %, max")
+    rows = []
+    for report in reports:
+        dropped = "".join(f"<br>{number:,} {escape(why)}" for why, number in report.dropped)
+        cells = (
+            escape(report.name),
+            escape(report.family),
+            f"{report.num_kept:,}",
+            f"{report.num_dropped:,}{dropped}",
+            f"{report.num_tokens:,}",
+            f"{report.num_trained / max(report.num_tokens, 1):.1%}",
+            f"{report.num_unended:,}",
+            ", ".join(f"{length:,}" for length in report.lengths),
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
+
+
+def _notes(reports: Sequence[DatasetReport]) -> str:
+    """Return the knobs of each data set, and its first rows that are dropped."""
+    parts = []
+    for report in reports:
+        rows = [escape(row) for row in report.dropped_rows]
+        unnamed = report.num_dropped - len(rows)
+        rows += [f"{unnamed:,} more"] if rows and unnamed > 0 else []
+        listed = "".join(f"<li>{row}</li>" for row in rows)
+        dropped = (
+            f"<details><summary>Dropped: {report.num_dropped:,}</summary><ul>{listed}</ul></details>" if rows else ""
+        )
+        parts.append(f"<p><b>{escape(report.name)}</b>: {escape(report.knobs)}</p>{dropped}")
+    return "\n".join(parts)
+
+
+Kind = Literal["text", "marker", "media"]
+# Stand around trained text where there are no colours.
+_OPENING, _CLOSING = "[[", "]]"
+_STYLES: dict[tuple[Kind, bool], str] = {
+    ("text", True): "bold green",
+    ("text", False): "dim",
+    ("marker", True): "bold green reverse",
+    ("marker", False): "cyan reverse dim",
+    ("media", True): "red reverse",
+    ("media", False): "magenta reverse dim",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens that are treated alike.
+
+    Attributes:
+        text: What they decode to; for media, the token and how often it stands there.
+        trained: Whether they are.
+        kind: What they are.
+    """
+
+    text: str
+    trained: bool
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One conversation.
+
+    Attributes:
+        title: Where it comes from.
+        pieces: All of it.
+        num_tokens: Its length.
+        num_trained: How many tokens are trained.
+    """
+
+    title: str
+    pieces: tuple[Piece, ...]
+    num_tokens: int
+    num_trained: int
+
+    @property
+    def share(self) -> float:
+        """Part of the tokens that are trained."""
+        return self.num_trained / max(self.num_tokens, 1)
+
+
+def show(title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool_], special: NDArray[np.int8]) -> Shown:
+    """A conversation in pieces.
+
+    Args:
+        title: Where it comes from.
+        tokenizer: Decodes.
+        ids: Token ids, [length].
+        trained: Whether each is trained, [length].
+        special: What each is: 0 text, 1 of a marker, 2 media, [length].
+    """
+    kinds: tuple[Kind, ...] = ("text", "marker", "media")
+    pieces = []
+    begin, before = 0, ""
+    for (kind, is_trained), run in groupby(zip(special.tolist(), trained.tolist(), strict=True)):
+        end = begin + len(list(run))
+        # Of all that precedes: a tokenizer may drop the space at the begin of what it decodes.
+        after = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = after[len(before) :]
+        if kinds[kind] == "media":
+            text = _media(tokenizer, ids[begin:end])
+        pieces.append(Piece(text, bool(is_trained), kinds[kind]))
+        begin, before = end, after
+    return Shown(title, tuple(pieces), len(ids), int(trained.sum()))
+
+
+def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
+    runs = [(int(token), len(list(run))) for token, run in groupby(ids.tolist())]
+    names = [(str(tokenizer.convert_ids_to_tokens(token)), count) for token, count in runs]
+    return "".join(name if count == 1 else f"{name} x {count}" for name, count in names)
+
+
+def render(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> Group:
+    """Return what a terminal shows: trained tokens in green, or in brackets where there are no colours; and counts."""
+    return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
+
+
+def _has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+class _Legend:
+    """Says what the colours mean, or the brackets of a terminal without colours."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if _has_colours(console):
+            legend = Text("Trained: ")
+            legend.append("text", _STYLES["text", True]).append(" ").append("marker", _STYLES["marker", True])
+            legend.append("   not trained: ").append("text", _STYLES["text", False]).append(" ")
+            legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
+        else:
+            legend = Text(f"Trained: {_OPENING}what stands in double brackets{_CLOSING}, and nothing else")
+        yield legend.append("   \u21b5 a line break that is trained, or of a marker")
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """One conversation in a terminal."""
+
+    shown: Shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        body, one = Text(), self.shown
+        has_colours = _has_colours(console)
+        for is_trained, run in groupby(one.pieces, key=lambda piece: piece.trained):
+            marked = is_trained and not has_colours
+            body.append(_OPENING if marked else "")
+            for piece in run:
+                body.append(visible(piece), _STYLES[piece.kind, piece.trained] if has_colours else "")
+            body.append(_CLOSING if marked else "")
+        title = f"{one.num_trained} of {one.num_tokens} tokens trained ({one.share:.0%}): {one.title}"
+        yield Panel(body, title=Text(title), title_align="left")
+
+
+def notes(reports: Sequence[DatasetReport]) -> Text:
+    """Return the knobs of each data set, and its first rows that are dropped."""
+    lines = []
+    for report in reports:
+        lines.append(f"{report.name}: {report.knobs}")
+        lines += [f"  dropped: {row}" for row in report.dropped_rows]
+        unnamed = report.num_dropped - len(report.dropped_rows)
+        lines += [f"  dropped: {unnamed:,} more"] if unnamed > 0 and report.dropped_rows else []
+    return Text("\n".join(lines))
+
+
+def visible(piece: Piece) -> str:
+    """The text, with a sign before each line break that is trained or belongs to a marker: a break has no colour."""
+    return piece.text.replace("\n", "\u21b5\n") if piece.trained or piece.kind == "marker" else piece.text
+
+
+def table(reports: Sequence[DatasetReport]) -> Table:
+    """One row for each data set and split."""
+    grid = Table(title="Data", title_justify="left")
+    for column in (
+        "data set",
+        "family",
+        "kept",
+        "dropped",
+        "tokens",
+        "trained",
+        "no end",
+        "length min / median / 95 % / max",
+    ):
+        grid.add_column(column, justify="left" if column in ("data set", "family") else "right", overflow="fold")
+    for report in reports:
+        low, middle, high, most = report.lengths
+        grid.add_row(
+            report.name,
+            report.family,
+            f"{report.num_kept:,}",
+            f"{report.num_dropped:,}" + "".join(f"\n{count:,} {why}" for why, count in report.dropped),
+            f"{report.num_tokens:,}",
+            f"{report.num_trained / max(report.num_tokens, 1):.1%}",
+            f"{report.num_unended:,}",
+            f"{low:,} / {middle:,} / {high:,} / {most:,}",
+        )
+    return grid

@@ -1,0 +1,115 @@
+"""The tokenizer: loaded from where the user says, or a small byte-level BPE trained on the data and kept in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_protrain.data.batches.token_cache import make_folder
+from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
+from lightning_protrain.hub import look_up
+
+START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
+SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
+# 256 bytes and the special tokens.
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# A folder with a tokenizer has one of them.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+
+# The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '<|im_sep|>' }}
+{{- message['content'] + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant<|im_sep|>' }}
+{%- endif %}"""
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer.
+
+    Args:
+        name: A local folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        ValueError: No such tokenizer, or a folder with `tekken.json` and without what says what it is.
+    """
+    folder = Path(name).expanduser()
+    others = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    if (folder / "tekken.json").is_file() and not any((folder / other).is_file() for other in others):
+        raise ValueError(
+            f"The folder {str(name)!r} has a tekken.json and no config.json, by which a tokenizer of Mistral is known. "
+            "Put the model's config.json beside it."
+        )
+    try:
+        look_up(str(name))
+        if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _FILES):
+            raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
+        if type(tokenizer).__name__ == "MistralCommonBackend":
+            # As it is by default it refuses conversations that the assistant ends.
+            tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".: ")
+        raise ValueError(
+            f"No tokenizer could be loaded from {str(name)!r}: {reason}. Give a folder or a name on the Hugging Face "
+            "Hub, or leave `tokenizer` out and one is trained on the data."
+        ) from error
+    return tokenizer
+
+
+def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE on the conversations; equal input gives an equal tokenizer.
+
+    Args:
+        rows: Conversations, all turns of which count.
+        vocab_size: Number of tokens; fewer come out when the text has no more pairs to merge.
+    """
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(_texts(rows), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START, SEPARATOR],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache_dir: Path) -> Path:
+    """Folder of the tokenizer trained on these rows, trained now unless the cache holds it.
+
+    The folder is named by the fingerprint of rows, size and template. It appears in one rename: what is there is whole.
+
+    Raises:
+        ValueError: `vocab_size` below the 256 bytes and the special tokens.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size} leaves no room for the bytes. Give at least {MIN_VOCAB_SIZE}.")
+    key = fingerprint(rows, vocab_size=vocab_size, chat_template=CHAT_TEMPLATE, special_tokens=SPECIAL_TOKENS)
+    folder = cache_dir / "tokenizers" / key
+    if not folder.is_dir():
+        make_folder(folder, lambda staging: train_tokenizer(rows, vocab_size).save_pretrained(staging))
+    return folder
+
+
+def _texts(rows: Sequence[Conversation]) -> Iterator[str]:
+    for row in rows:
+        for message in row["messages"]:
+            yield message["role"]
+            yield text_of(message)

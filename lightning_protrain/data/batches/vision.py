@@ -1,0 +1,319 @@
+"""Turns conversations with images into tokens and pixels, by the processor of a model, when a batch needs them.
+
+[Note: Tokens without pixels]
+How many tokens stand for an image depends on its size alone, and that is in the header of its file. What a processor
+puts in place of an image is asked once for each size, with a blank image, and put into the tokens of the text. That
+this is what the processor does is proven on the first rows of each kind (so many images, with control tokens in the
+text or not), by giving it all of the row with blank images; one that does something else is given blank images for
+every row. The counts of the report, the lengths and what is dropped come from these tokens; batches from what the
+processor makes of the pixels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect
+from lightning_protrain.data.chat.check_turns import UntrainableError
+from lightning_protrain.data.chat.markers import Markers
+from lightning_protrain.data.chat.render import Rendered
+from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.sources.dataset import DatasetReport, progress_bar
+from lightning_protrain.data.sources.images import image_size, open_images
+
+# What a processor calls the tokens that stand for media.
+_MEDIA_TOKENS = (
+    *("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token"),
+    *("image_break_token", "image_end_token", "fake_image_token", "global_image_tag", "start_image_token"),
+    *("end_image_token", "context_image_token", "vision_start_token", "vision_end_token"),
+)
+MANAGED_KEYS = ("revision", "trust_remote_code")
+
+
+def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
+    """The markers, and as media whatever the processor puts in place of images.
+
+    Args:
+        markers: Those of the text.
+        processor: Of the model.
+    """
+    tokenizer: Any = processor.tokenizer
+    names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
+    known = tokenizer.get_vocab()
+    found = {int(known[name]) for name in names if name in known}
+    ids = {getattr(processor, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id")}
+    return replace(markers, media=markers.media | found | {int(index) for index in ids if isinstance(index, int)})
+
+
+def usable_keys(processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are passed on; those of `MANAGED_KEYS` are left out with a warning."""
+    managed = [key for key in MANAGED_KEYS if key in processor_kwargs]
+    if managed:
+        rank_zero_warn(
+            f"processor_kwargs: {', '.join(managed)} cannot be set here and is left out: processor and model are of "
+            "one folder. Give a folder with the revision that you want."
+        )
+    return {key: value for key, value in processor_kwargs.items() if key not in managed}
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """How conversations with images become examples.
+
+    Attributes:
+        chat: The text and its mask; its markers know the media tokens.
+        processor: Makes tokens and pixels.
+        options: Passed to the processor.
+    """
+
+    chat: ChatEncoder
+    processor: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
+        """The example of a conversation, or why there is none.
+
+        Args:
+            conversation: With as many images as parts that stand for them.
+            where: Names it in messages.
+
+        Raises:
+            ValueError: An image that does not open; template or processor refuse it.
+        """
+        rendered = self.chat.renderer.render(conversation)
+        images = open_images(conversation, where)
+        made = self.process(rendered, images, where)
+        ids = made.pop("input_ids")[0].numpy().astype(np.int32)
+        made.pop("attention_mask", None)
+        extras = {name: _tensor(value) for name, value in made.items()}
+        return self.finish(conversation, rendered, ids, extras)
+
+    def process(self, rendered: Rendered, images: Sequence[Image.Image], where: str) -> Any:
+        """What the processor makes of a text and its images, as tensors.
+
+        Raises:
+            MalformedRow: It refuses them.
+        """
+        given: dict[str, Any] = {"add_special_tokens": False, **self.options}
+        if rendered.sanitized:
+            given["sanitize_control_tokens"] = True
+        try:
+            return self.processor(text=[rendered.text], images=list(images) or None, return_tensors="pt", **given)
+        except (ValueError, IndexError, TypeError) as error:
+            raise MalformedRow(
+                f"{where}: the processor refuses {len(images)} images and this text: {error}. Give one image for each "
+                "place of one."
+            ) from error
+
+    def finish(
+        self, conversation: Conversation, rendered: Rendered, ids: NDArray[np.int32], extras: Mapping[str, Tensor]
+    ) -> Encoded | UntrainableError:
+        """What of tokens is trained, and as much of it as `max_length` allows.
+
+        Args:
+            conversation: Whose they are.
+            rendered: The text that they come from.
+            ids: Tokens, those of images among them, [length].
+            extras: What goes with them to the model.
+
+        Raises:
+            ValueError: The weights of messages cannot be told apart.
+        """
+        images = len(conversation.get("images", ()))
+        media = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
+        (masked,) = self.chat.mask([conversation], [rendered], [ids])
+        if isinstance(masked, UntrainableError):
+            return masked
+        return self.chat.cut(replace(masked, extras=extras, images=images, images_stop=_stop(media, images)))
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def _stop(media: Any, num_images: int) -> int:
+    return int(media[-1]) + 1 if num_images and len(media) else 0
+
+
+PROCESSOR = "an image does not open, or the processor refuses it"
+_SHOW_PROGRESS_FROM = 500
+# Rows of each kind on which the tokens are compared with those of the processor.
+_PROVEN_BY = 3
+# What a processor may call the token that a template writes where an image stands.
+_PLACEHOLDERS = ("image_token", "boi_token")
+_Size = tuple[int, int]
+
+
+class ImageRows(Sequence[Encoded]):
+    """Examples that are made when they are asked for, by whoever asks: a worker process, mostly.
+
+    One that cannot be made although its header was right is an example without a trained token, or an error.
+
+    Args:
+        rows: Conversations that can be trained on.
+        encoder: Makes the examples.
+        name: Of the data set, for messages.
+        measured: The examples without pixels, one for each of the rows.
+
+    Attributes:
+        lengths: Tokens of each example, int64 of shape [rows].
+        num_media: How many of them stand for images, int64 of shape [rows].
+        is_weighted: Whether any has weights.
+    """
+
+    def __init__(
+        self, rows: Sequence[Conversation], encoder: ImageEncoder, name: str, measured: Sequence[Encoded]
+    ) -> None:
+        self.rows = rows
+        self.encoder = encoder
+        self.name = name
+        media = list(encoder.chat.markers.media)
+        self.lengths = np.array([len(one) for one in measured], dtype=np.int64)
+        self.num_media = np.array([np.isin(one.input_ids, media).sum() for one in measured], dtype=np.int64)
+        self.is_weighted = any(one.weights is not None for one in measured)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        where = _where(self.rows, index, self.name)
+        try:
+            result = self.encoder.encode(self.rows[index], where)
+        except ValueError as error:
+            # Broken pixels behind a header that was right.
+            result = UntrainableError(PROCESSOR, str(error))
+        if isinstance(result, Encoded):
+            return result
+        if self.encoder.chat.on_untrainable == "error":
+            raise ValueError(
+                f"{where}: {result}. Correct the row, raise `max_length`, or let `on_untrainable` be drop."
+            )
+        rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
+        # A token that nothing is learnt from, so that the batch keeps its rows.
+        return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
+
+
+def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -> tuple[ImageRows, DatasetReport]:
+    """Counts the tokens of all conversations of a data set, and leaves out those that cannot be trained on.
+
+    Args:
+        rows: With images or without.
+        encoder: How.
+        name: Of the data set, for messages.
+
+    Raises:
+        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+    """
+    measure = ImageMeasure(encoder)
+    places: list[int] = []
+
+    def results() -> Iterator[Encoded | UntrainableError]:
+        is_told = False
+        with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
+            for index in progress.track(range(len(rows)), description="Counting tokens"):
+                result = measure.encode(rows[index], _where(rows, index, name))
+                if isinstance(result, Encoded):
+                    places.append(index)
+                elif result.reason == PROCESSOR and not is_told and encoder.chat.on_untrainable != "error":
+                    is_told = True
+                    rank_zero_warn(f"{result} It is left out, and others like it.")
+                yield result
+
+    kept, report = collect(results(), rows, encoder.chat, name)
+    selected: Any = rows.select(places) if hasattr(rows, "select") else [rows[index] for index in places]
+    return ImageRows(selected, encoder, name, kept), report
+
+
+class ImageMeasure:
+    """Makes the examples of conversations but for their pixels, see [Note: Tokens without pixels].
+
+    Args:
+        encoder: Of the conversations with their pixels.
+
+    Attributes:
+        expands: Whether images of one size are the same tokens wherever they stand, as far as is known.
+    """
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        self.encoder = encoder
+        self.expands = True
+        self._proofs: Counter[tuple[int, bool]] = Counter()
+        self._expansions: dict[tuple[str, _Size], NDArray[np.int32]] = {}
+        names = (getattr(encoder.processor, name, None) for name in _PLACEHOLDERS)
+        vocabulary = encoder.processor.tokenizer.get_vocab()
+        self._placeholders = {str(name): int(vocabulary[name]) for name in names if name in vocabulary}
+
+    def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
+        """The example of a conversation, without what goes with its tokens to the model; or why there is none."""
+        try:
+            rendered = self.encoder.chat.renderer.render(conversation)
+        except ValueError as error:
+            return UntrainableError(TEMPLATE, str(error))
+        images = conversation.get("images", ())
+        try:
+            sizes = [image_size(image, f"{where}, image {number}") for number, image in enumerate(images)]
+            ids = self._ids(rendered, sizes, where)
+        except MalformedRow as error:
+            return UntrainableError(PROCESSOR, str(error))
+        try:
+            return self.encoder.finish(conversation, rendered, ids, {})
+        except ValueError as error:
+            return UntrainableError(REFUSED, str(error))
+
+    def _ids(self, rendered: Rendered, sizes: Sequence[_Size], where: str) -> NDArray[np.int32]:
+        kind = (len(sizes), rendered.sanitized)
+        ids = self._expanded(rendered, sizes) if self.expands else None
+        if ids is not None and self._proofs[kind] >= _PROVEN_BY:
+            return ids
+        expected = _first(self.encoder.process(rendered, [_blank(size) for size in sizes], where))
+        if ids is not None:
+            self.expands = np.array_equal(ids, expected)
+            self._proofs[kind] += 1
+        return expected
+
+    def _expanded(self, rendered: Rendered, sizes: Sequence[_Size]) -> NDArray[np.int32] | None:
+        """The tokens of the text, with what stands for each image in its place; None: it is not clear where that is."""
+        ids = np.asarray(self.encoder.chat.renderer.encode([rendered])[0], dtype=np.int32)
+        for text, token in self._placeholders.items():
+            places = np.flatnonzero(ids == token)
+            if len(places) == len(sizes):
+                # Each piece of text after the first begins with the placeholder.
+                before, *after = np.split(ids, places)
+                parts = [(self._expansion(text, size), piece[1:]) for size, piece in zip(sizes, after, strict=True)]
+                return np.concatenate([before, *chain.from_iterable(parts)])
+        return None
+
+    def _expansion(self, text: str, size: _Size) -> NDArray[np.int32]:
+        """What stands for an image of this size."""
+        if (text, size) not in self._expansions:
+            made = self.encoder.process(Rendered(text), [_blank(size)], f"an image of {size[0]} x {size[1]} pixels")
+            self._expansions[text, size] = _first(made)
+        return self._expansions[text, size]
+
+
+def _first(made: Any) -> NDArray[np.int32]:
+    ids: NDArray[np.int32] = made["input_ids"][0].numpy().astype(np.int32)
+    return ids
+
+
+def _blank(size: _Size) -> Image.Image:
+    return Image.new("RGB", size)
+
+
+def _where(rows: Sequence[Conversation], index: int, name: str) -> str:
+    where = getattr(rows, "where", None)
+    return str(where(index)) if where is not None else f"{name}, row {index}"

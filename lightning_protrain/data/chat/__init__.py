@@ -1,0 +1,1 @@
+"""Which tokens of a chat are trained, whatever its template."""

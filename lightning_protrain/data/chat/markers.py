@@ -1,0 +1,336 @@
+r"""From the text of markers to token ids of one tokenizer.
+
+[Note: Tails]
+A tokenizer may put the last characters of a marker and the first ones of what follows into one token: after
+`<|im_start|>assistant` a content that begins with a newline gives the one token "\n\n". So the ids of a marker stop
+before such a token, and `tails` are all tokens of the vocabulary that begin with the characters that are left. The tail
+belongs to the marker.
+
+[Note: Variants]
+The same text has different ids in different surroundings: SentencePiece writes `USER` otherwise at the begin of a row
+than after `</s>`. So each marker is tokenized in all surroundings that a chat has, and every outcome is one `Marker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
+from lightning_protrain.data.chat.vocabulary import Vocabulary
+
+# What stands before and after a marker. Words only before a marker that cannot be a part of one.
+_BEFORE = ("", "\n", "\n\n", " ", ".", ".\n", ".\n\n", ". ", ")\n", '"\n', "a\n", "a\n\n", "a ")
+_BEFORE_SYMBOLS = ("a", "7", ")", "}", "`", '"', ">", "!", "?", "\u3002")
+_AFTER = (
+    "",
+    "a",
+    "A",
+    "The",
+    "7",
+    " a",
+    "  a",
+    "\n",
+    "\n\n",
+    "\na",
+    "\n\na",
+    "\n\n\n",
+    "\t",
+    ".",
+    "(",
+    "<",
+    '"',
+    "{",
+    "[",
+    "`",
+    "*",
+    "#",
+    "-",
+)
+_REQUIRED_ROLES = ("assistant", "user")
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One tokenization of a marker.
+
+    Attributes:
+        text: The marker's text.
+        ids: The fixed part, at least one id.
+        tails: If not empty, the next token must be one of these; it belongs to the marker: [Note: Tails].
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    tails: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class RoleMarkers:
+    """The markers of a role.
+
+    Attributes:
+        role: Its name.
+        starts: At least one.
+        ends: Maybe none.
+        open_ended: Whether the next start, or the end of the segment, is a regular end of a turn.
+        include_start: Whether the start marker of a trained turn is trained.
+        include_end: Whether the end marker of a trained turn is trained.
+    """
+
+    role: str
+    starts: tuple[Marker, ...]
+    ends: tuple[Marker, ...]
+    open_ended: bool
+    include_start: bool
+    include_end: bool
+
+
+@dataclass(frozen=True)
+class ExclusionMarkers:
+    """The markers of an excluded part; `end` is empty where `start` is the whole of it."""
+
+    kind: str
+    start: tuple[Marker, ...]
+    end: tuple[Marker, ...]
+
+
+@dataclass(frozen=True)
+class Markers:
+    """A family on one tokenizer.
+
+    Attributes:
+        family: Its name.
+        roles: One for each boundary of the family that this tokenizer has.
+        exclusions: Those of the family that this tokenizer has.
+        media: Ids that are never trained.
+    """
+
+    family: str
+    roles: tuple[RoleMarkers, ...]
+    exclusions: tuple[ExclusionMarkers, ...]
+    media: frozenset[int]
+
+
+def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, strict: bool = False) -> Markers:
+    """Finds the token ids of a family's markers.
+
+    What a tokenizer cannot spell is left out, but for the roles assistant and user. So are media and end markers that
+    it does not have as one token, as long as one end marker is left.
+
+    Args:
+        family: The boundaries as text.
+        tokenizer: A fast tokenizer or one of mistral-common, or its vocabulary.
+        strict: Nothing is left out: for boundaries that a user gave.
+
+    Raises:
+        ValueError: A marker encodes to nothing or to the unknown token, or does not come back from its tokens; the
+            family ends turns with the end-of-sequence token and the tokenizer has none; a slow or a toy tokenizer.
+    """
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    resolver = _Resolver(family, vocabulary)
+    roles, exclusions = [], []
+    for boundary in family.boundaries:
+        optional = not strict and boundary.role not in _REQUIRED_ROLES
+        if not optional or resolver.can_spell(boundary.start):
+            roles.append(resolver.role_markers(boundary, strict))
+    for exclusion in family.exclusions:
+        if strict or resolver.can_spell((exclusion.start, exclusion.end or exclusion.start)):
+            exclusions.append(resolver.exclusion_markers(exclusion))
+    return Markers(
+        family=family.name,
+        roles=tuple(roles),
+        exclusions=tuple(exclusions),
+        media=frozenset(vocabulary.added[text] for text in family.media if text in vocabulary.added),
+    )
+
+
+def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[ExclusionMarkers]:
+    """Those exclusions of a family that a tokenizer can spell."""
+    resolver = _Resolver(family, vocabulary)
+    return [
+        resolver.exclusion_markers(one)
+        for one in family.exclusions
+        if resolver.can_spell((one.start, one.end or one.start))
+    ]
+
+
+class _Resolver:
+    """Tokenizes the markers of one family; each text once."""
+
+    def __init__(self, family: Family, vocabulary: Vocabulary) -> None:
+        self.family = family
+        self.vocabulary = vocabulary
+        ends = [self._end_text(end) for boundary in family.boundaries for end in boundary.end if end is not None]
+        borders = dict.fromkeys(text for text in (*ends, vocabulary.bos, vocabulary.eos) if text)
+        self.borders = tuple(border + space for border in borders for space in ("", "\n", " ", "\n\n"))
+        self.known: dict[str, tuple[Marker, ...]] = {}
+
+    def can_spell(self, texts: Iterable[str]) -> bool:
+        """Whether the tokenizer spells all the texts."""
+        try:
+            return all(map(self.markers, texts))
+        except ValueError:
+            return False
+
+    def role_markers(self, boundary: RoleBoundary, strict: bool) -> RoleMarkers:
+        ends = [self._end_text(end) for end in boundary.end if end is not None]
+        missing = any(end is None for end in ends)
+        texts = [end for end in ends if end is not None]
+        if missing and (strict or not (texts or None in boundary.end)):
+            raise ValueError(
+                f"{self.family.name}: the turns of {boundary.role!r} end with the end-of-sequence token, but the "
+                f"tokenizer {self.vocabulary.name!r} has none. Set its `eos_token`, or give the text of the end marker."
+            )
+        return RoleMarkers(
+            role=boundary.role,
+            starts=self._all([s for s in boundary.start if strict or self.can_spell((s,))] or boundary.start),
+            ends=self._all(texts if strict else [text for text in texts if self.vocabulary.has(text)] or texts),
+            open_ended=None in boundary.end,
+            include_start=boundary.include_start,
+            include_end=boundary.include_end,
+        )
+
+    def exclusion_markers(self, exclusion: Exclusion) -> ExclusionMarkers:
+        end = self.markers(exclusion.end) if exclusion.end else ()
+        return ExclusionMarkers(exclusion.kind, self.markers(exclusion.start), end)
+
+    def markers(self, text: str) -> tuple[Marker, ...]:
+        if text not in self.known:
+            self.known[text] = self._resolve(text)
+        return self.known[text]
+
+    def _end_text(self, end: str | None) -> str | None:
+        return self.vocabulary.eos if end == EOS else end
+
+    def _all(self, texts: Sequence[str]) -> tuple[Marker, ...]:
+        return tuple(dict.fromkeys(marker for text in dict.fromkeys(texts) for marker in self.markers(text)))
+
+    def _resolve(self, text: str) -> tuple[Marker, ...]:
+        core = text.rstrip(" ") or text
+        spaces = self._spaces(text[len(core) :].encode()) if core != text else frozenset[int]()
+        if core in self.vocabulary.added:
+            ids = (self.vocabulary.added[core],)
+            found: list[tuple[tuple[int, ...], bytes]] = [(ids, b"")]
+            markers: tuple[Marker, ...] = (Marker(text, ids),)
+        else:
+            found = self._found(core)
+            markers = self._with_tails(text, core, found)
+        # A space at the end is content's where it is part of the word that follows, not where it is a token of its own.
+        return (*markers, *(Marker(text, ids, spaces) for ids, rest in found if spaces and not rest))
+
+    def _spaces(self, begin: bytes) -> frozenset[int]:
+        """Return the tokens that are nothing but whitespace and begin with `begin`."""
+        tokens = sorted(self.vocabulary.beginning_with(begin))
+        return frozenset(
+            token for token, spelled in zip(tokens, self.vocabulary.spell(tokens), strict=True) if spelled.isspace()
+        )
+
+    def _found(self, core: str) -> list[tuple[tuple[int, ...], bytes]]:
+        """Return the tokens of a marker in all surroundings, with the end of it that is in the token behind them."""
+        symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
+        surroundings = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
+        encoded = self.vocabulary.encode([before + core + after for before, after in surroundings])
+        found: dict[tuple[tuple[int, ...], bytes], None] = {}
+        for (before, after), ids in zip(surroundings, encoded, strict=True):
+            if self.vocabulary.unknown not in ids:
+                part = _cut(self.vocabulary.spell(ids), ids, before.encode(), core.encode(), after.encode())
+                if part is not None:
+                    found[part] = None
+        if not found:
+            raise ValueError(self._lost(core))
+        return list(found)
+
+    def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
+        """Adds, for whatever of the end of a marker may be shared with what follows, the tails."""
+        fixed: dict[tuple[tuple[int, ...], bytes], None] = {}
+        for ids, rest in found:
+            spelled = self.vocabulary.spell(ids)
+            length = len(ids)
+            if rest and length:
+                fixed[ids, rest] = None
+            while length > 1 and self._may_merge(core, ids[length - 1], spelled[length - 1], rest):
+                length -= 1
+                rest = spelled[length] + rest
+                fixed[ids[:length], rest] = None
+            if length == len(ids) and not rest:
+                fixed[ids, b""] = None
+        tails = {rest: self.vocabulary.beginning_with(rest) if rest else frozenset[int]() for _, rest in fixed}
+        return tuple(Marker(text, ids, tails[rest]) for ids, rest in fixed if tails[rest] or not rest)
+
+    def _may_merge(self, core: str, index: int, spelled: bytes, rest: bytes) -> bool:
+        """Whether the last token of a marker may grow by what follows."""
+        if index in self.vocabulary.added.values() and not spelled.isspace():
+            return False
+        if core[-1].isspace():
+            return spelled[-1:].isspace()
+        return not rest and not core[-1].isalnum()
+
+    def _lost(self, text: str) -> str:
+        ids = self.vocabulary.encode([text])[0]
+        what = f"{self.family.name}: the marker {text!r} "
+        if not ids:
+            what += "encodes to nothing"
+        elif self.vocabulary.unknown in ids:
+            what += f"encodes to the unknown token ({ids})"
+        else:
+            spelled = b"".join(self.vocabulary.spell(ids)).decode(errors="replace")
+            what += f"encodes to {ids}, which comes back as {spelled!r}"
+        return (
+            f"{what} on the tokenizer {self.vocabulary.name!r}, so its turns cannot be found. Use the tokenizer that "
+            "belongs to the chat format, or name another `family`."
+        )
+
+
+def _cut(
+    spelled: Sequence[bytes], ids: Sequence[int], before: bytes, core: bytes, after: bytes
+) -> tuple[tuple[int, ...], bytes] | None:
+    """The tokens of `core` in the text `before + core + after`, and the end of it that is in the token after them.
+
+    None where the tokens do not spell the text, or a token of `core` holds more than spaces of what is before.
+    """
+    text = before + core + after
+    first, last = len(before), len(before) + len(core)
+    spans = _align(text, spelled)
+    if spans is None:
+        return None
+    inside: list[int] = []
+    # Spaces that the tokenizer inserts belong to the marker only where more of it follows.
+    inserted: list[int] = []
+    for (start, stop), index in zip(spans, ids, strict=True):
+        if stop <= first or (start == stop and start in (first, last)):
+            continue
+        if start >= last:
+            break
+        if start == stop:
+            inserted.append(index)
+            continue
+        if start < first and text[start:first].strip():
+            return None
+        inside += inserted
+        inserted = []
+        if stop > last:
+            return (tuple(inside), text[max(start, first) : last]) if inside else None
+        inside.append(index)
+    return (tuple(inside), b"") if inside else None
+
+
+def _align(text: bytes, spelled: Sequence[bytes]) -> list[tuple[int, int]] | None:
+    """Where each token stands in the text; None if the tokens do not spell it.
+
+    A tokenizer may put a space before a token, and an added token may swallow the spaces beside it.
+    """
+    spans: list[tuple[int, int]] = []
+    position = 0
+    for piece in spelled:
+        spaces = len(text[position:]) - len(text[position:].lstrip())
+        for start, known in ((position, piece), (position, piece.removeprefix(b" ")), (position + spaces, piece)):
+            if text.startswith(known, start):
+                spans.append((start, start + len(known)))
+                position = start + len(known)
+                break
+        else:
+            return None
+    return None if text[position:].strip() else spans

@@ -1,0 +1,468 @@
+"""Decides which tokens are trained, from the turns that were found in a batch of tokenized conversations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, Row, lay_out, without_overlap
+from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
+from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
+
+
+@dataclass(frozen=True)
+class FoundTurns:
+    """Turns of several rows.
+
+    Attributes:
+        row: Tokens of all rows, which no turn crosses.
+        borders: Where rows begin, and the end of the last one: [rows + 1].
+        spans: The turns.
+        first: By row, its first turn, and the number of turns: [rows + 1].
+        trainable: By turn, whether its role is trained.
+        begun: By turn, whether it is trainable and holds anything: what a format writes for the model to go on from is
+            no turn yet.
+    """
+
+    row: Row
+    borders: Integers
+    spans: Spans
+    first: Integers
+    trainable: Bools
+    begun: Bools
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The tokens, [tokens]."""
+        return self.row.ids
+
+    @property
+    def num_begun(self) -> Integers:
+        """By row, its begun turns."""
+        return self.per_row(self.begun)
+
+    def per_row(self, turns: Bools) -> Integers:
+        """By row, how many of its turns are among `turns`."""
+        until = np.concatenate(([0], np.cumsum(turns)))
+        return np.asarray(until[self.first[1:]] - until[self.first[:-1]])
+
+    def last_turns(self) -> Integers:
+        """Return the turns that end with their row."""
+        last = self.first[1:] - 1
+        ends = self.spans.end[last] == self.borders[1:] if len(self.spans.end) else np.zeros(len(last), dtype=bool)
+        return last[ends & (last >= self.first[:-1])]
+
+    def of_row(self, row: int) -> slice:
+        """The turns of a row."""
+        return slice(int(self.first[row]), int(self.first[row + 1]))
+
+
+def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> FoundTurns:
+    """Scans tokenized conversations.
+
+    Args:
+        rows: Their tokens, each [length]; at least one row.
+        markers: Where turns begin and end.
+        options: Whose turns are trained.
+    """
+    sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    borders = np.concatenate(([0], np.cumsum(sizes)))
+    row = Row(np.concatenate(rows), borders[np.append(True, sizes > 0)], None)
+    spans = find_spans(row, markers)
+    trainable = trainable_turns(spans, markers, options)
+    begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
+    found = FoundTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
+    # What a template writes for the model to go on from may be a scaffold.
+    last = found.last_turns()
+    last = last[begun[last]]
+    if last.size and any(part.kind == "scaffold" for part in markers.exclusions):
+        said = trained_in(row, spans, markers, MaskOptions(roles_to_train=options.roles))
+        until = np.concatenate(([0], np.cumsum(said)))
+        begun[last] &= until[spans.stop[last]] > until[spans.content[last]]
+    return found
+
+
+@dataclass(frozen=True)
+class Masked:
+    """What is trained of the tokens.
+
+    Attributes:
+        trained: By token, [tokens].
+        weights: By token, [tokens]; None where all that is trained weighs alike.
+        unended: By turn, whether it has trained content and no terminator.
+        stopless: Those of `unended` whose terminator should be trained, by the options and by what the format writes.
+    """
+
+    trained: Bools
+    weights: NDArray[np.float32] | None
+    unended: Bools
+    stopless: Bools
+
+
+def mask_turns(
+    found: FoundTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
+) -> Masked:
+    """Decides what is trained.
+
+    Args:
+        found: The turns.
+        markers: The markers that they were found with.
+        options: What to train.
+        weights: By row, one for each begun turn, or None where these weigh 1; None: all do.
+    """
+    spans = found.spans
+    every = None if weights is None else _spread(found, weights)
+    trained = trained_in(found.row, spans, markers, options, every)
+    values = None
+    if every is not None and not set(every) <= {0.0, 1.0}:
+        values = token_weights(trained, spans, markers, options, every)
+    unended = found.trainable & (spans.stop == spans.end)
+    stopless = np.zeros_like(unended)
+    if unended.any():
+        until = np.concatenate(([0], np.cumsum(trained)))
+        unended &= until[spans.end] > until[spans.content]
+        stopless = unended & _should_end(found, markers, options)
+    return Masked(trained, values, unended, stopless)
+
+
+def uncuttable(found: FoundTurns, markers: Markers, options: MaskOptions) -> Integers:
+    """What must not be cut in two, in order: markers, excluded parts' markers too, and runs of media: [ranges, 2]."""
+    spans = found.spans
+    ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
+    ranges.append(exclusion_borders(found.row, markers, options))
+    if markers.media:
+        media = np.isin(found.ids, list(markers.media))
+        ranges.append(np.flatnonzero(np.diff(media, prepend=False, append=False)).reshape(-1, 2))
+    borders = np.concatenate(ranges)
+    return borders[np.argsort(borders[:, 0], kind="stable")]
+
+
+def _spread(found: FoundTurns, weights: Sequence[list[float] | None]) -> list[float]:
+    """Weights by trainable turn."""
+    spread = np.ones(len(found.begun))
+    for row, of_row in enumerate(weights):
+        if of_row is not None:
+            part = found.of_row(row)
+            spread[part][found.begun[part]] = of_row
+    return spread[found.trainable].tolist()
+
+
+def _should_end(found: FoundTurns, markers: Markers, options: MaskOptions) -> Bools:
+    """By turn, whether a terminator of it is to be trained and its format always writes one."""
+    ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[found.spans.role]
+    if options.train_on_inputs or options.train_on_eos == "none":
+        return np.zeros_like(found.trainable)
+    if options.train_on_eos == "last":
+        ends &= last_of_segment(found.row, found.spans, found.trainable)
+    return ends
+
+
+Bools = NDArray[np.bool_]
+TrainOnEos = Literal["turn", "all", "last", "none"]
+TrainOn = Literal["all", "last_turn"]
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """What of a conversation is trained.
+
+    Attributes:
+        train_on_inputs: Everything is trained but padding, media, the first token of every segment and turns of weight
+            0; the other options then do not matter.
+        roles_to_train: The roles whose turns are trained; None means the assistant; an empty tuple trains nothing.
+        train_on_eos: Which terminators of turns are trained. `turn`: those of the trained turns. `all`: those of the
+            other turns too, except where the marker means something else as well: it begins a turn, or a role with
+            `include_end=False` ends with it. `last`: only that of the last trainable turn of each segment, and none if
+            that turn was cut. `none`: none.
+        train_on: All trainable turns, or only the last one of each segment.
+        train_thinking: Whether thinking is trained.
+
+    Raises:
+        ValueError: A value is none of these.
+    """
+
+    train_on_inputs: bool = False
+    roles_to_train: tuple[str, ...] | None = None
+    train_on_eos: TrainOnEos = "turn"
+    train_on: TrainOn = "all"
+    train_thinking: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("train_on_eos", TrainOnEos), ("train_on", TrainOn)):
+            value = getattr(self, name)
+            if value not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {value!r}.")
+        for name in ("train_on_inputs", "train_thinking"):
+            # "false" in quotes would be true.
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        roles: Any = self.roles_to_train
+        if roles is None:
+            return
+        # A bare string is a sequence of strings too.
+        if not isinstance(roles, tuple | list) or not all(isinstance(role, str) for role in roles):
+            raise ValueError(f"roles_to_train must be a list of names of roles, got {roles!r}.")
+        object.__setattr__(self, "roles_to_train", tuple(roles))
+
+    def describe(self) -> str:
+        """Return all options as one line."""
+        return (
+            f"roles_to_train={list(self.roles)}, train_on_inputs={self.train_on_inputs}, "
+            f"train_on_eos={self.train_on_eos}, train_on={self.train_on}, train_thinking={self.train_thinking}"
+        )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are trained."""
+        return (ASSISTANT,) if self.roles_to_train is None else self.roles_to_train
+
+
+def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
+    """By turn, whether its role is trained: [spans].
+
+    Raises:
+        ValueError: The family has no boundary for one of the roles.
+    """
+    names = [role.role for role in markers.roles]
+    unknown = sorted(set(options.roles) - set(names))
+    if unknown:
+        raise ValueError(
+            f"roles_to_train names {', '.join(map(repr, unknown))}, for which the chat family {markers.family!r} has "
+            f"no boundary. It has: {', '.join(dict.fromkeys(names))}."
+        )
+    return np.array([name in options.roles for name in names], dtype=bool)[spans.role]
+
+
+def trained_tokens(
+    ids: ArrayLike,
+    spans: Spans,
+    markers: Markers,
+    options: MaskOptions,
+    attention_mask: ArrayLike | None = None,
+    segments: ArrayLike | None = None,
+    turn_weights: Sequence[float] | None = None,
+) -> Bools:
+    """Which tokens are trained, a bool array of the shape of `ids`.
+
+    Trained is the content of the trained turns, without exclusions and media, with the terminators and start markers
+    that the options and the roles name. Padding and the first token of every segment never are.
+
+    Args:
+        ids: Token ids, as given to `scan`.
+        spans: What `scan` found in them.
+        markers: The same markers.
+        options: What to train.
+        attention_mask: As given to `scan`.
+        segments: As given to `scan`.
+        turn_weights: One for every turn of a role that is trained, in order. A turn of weight 0 is not trained, nor is
+            its terminator, and it is not the last trainable turn.
+
+    Raises:
+        ValueError: The family has no boundary for a role; or the weights are no weights, or of another number.
+    """
+    row = lay_out(ids, attention_mask, segments)
+    return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
+
+
+def trained_in(
+    row: Row, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
+) -> Bools:
+    """As `trained_tokens`, for ids that are laid out: [tokens]."""
+    trainable = trainable_turns(spans, markers, options)
+    dropped = np.zeros(trainable.size, dtype=bool)
+    if turn_weights is not None:
+        dropped[trainable] = _checked(turn_weights, int(trainable.sum())) == 0
+    if options.train_on_inputs:
+        trained = ~_paint(row.ids.size, spans.content[dropped], spans.stop[dropped])
+        if row.attended is not None:
+            trained &= row.attended
+    else:
+        trained = _trained_turns(row, spans, markers, options, trainable & ~dropped, dropped)
+    if markers.media:
+        trained &= _trainable_ids(markers.media).take(row.ids, mode="clip")
+    trained[row.borders[:-1]] = False
+    return trained
+
+
+def token_weights(
+    trained: Bools, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
+) -> NDArray[np.float32]:
+    """The weight of every token in the loss, of the shape of `trained`: 0 where it is not trained.
+
+    Args:
+        trained: What `trained_tokens` gave.
+        spans: What `scan` found.
+        markers: The same markers.
+        options: The same options.
+        turn_weights: As given to `trained_tokens`; what belongs to none of these turns has weight 1.
+    """
+    weights = trained.astype(np.float32).reshape(-1)
+    if turn_weights is not None:
+        turns = trainable_turns(spans, markers, options)
+        values = _checked(turn_weights, int(turns.sum()))
+        begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
+        weights *= np.repeat(*_runs(weights.size, begin, stop, values.astype(np.float32), np.float32(1)))
+    return weights.reshape(trained.shape)
+
+
+def _trained_turns(
+    row: Row, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
+) -> Bools:
+    """The trained tokens of the turns, media included."""
+    if not options.roles:
+        return np.zeros(row.ids.size, dtype=bool)
+    turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
+    with_start = np.array([role.include_start for role in markers.roles], dtype=bool)[spans.role]
+    terminated = np.array([role.include_end for role in markers.roles], dtype=bool)[spans.role]
+    others = np.zeros_like(turns)
+    if options.train_on_eos == "all":
+        others = terminated & ~turns & ~dropped & ~_shared_terminators(row, spans, markers, options)
+    elif options.train_on_eos == "last":
+        terminated &= last_of_segment(row, spans, trainable) & spans.complete
+    elif options.train_on_eos == "none":
+        terminated[:] = False
+    # Of a turn that is not trained, at most the terminator.
+    begin = np.where(turns, np.where(with_start, spans.start, spans.content), spans.end)
+    stop = np.where(terminated, spans.stop, spans.end)
+    chosen = turns | others
+    trained = _paint(row.ids.size, begin[chosen], stop[chosen])
+    excluded = _excluded(row, spans, markers, options, turns)
+    if excluded[0].size:
+        trained &= ~_paint(row.ids.size, *excluded)
+    return trained
+
+
+def last_of_segment(row: Row, spans: Spans, turns: Bools) -> Bools:
+    """By turn, those of `turns` that are the last ones of their segment."""
+    index = np.flatnonzero(turns)
+    piece = np.searchsorted(row.borders, spans.start[index], side="right")
+    last = np.zeros_like(turns)
+    last[index[np.append(piece[1:] != piece[:-1], True)[: index.size]]] = True
+    return last
+
+
+def _shared_terminators(row: Row, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
+    """By turn, whether its terminator means something else too."""
+    starts = {start.ids for role in markers.roles for start in role.starts}
+    trained = {end.ids for role in markers.roles if role.role in options.roles for end in role.ends}
+    closing = {end.ids for role in markers.roles if not role.include_end for end in role.ends}
+
+    def shared(ids: tuple[int, ...]) -> bool:
+        begins = any(start[: len(ids)] == ids for start in starts)
+        return ids in starts or ids in closing or (begins and ids not in trained)
+
+    table = [[shared(end.ids) for end in role.ends] for role in markers.roles]
+    if not any(map(any, table)):
+        return np.zeros(spans.role.size, dtype=bool)
+    by_role = np.zeros((len(table), max(map(len, table)) + 1), dtype=bool)
+    for role, values in enumerate(table):
+        by_role[role, : len(values)] = values
+    return by_role[spans.role, terminators(row, markers, spans)]
+
+
+def _excluded(
+    row: Row, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
+) -> tuple[Integers, Integers]:
+    """Begins and ends of what is excluded from the content of the turns."""
+    active = _active(markers, options)
+    begins, stops = [], []
+    if active and turns.any():
+        found = _exclusion_trie(active).find(row)
+        for number, part in enumerate(active):
+            start, end = found[2 * number : 2 * number + 2]
+            begin, stop = _regions(start, end if part.end else None, spans, turns, part.kind)
+            begins.append(begin)
+            stops.append(stop)
+    if not begins:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    begin, stop = np.concatenate(begins), np.concatenate(stops)
+    order = np.argsort(begin, kind="stable")
+    return begin[order], stop[order]
+
+
+def exclusion_borders(row: Row, markers: Markers, options: MaskOptions) -> Integers:
+    """Where the markers of excluded parts are, wherever they stand: [ranges, 2]."""
+    found = _exclusion_trie(_active(markers, options)).find(row)
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])
+
+
+def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, ...]:
+    return tuple(part for part in markers.exclusions if part.kind != "thinking" or not options.train_thinking)
+
+
+def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, kind: str) -> tuple[Integers, Integers]:
+    """What one exclusion covers: from each start marker in a turn to the next end marker, or to the end of the turn.
+
+    A start marker may be part of the turn's own one, as where the template opens the thinking. A thought that is a turn
+    of its own ends with the turn's terminator, which is then a part of it.
+    """
+    turn = np.searchsorted(spans.start, start.position, side="right") - 1
+    inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])
+    if kind == "scaffold":
+        inside &= start.position == spans.content[turn]
+    start, turn = start[inside], turn[inside]
+    stop = start.stop
+    beyond = np.zeros_like(stop)
+    if end is not None:
+        stop = spans.end[turn]
+        at = np.searchsorted(end.position, start.stop)
+        has = np.flatnonzero(at < end.position.size)
+        closing = end[at[has]]
+        ends_it = (closing.position == stop[has]) & (closing.stop <= spans.stop[turn[has]]) & (kind == "thinking")
+        beyond[has[ends_it]] = closing.stop[ends_it]
+        inside = closing.stop <= stop[has]
+        stop[has[inside]] = closing.stop[inside]
+    kept = without_overlap(start.position, stop)
+    return np.maximum(start.position[kept], spans.content[turn[kept]]), np.maximum(stop[kept], beyond[kept])
+
+
+@lru_cache(maxsize=64)
+def _exclusion_trie(exclusions: tuple[ExclusionMarkers, ...]) -> MarkerTrie:
+    return MarkerTrie([markers for part in exclusions for markers in (part.start, part.end)])
+
+
+@lru_cache(maxsize=64)
+def _trainable_ids(media: frozenset[int]) -> Bools:
+    """By id whether it may be trained. Negative ids read the entry of 0, larger ones the last entry."""
+    table = np.ones(max(media) + 2, dtype=bool)
+    table[sorted(media)] = False
+    return table
+
+
+def _checked(turn_weights: Sequence[float], count: int) -> NDArray[np.float64]:
+    values = np.asarray(turn_weights, dtype=np.float64)
+    if values.shape != (count,):
+        raise ValueError(
+            f"turn_weights has {values.size} weights for {count} turns of the trained roles; it needs one for each."
+        )
+    if not all(math.isfinite(value) and value >= 0 for value in values.tolist()):
+        raise ValueError(f"turn_weights must be finite and not negative, got {values.tolist()}.")
+    return values
+
+
+def _disjoint(begin: Integers, stop: Integers) -> tuple[Integers, Integers]:
+    """The same tokens by intervals that do not overlap; what two cover belongs to the first. Begins ascend."""
+    reached = np.maximum.accumulate(stop) if stop.size else stop
+    return np.minimum(np.append(begin[:1], np.maximum(begin[1:], reached[:-1])), reached), reached
+
+
+def _paint(size: int, begin: Integers, stop: Integers) -> Bools:
+    """Whether one of the intervals covers a token, [size]."""
+    begin, stop = _disjoint(begin, stop)
+    return np.repeat(*_runs(size, begin, stop, np.ones(begin.size, dtype=bool), np.False_))
+
+
+def _runs(size: int, begin: Integers, stop: Integers, values: NDArray, other: np.generic) -> tuple[NDArray, Integers]:
+    """The values of intervals and of what lies between, with their lengths, for `np.repeat`."""
+    edges = np.empty(2 * begin.size + 2, dtype=np.int64)
+    edges[0], edges[-1], edges[1:-1:2], edges[2:-1:2] = 0, size, begin, stop
+    runs = np.full(2 * begin.size + 1, other)
+    runs[1::2] = values
+    return runs, np.diff(edges)

@@ -1,0 +1,313 @@
+"""What a user wants of a chat format, and what becomes of it on one tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
+from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
+from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys, with_media
+from lightning_protrain.data.chat.chat_format import EOS, Family, parse_boundaries
+from lightning_protrain.data.chat.detect_format import (
+    check_template,
+    family_named,
+    find_family,
+    with_prompt,
+    with_scaffolds,
+    with_tags,
+)
+from lightning_protrain.data.chat.markers import Marker, Markers, resolve
+from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trainable_turns
+from lightning_protrain.data.chat.render import Renderer
+from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.chat.verify_format import leaking_roles, leaves_open, prove, user_header
+from lightning_protrain.data.chat.vocabulary import Vocabulary
+
+_SET = "It is set for training; leave it out."
+_RESERVED = {
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "tokenize", "return_dict"), _SET),
+    **dict.fromkeys(("return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"), _SET),
+    **dict.fromkeys(("tokenizer_kwargs", "add_special_tokens", "padding", "truncation"), _SET),
+    **dict.fromkeys(("messages", "conversation", "tools"), "It comes from the rows of the data; leave it out."),
+    "chat_template": "Use the option `chat_template`.",
+    "max_length": "Use the option `max_length`.",
+}
+# What templates call a variable that asks for the whole of a conversation.
+_FOR_TRAINING = re.compile(r"\b\w*train\w*\b")
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How the conversations of one data set are rendered and what of them is trained; see `ChatDataModule`.
+
+    Raises:
+        ValueError: An unknown choice, boundaries that are none, or nothing would be trained and nobody allowed it.
+    """
+
+    family: str | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    train_on_inputs: bool = False
+    roles_to_train: list[str] | None = None
+    train_on_eos: Any = "turn"
+    train_on: Any = "all"
+    train_thinking: bool = True
+    role_boundaries: list[dict[str, Any]] | None = None
+    on_untrainable: OnUntrainable = "drop"
+    max_length: int = 512
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.on_untrainable not in get_args(OnUntrainable):
+            choices = ", ".join(get_args(OnUntrainable))
+            raise ValueError(f"on_untrainable must be one of {choices}, got {self.on_untrainable!r}.")
+        if self.family is not None:
+            family_named(self.family)
+        _check_variables(self.template_kwargs)
+        assert self.template is None or self.template  # read now, so that a missing file is told now
+        nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
+        empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
+        if empty and self.on_untrainable != "warn" and not self.train_on_inputs:
+            raise ValueError(
+                f"{nothing} is an empty list, so nothing would be trained. Leave it out, or let `on_untrainable` be "
+                '"warn" if that is what you want.'
+            )
+
+    @property
+    def format(self) -> str:
+        """What recognition and proof depend on; equal for equal chat formats."""
+        return repr((self.family, self.template, sorted(self.template_kwargs.items()), self.boundaries))
+
+    @cached_property
+    def options(self) -> MaskOptions:
+        """What is trained."""
+        roles: Any = self.roles_to_train
+        if isinstance(roles, list | tuple):
+            roles = tuple(roles)
+        if self.boundaries is not None and not self.boundaries.boundaries:
+            roles = ()
+        return MaskOptions(self.train_on_inputs, roles, self.train_on_eos, self.train_on, self.train_thinking)
+
+    @cached_property
+    def boundaries(self) -> Family | None:
+        """The user's own boundaries."""
+        return None if self.role_boundaries is None else parse_boundaries(self.role_boundaries)
+
+    @cached_property
+    def template(self) -> str | None:
+        """The text of the chat template that is to be used in place of the tokenizer's.
+
+        Raises:
+            ValueError: It is the path of a file that is not there.
+        """
+        if self.chat_template is None or not self.chat_template.endswith(_TEMPLATE_SUFFIXES):
+            return self.chat_template
+        path = Path(self.chat_template).expanduser()
+        if not path.is_file():
+            raise ValueError(f"chat_template={self.chat_template!r} is no file. Correct the path, or give its text.")
+        return path.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A chat format on one tokenizer and its template."""
+
+    renderer: Renderer
+    markers: Markers
+    leaking: frozenset[str]
+    unproven: Mapping[str, str]
+    leaves_open: bool
+    user_header: str
+
+
+class Chats:
+    """What the settings become on one tokenizer; each once.
+
+    Args:
+        tokenizer: Encodes.
+        name: Folder or name that the tokenizer comes from, and the processor; None: it has none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self._known: dict[str, _Known] = {}
+
+    def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
+        """How conversations are encoded.
+
+        Args:
+            settings: What the user wants.
+            processor: Whose media are never trained, and whose template is used unless the user gives one.
+
+        Raises:
+            ValueError: No family is known or proven to fit, or the one that is given does not fit.
+        """
+        quiet = not settings.options.train_thinking
+        key = f"{settings.format} {quiet} {processor is not None}"
+        if key not in self._known:
+            self._known[key] = self._prove(settings, processor, quiet)
+        known = self._known[key]
+        # Refuses roles without boundaries.
+        trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
+        if "user" in settings.options.roles and known.user_header and not settings.train_on_inputs:
+            raise ValueError(
+                f"roles_to_train names 'user', and {known.user_header!r}, which the chat template writes around words "
+                "of a user, would be trained too. Give `role_boundaries` with all that stands before and behind it."
+            )
+        return ChatEncoder(
+            known.renderer,
+            known.markers,
+            settings.options,
+            settings.max_length,
+            settings.on_untrainable,
+            known.leaking,
+            known.unproven,
+            known.leaves_open,
+        )
+
+    def _prove(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Known:
+        template = settings.template or getattr(processor, "chat_template", None)
+        check_template(self._tokenizer, template)
+        everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
+        vocabulary = Vocabulary(self._tokenizer)
+        if settings.boundaries is not None:
+            family, source = with_prompt(settings.boundaries, everything.ids, vocabulary), "role_boundaries"
+            markers = resolve(family, vocabulary, strict=True)
+            if markers.roles:
+                markers = with_scaffolds(markers, vocabulary, everything.ids)
+        elif settings.family is not None:
+            family, source = with_prompt(family_named(settings.family), everything.ids, vocabulary), "given by name"
+            markers = resolve(family, vocabulary)
+        else:
+            (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"
+        if quiet:
+            markers = with_tags(markers, vocabulary, everything.ids)
+        renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
+        unproven = prove(renderer.ids, vocabulary, markers)
+        if processor is not None:
+            markers = with_media(markers, processor)
+        _say(settings, markers, source, unproven)
+        should_end = any(
+            role.role == ASSISTANT and role.ends and role.include_end and not role.open_ended for role in markers.roles
+        )
+        is_open = should_end and leaves_open(renderer.ids, vocabulary)
+        if is_open and settings.train_on_eos != "none" and not settings.train_on_inputs:
+            self._warn_open(settings.template_kwargs, template)
+        leaking = leaking_roles(renderer.ids, vocabulary, markers)
+        return _Known(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
+
+    def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
+        """Warn that the last turn of a conversation has no end token, and name the variable that changes it."""
+        text = str(template or self._tokenizer.chat_template)
+        closing = None
+        for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
+            renderer = Renderer(self._tokenizer, None, {**given, name: True}, template)
+            if not leaves_open(renderer.ids, self._tokenizer):
+                closing = name
+                break
+        help_ = (
+            f"Set `chat_template_kwargs` to {{{closing}: true}}, which closes it."
+            if closing
+            else "Give a `chat_template` that closes it, or the model learns where to stop from earlier turns alone."
+        )
+        rank_zero_warn(
+            "The chat template leaves the last turn of a conversation open: its text is trained, and no end token is. "
+            + help_
+        )
+
+    def _texts(self, family: Family) -> list[str]:
+        """What begins and ends turns and what tools say in them, and media."""
+        ends = [end for boundary in family.boundaries for end in boundary.end if end is not None]
+        eos = str(self._tokenizer.eos_token or "")
+        starts = [start for boundary in family.boundaries for start in boundary.start]
+        said = [text for part in family.exclusions if part.kind == "tool_output" for text in (part.start, part.end)]
+        return [*starts, *(eos if end == EOS else end for end in ends), *said, *family.media]
+
+    def image_encoder(self, settings: ChatSettings) -> ImageEncoder:
+        """How conversations with images are encoded.
+
+        Raises:
+            ValueError: There is no processor of images where the tokenizer comes from.
+        """
+        return ImageEncoder(
+            self.encoder(settings, self._processor), self._processor, usable_keys(settings.processor_kwargs)
+        )
+
+    @cached_property
+    def _processor(self) -> Any:
+        if self._name is None:
+            raise ValueError("The data has images: give the `tokenizer` of a model for images and text.")
+        try:
+            processor = AutoProcessor.from_pretrained(self._name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The data has images, and {self._name!r} has no processor for them: {error}") from error
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"The data has images, and {self._name!r} reads text only. Give the `tokenizer` of a model for both."
+            )
+        return processor
+
+    def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
+        """A function that says of tokens what they are: 0 text, 1 of a marker, 2 media.
+
+        Args:
+            settings: Of the data set.
+            images: Whether it has images.
+        """
+        markers = (self.image_encoder(settings).chat if images else self.encoder(settings)).markers
+
+        def kinds(ids: NDArray[Any]) -> NDArray[np.int8]:
+            found = np.zeros(len(ids), dtype=np.int8)
+            spans = scan(ids, markers)
+            for begin, stop in zip((*spans.start, *spans.end), (*spans.content, *spans.stop), strict=True):
+                found[begin:stop] = 1
+            found[np.isin(ids, list(markers.media))] = 2
+            return found
+
+        return kinds
+
+
+def _check_variables(given: Mapping[str, Any]) -> None:
+    """Refuses variables of the template that are none.
+
+    Raises:
+        ValueError: An argument of rendering or tokenizing.
+    """
+    for name in given:
+        if name in _RESERVED:
+            raise ValueError(
+                f"chat_template_kwargs names {name!r}, which is no variable of a chat template. {_RESERVED[name]}"
+            )
+
+
+def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> None:
+    """Say the format, where the boundaries come from, what is trained between which markers, and what is not proven."""
+    options = settings.options
+    trained = [role for role in markers.roles if role.role in options.roles]
+    roles = "; ".join(
+        f"{role.role} from {_texts(role.starts)} to {_texts(role.ends) or 'the next turn'}" for role in trained
+    )
+    ends = " Its trained turns have no end marker: where to stop is not learnt." * any(
+        not role.ends for role in trained
+    )
+    doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
+    rank_zero_info(
+        f"Chat format {markers.family!r} ({source}), trained: "
+        f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
+        + (f" Not proven, so that conversations with it are untrainable: {doubts}." if doubts else "")
+    )
+
+
+def _texts(markers: tuple[Marker, ...]) -> str:
+    return " | ".join(dict.fromkeys(repr(marker.text) for marker in markers[:3]))

@@ -1,0 +1,707 @@
+"""Proves on a tokenizer, with conversations whose mask is known, that a chat format finds what the assistant says.
+
+[Note: Proof]
+Conversations whose words are known are rendered and scanned, as rows will be. Each turn that is trained must be exactly
+one message of the assistant and one end marker; of others nothing may be trained. Between the start marker and the
+message may stand what the model itself writes there, such as the channel of a harmony message: what the template adds
+to its own generation prompt.
+
+Plain turns must be proven. Of each further feature (`features`: tools, reasoning, a system message and more) it is
+remembered where it fails, so that the conversations that have it are untrainable and the others are trained. What a
+template refuses proves nothing; rows that have it are held against their messages (`agreement`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Protocol
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from lightning_protrain.data.chat.check_turns import (
+    CALLS,
+    DEVELOPER,
+    JOINED,
+    MARKERS,
+    QUIET,
+    REASONING,
+    SEVERAL,
+    SYSTEM,
+    THOUGHT_WORD,
+    TOOLS,
+)
+from lightning_protrain.data.chat.markers import Markers
+from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trained_tokens
+from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.chat.vocabulary import Vocabulary
+
+Messages = Sequence[dict[str, Any]]
+
+# What templates raise on roles and fields that they do not take.
+REFUSALS: tuple[type[Exception], ...] = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)
+
+
+class Render(Protocol):
+    """Token ids of a conversation, by a chat template."""
+
+    def __call__(
+        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Renders `messages`.
+
+        Raises:
+            ValueError: The template refuses them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TemplateRender:
+    """Renders by a tokenizer's own template; control tokens in messages become plain text where it can do that.
+
+    Attributes:
+        tokenizer: Has a chat template, or is one of mistral-common.
+        template_kwargs: Further variables of the template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(
+        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Renders `messages`.
+
+        Raises:
+            ValueError: The template refuses them, with its reason.
+        """
+        settings: dict[str, Any] = {"tokenize": True, "return_dict": True, **dict(self.template_kwargs)}
+        if tools is not None:
+            settings["tools"] = list(tools)
+        if add_generation_prompt:
+            settings["add_generation_prompt"] = True
+        if getattr(self.tokenizer, "backend_tokenizer", None) is not None:
+            settings["sanitize_control_tokens"] = True
+        try:
+            encoded = self.tokenizer.apply_chat_template([dict(message) for message in messages], **settings)
+        except (*REFUSALS, *_mistral_refusals()) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(f"the chat template refuses the roles {roles}: {error!r}") from error
+        return [int(index) for index in encoded["input_ids"]]
+
+
+def _mistral_refusals() -> tuple[type[Exception], ...]:
+    # An optional package: loaded by now if the tokenizer is one of its own.
+    exceptions = sys.modules.get("mistral_common.exceptions")
+    return () if exceptions is None else (exceptions.MistralCommonException,)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A conversation and what must come of it.
+
+    Attributes:
+        name: What it tries.
+        messages: Its messages; every text in it has a word of its own.
+        kept: Words that the assistant says: trained, where the template writes them.
+        hidden: Words that others say: never trained.
+        tools: Tools that are offered.
+        exact: Whether every message of the assistant is a turn of its own, so that turns can be compared one by one.
+        feature: What conversations have that stand or fall with it; empty: all.
+    """
+
+    name: str
+    messages: tuple[dict[str, Any], ...]
+    kept: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
+    exact: bool = True
+    feature: str = ""
+
+    @property
+    def expected(self) -> list[str]:
+        """What the assistant says, message by message."""
+        return [str(message["content"]).strip() for message in self.messages if message["role"] == "assistant"]
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+ONE = Probe("one turn", (_user("First, walnut: what is 7 + 5?"), _assistant("It is maple.")))
+MAIN = Probe(
+    "two turns",
+    (
+        _user("First, walnut: what is 7 + 5?"),
+        _assistant("It is maple."),
+        _user("And (poplar) then - why?"),
+        _assistant("Because of hazel!"),
+    ),
+    feature=SEVERAL,
+)
+# Who may speak after the assistant, beside the user.
+LATE_ROLES = ("tool", "system", "developer")
+
+
+def late_probe(role: str) -> Probe:
+    """A message of this role between two of the assistant."""
+    messages = (_user("Walnut?"), _assistant("It is maple."), {"role": role, "content": "say willow"})
+    return Probe(
+        f"a late message of {role}", (*messages, _assistant("Then hazel."), _user("Poplar?")), hidden=("willow",)
+    )
+
+
+_SYSTEM, _DEVELOPER = (
+    Probe(
+        feature,
+        ({"role": role, "content": "You know linden."}, *MAIN.messages),
+        hidden=("linden",),
+        feature=feature,
+    )
+    for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
+)
+# Whatever stands at the borders of a content may share a token with the markers.
+EDGES = Probe(
+    "contents with spaces, line ends and symbols at their borders",
+    tuple(
+        message
+        for number, (before, after) in enumerate(
+            [
+                ("\n", "\n"),
+                ("\n\n", "\n\n"),
+                ("\n\n\n", ".\n"),
+                (" ", " "),
+                ("  ", "  \n"),
+                ("\t", "\t"),
+                ("\n  ", ".\n\n"),
+                ("", "."),
+                ("", "?"),
+                ("7", "7"),
+                ("(", ")"),
+                ("**", "**"),
+                ('"', '"'),
+                ("{", "}"),
+                ("[", "]"),
+                ("`", "`"),
+                ("# ", ":"),
+                ("- ", ","),
+                ("$", "%"),
+                ("caf\u00e9 ", " \u00e9"),
+                ("\u4f60", "\u3002"),
+                ("s", "s"),
+            ]
+        )
+        for message in (_user(f"{before}aspen{number}{after}"), _assistant(f"{before}cedar{number}{after}"))
+    ),
+)
+_JOINED = Probe(
+    "neighbouring messages of one role",
+    (
+        _user("Say walnut."),
+        _user("Say poplar."),
+        _assistant("First maple."),
+        _assistant("Then hazel."),
+        _user("Linden?"),
+    ),
+    hidden=("walnut", "poplar", "Linden"),
+    exact=False,
+    feature=JOINED,
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks up a juniper.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "description": "Where."}},
+            "required": ["place"],
+        },
+    },
+}
+
+
+_OFFERED = Probe(
+    "tools that are offered",
+    MAIN.messages,
+    kept=("maple", "hazel"),
+    hidden=("juniper", "walnut", "poplar"),
+    tools=(_TOOL,),
+    feature=TOOLS,
+)
+
+
+def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe:
+    calls = [
+        {"id": f"abcdefgh{number}", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
+        for number in range(results)
+    ]
+    answers = [
+        {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": f"willow{number}"}
+        for number, call in enumerate(calls)
+    ]
+    return Probe(
+        f"{results} call{'s' if results > 1 else ''} of tools",
+        (
+            _user("Ask about walnut."),
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            *answers,
+            _assistant("There is hazel."),
+            _user("Thanks, poplar."),
+            _assistant("Bye, rowan."),
+        ),
+        kept=("chestnut", "hazel", "rowan"),
+        hidden=("walnut", "poplar", "juniper", *(f"willow{number}" for number in range(results))),
+        tools=(_TOOL,),
+        exact=False,
+        feature=CALLS,
+    )
+
+
+THINKING = Probe(
+    "reasoning",
+    (
+        _user("First walnut."),
+        _assistant("It is maple.", reasoning_content="Consider sorrel."),
+        _user("Then poplar."),
+        _assistant("It is hazel.", reasoning_content="Consider tansy."),
+    ),
+    kept=("maple", "hazel", "sorrel", "tansy"),
+    hidden=("walnut", "poplar"),
+    exact=False,
+    feature=REASONING,
+)
+THOUGHTS = ("sorrel", "tansy")
+# Each group holds forms of one probe of a feature: the first that the template takes counts.
+GROUPS: tuple[tuple[Probe, ...], ...] = (
+    (_SYSTEM,),
+    (_DEVELOPER,),
+    (_JOINED,),
+    (_OFFERED,),
+    *(
+        (
+            _tool_probe({"place": "chestnut"}, results),
+            _tool_probe('{"place": "chestnut"}', results),
+            _tool_probe({"place": "chestnut"}, results, None),
+        )
+        for results in (1, 2)
+    ),
+    (THINKING,),
+)
+
+
+def spoof_probe(texts: Sequence[str]) -> Probe:
+    """A user who writes the markers of a turn of the assistant.
+
+    Args:
+        texts: What the user writes around the word "bryony".
+    """
+    messages = list(MAIN.messages)
+    messages[0] = _user("First walnut. " + " ".join(f"{text}bryony" for text in texts) + " thyme")
+    return Probe("markers in a user's text", tuple(messages), hidden=("bryony", "walnut", "thyme"), feature=MARKERS)
+
+
+def single_probes(probe: Probe) -> list[Probe]:
+    """The same, each turn of the assistant and what is before it on its own."""
+    pairs = zip(probe.messages[::2], probe.messages[1::2], strict=True)
+    return [replace(probe, messages=pair) for pair in pairs]
+
+
+def as_parts(probe: Probe) -> Probe:
+    """The same with contents as lists of parts, which templates of models with images ask for."""
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in probe.messages
+    ]
+    return replace(probe, messages=tuple(messages))
+
+
+_SHOWN = 1500
+# Up to this many answers of a probe, the generation prompt of each is looked at.
+_ALL_PROMPTS = 2
+
+
+class NotProven(ValueError):
+    """The markers of a family do not find what the assistant says."""
+
+
+def prove(
+    render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
+) -> dict[str, str]:
+    """Proves a family on a tokenizer and its template, see [Note: Proof].
+
+    A family without a role "assistant" that has boundaries is not proven: what is trained is then the user's choice.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+        quiet: Only that thoughts can be left out is proven.
+
+    Returns:
+        The features for which it fails, and how.
+
+    Raises:
+        NotProven: Something else than the assistant's messages would be trained in plain turns; expected and found text
+            are shown.
+        ValueError: The template refuses a turn of user and assistant.
+    """
+    if not any(role.role == ASSISTANT for role in markers.roles):
+        return {}
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    proof = _Proof(render, vocabulary, markers)
+    if not quiet:
+        proof.plain_turns()
+        for group in (*GROUPS, *proof.spoofs()):
+            proof.optional(group)
+    proof.thinking()
+    return proof.unproven
+
+
+def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
+    """Roles whose messages, after one of the assistant, would be trained as if the assistant had said them.
+
+    So it is where turns end with the next start marker alone, and the template writes these roles without one.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+    """
+    if not any(role.role == ASSISTANT for role in markers.roles):
+        return frozenset()
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    found = set()
+    for role in LATE_ROLES:
+        for probe in (late_probe(role), as_parts(late_probe(role))):
+            try:
+                ids = np.asarray(render(probe.messages), dtype=np.int64)
+            except ValueError:
+                continue
+            trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
+            kept = b"".join(vocabulary.spell(ids[trained].tolist())).decode(errors="replace")
+            found |= {role} if any(word in kept for word in probe.hidden) else set()
+    return frozenset(found)
+
+
+def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary) -> bool:
+    """Return whether a template writes nothing behind the last answer of a conversation.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+    """
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
+        try:
+            text = vocabulary.text(render(probe.messages))
+        except ValueError:
+            continue
+        last = _said(probe.messages[-1]["content"])
+        if last in text:
+            return text.rstrip().endswith(last)
+    return False
+
+
+def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:
+    """Return what beside a user's words would be trained with the turns of users; empty if there is nothing.
+
+    Args:
+        render: Renders messages as rows will be rendered.
+        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        markers: The family on this tokenizer.
+    """
+    if not any(role.role == "user" for role in markers.roles):
+        return ""
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    for probe in (ONE, as_parts(ONE)):
+        try:
+            ids = np.asarray(render(probe.messages), dtype=np.int64)
+        except ValueError:
+            continue
+        options = MaskOptions(roles_to_train=("user",), train_on_eos="none")
+        trained = ids[trained_tokens(ids, scan(ids, markers), markers, options)]
+        text = b"".join(vocabulary.spell(trained.tolist())).decode(errors="replace")
+        before, found, behind = text.partition(_said(probe.messages[0]["content"]))
+        if found:
+            return (before if before.strip(" ") else "") + (behind if behind.strip() else "")
+    return ""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A rendered probe: its tokens, the text they give, and what each trained turn holds."""
+
+    ids: tuple[int, ...]
+    text: str
+    turns: tuple[str, ...]
+
+
+class _Proof:
+    def __init__(self, render: Render, vocabulary: Vocabulary, markers: Markers) -> None:
+        self.render = render
+        self.vocabulary = vocabulary
+        self.markers = markers
+        ends = {marker.text.strip() for role in markers.roles if role.role == ASSISTANT for marker in role.ends}
+        self.ends = tuple(sorted(ends, key=len, reverse=True))
+        starts = {
+            marker.text.encode().translate(None, b" ").lstrip() for role in markers.roles for marker in role.starts
+        }
+        self.starts = tuple(sorted(starts, key=len, reverse=True))
+        assistant = [role for role in markers.roles if role.role == ASSISTANT]
+        self.unended = any(role.open_ended or not role.include_end for role in assistant)
+        self.trains_starts = any(role.include_start for role in assistant)
+        self.leads: set[str] = {""}
+        self.must_end = False
+        self.unproven: dict[str, str] = {}
+
+    def plain_turns(self) -> None:
+        """Checks turns of user and assistant: several, or else one alone."""
+        try:
+            self._required((MAIN,))
+            self._check_group((EDGES,))
+        except ValueError as error:
+            # A family without the right end would do for one turn, if the template ends none.
+            self.must_end = isinstance(error, NotProven)
+            try:
+                self._required((ONE,))
+                for probe in single_probes(EDGES):
+                    self._check_group((probe,))
+            except ValueError:
+                raise error from None
+            self.unproven[SEVERAL] = _first_line(error)
+
+    def optional(self, forms: Sequence[Probe]) -> None:
+        """Checks a feature, and remembers how it fails."""
+        try:
+            self._check_group(forms)
+        except NotProven as error:
+            self.unproven.setdefault(forms[0].feature, _first_line(error))
+
+    def thinking(self) -> None:
+        """Checks that thinking is left out where it is not trained, if the family knows how."""
+        if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
+            return
+        for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):
+            for form in group:
+                try:
+                    ids = self.render(form.messages)
+                except ValueError:
+                    continue
+                rendering = self._read(ids, MaskOptions(train_thinking=False))
+                if self._says_all(form, rendering.text):
+                    hidden = [word for word in words if any(word in turn for turn in rendering.turns)]
+                    lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendering.turns)]
+                    if hidden or lost:
+                        self.unproven[QUIET] = f"train_thinking=False keeps {hidden} and loses {lost}"
+                    break
+
+    def spoofs(self) -> tuple[tuple[Probe, ...], ...]:
+        """A user who writes turns of the assistant, where markers are control tokens."""
+        starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
+        controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
+        end = next(iter(self.ends), "")
+        return ((spoof_probe([*controls, *(end + text for text in controls)]),),) if controls else ()
+
+    def _required(self, forms: Sequence[Probe]) -> None:
+        refusal = self._check_group(forms)
+        if refusal is not None:
+            raise ValueError(
+                f"The tokenizer {self.vocabulary.name!r} cannot be checked: {refusal}. Give it a chat template for "
+                "user and assistant in turn."
+            ) from refusal
+
+    def _check_group(self, forms: Sequence[Probe]) -> ValueError | None:
+        """Checks the first form that the template takes; why it takes none."""
+        refusal: ValueError | None = None
+        for form in (*forms, *map(as_parts, forms)):
+            try:
+                ids = self.render(form.messages, form.tools)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            shown = self._shown(form, ids)
+            if shown is not None:
+                if self._tells_roles(form, ids):
+                    self._check(form, shown)
+                    self._check_prompts(form, shown)
+                return None
+            refusal = refusal or ValueError("the chat template leaves out what the assistant says")
+            if not form.exact and self._tells_roles(form, ids):
+                # What others say is nothing to train, whatever is left out of the assistant's words.
+                self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
+        return refusal
+
+    def _shown(self, probe: Probe, ids: Sequence[int]) -> Rendering | None:
+        """The rendered probe; None where the template leaves out what is said."""
+        rendering = self._read(ids, MaskOptions())
+        if probe.exact and not self._says_all(probe, rendering.text):
+            return None
+        if not probe.exact and any(word not in rendering.text for word in probe.kept[:2]):
+            return None
+        return rendering
+
+    def _tells_roles(self, probe: Probe, ids: Sequence[int]) -> bool:
+        """Whether the template renders no message of another role as it renders the assistant's.
+
+        If it does, it does not know that role; rows that have it give more turns than messages of the assistant.
+        """
+        for at, message in enumerate(probe.messages):
+            if message["role"] not in (ASSISTANT, "user"):
+                said = {"role": ASSISTANT, "content": message["content"]}
+                try:
+                    same = self.render([*probe.messages[:at], said, *probe.messages[at + 1 :]], probe.tools)
+                except ValueError:
+                    continue
+                if same == list(ids):
+                    return False
+        return True
+
+    def _says_all(self, probe: Probe, text: str) -> bool:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        return all(one in text for one in said)
+
+    def _read(self, ids: Sequence[int], options: MaskOptions) -> Rendering:
+        row = np.asarray(ids, dtype=np.int64)
+        spelled = self.vocabulary.spell(list(ids))
+        spans = scan(row, self.markers)
+        trained = trained_tokens(row, spans, self.markers, options)
+        turns = []
+        for start, content, stop in zip(spans.start.tolist(), spans.content.tolist(), spans.stop.tolist(), strict=True):
+            kept = b"".join(spelled[at] for at in range(content, stop) if trained[at])
+            if kept.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
+                turns.append((self._overhang(spelled[start:content]) + kept).decode(errors="replace"))
+        return Rendering(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
+
+    def _overhang(self, spelled: Sequence[bytes]) -> bytes:
+        """What of the content is in the last token of a start marker: [Note: Tails] of `markers`."""
+        text = b"".join(spelled)
+        for start in self.starts:
+            for length in range(len(spelled[-1])):
+                # A tokenizer may put spaces between the tokens of a marker, and before the first word of a content.
+                if not spelled[-1][: len(spelled[-1]) - length].strip(b" "):
+                    continue
+                if text[: len(text) - length].translate(None, b" ").lstrip() == start:
+                    return text[len(text) - length :]
+        return b""
+
+    def _check(self, probe: Probe, rendering: Rendering) -> None:
+        if probe.exact:
+            self._check_turns(probe, rendering)
+        for word in probe.hidden:
+            if any(word in turn for turn in rendering.turns):
+                self._fail(probe, rendering, f"{word!r}, which the assistant does not say, is trained")
+        for word in probe.kept:
+            if word in rendering.text and not any(word in turn for turn in rendering.turns):
+                self._fail(probe, rendering, f"{word!r}, which the assistant says, is not trained")
+
+    def _check_turns(self, probe: Probe, rendering: Rendering) -> None:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        if probe in (MAIN, ONE, as_parts(MAIN), as_parts(ONE)):
+            self._learn_leads(probe, rendering, said)
+        if len(said) != len(rendering.turns):
+            self._fail(probe, rendering, f"{len(rendering.turns)} turns are trained instead of {len(said)}")
+        ends = "|".join(map(re.escape, self.ends))
+        leads = "|".join(map(re.escape, sorted(self.leads, key=len, reverse=True)))
+        for number, (one, turn) in enumerate(zip(said, rendering.turns, strict=True)):
+            cut = not self.must_end and number + 1 == len(said) and rendering.text.rstrip().endswith(one)
+            unended = self.unended or cut
+            end = f"(?:{ends})" if ends else ""
+            if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
+                self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
+
+    def _check_prompts(self, probe: Probe, rendering: Rendering) -> None:
+        """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
+        positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
+        if not probe.exact or self.trains_starts:
+            return
+        if len(positions) > _ALL_PROMPTS:
+            # The space of a prompt is a token of its own before digits and letters that are not Latin.
+            said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
+            positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
+        spelled = self.vocabulary.spell(rendering.ids)
+        stops = np.cumsum([len(piece) for piece in spelled])
+        row = np.asarray(rendering.ids, dtype=np.int64)
+        trained = trained_tokens(row, scan(row, self.markers), self.markers, MaskOptions())
+        for at in positions:
+            try:
+                before, prompt = (
+                    b"".join(self.vocabulary.spell(self.render(probe.messages[:at], add_generation_prompt=asked)))
+                    for asked in (False, True)
+                )
+            except ValueError:
+                continue
+            if b"".join(spelled).startswith(prompt):
+                begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False)))
+                inside = (stops <= len(prompt)) & (np.append(0, stops[:-1]) >= begin) & trained
+                if inside.any():
+                    what = b"".join(spelled[place] for place in np.flatnonzero(inside)).decode(errors="replace")
+                    self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
+
+    def _learn_leads(self, probe: Probe, rendering: Rendering, said: Sequence[str]) -> None:
+        """What the model writes between the generation prompt and the message: [Note: Proof]."""
+        positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
+        for at, one in zip(positions, said, strict=True):
+            try:
+                prompt = self.render(probe.messages[:at], add_generation_prompt=True)
+            except ValueError:
+                continue
+            text = b"".join(self.vocabulary.spell(prompt)).decode(errors="replace")
+            if rendering.text.startswith(text) and one in rendering.text[len(text) :]:
+                self.leads.add(rendering.text[len(text) :].split(one, 1)[0].strip())
+                continue
+            self._learn_lead_without_thought(prompt, rendering, one)
+
+    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: Rendering, said: str) -> None:
+        """Learn the control tokens that stand before an answer where the prompt opens a thought instead."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
+        shared = sum(1 for _ in same)
+        (opening,) = self.vocabulary.spell(prompt[shared : shared + 1]) or (b"",)
+        behind = b"".join(self.vocabulary.spell(rendering.ids[shared:])).decode(errors="replace")
+        lead, found, _ = behind.partition(said)
+        words = lead
+        for token in sorted(self.vocabulary.added, key=len, reverse=True):
+            words = words.replace(token, "")
+        if found and not words.strip() and THOUGHT_WORD.search(opening.decode(errors="replace")):
+            self.leads.add(lead.strip())
+
+    def _fail(self, probe: Probe, rendering: Rendering, what: str) -> None:
+        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
+        raise NotProven(
+            f"The chat family {self.markers.family!r} does not fit the tokenizer {self.vocabulary.name!r} and its chat "
+            f"template. On {probe.name}, {what}.\nExpected: {said}, each with one of {list(self.ends)}\n"
+            f"Found: {list(rendering.turns)}\nRendered: {rendering.text[:_SHOWN]!r}\n"
+            "Name the right `family`, or give `role_boundaries`."
+        )
+
+
+def _said(content: object) -> str:
+    if isinstance(content, list):
+        return " ".join(str(part.get("text", "")).strip() for part in content)
+    return str(content or "").strip()
+
+
+def _first_line(error: Exception) -> str:
+    """How a feature fails, without what is the same for all."""
+    return str(error).split("\n")[0].rpartition("its chat template. On ")[2]

@@ -1,0 +1,1 @@
+"""Where conversations come from: data sets, files and rows become `Conversation`."""

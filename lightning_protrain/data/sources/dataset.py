@@ -1,0 +1,303 @@
+"""Reads the conversations of one split when they are asked for, and counts what became of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, overload
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.sources.images import check_image
+from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.tables import Table
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """One data set in one split.
+
+    Attributes:
+        name: Of the data set, and the split.
+        family: Whose role boundaries are used.
+        num_kept: Conversations that are used.
+        dropped: Why others are not, and how many.
+        num_tokens: Of what is used.
+        num_trained: Tokens with a loss.
+        num_unended: Trained turns without a terminator.
+        num_doubtful: Conversations that are kept although their turns and messages differ.
+        lengths: Of the conversations: smallest, median, 95th percentile, largest.
+        num_unwritten: Conversations of which the chat template leaves out reasoning.
+        num_cut: Those of `num_unended` that were cut at `max_length`.
+        knobs: What is trained, as the user has set it.
+        dropped_rows: Where the first rows that are not used come from, and why they are not.
+    """
+
+    name: str
+    family: str
+    num_kept: int
+    dropped: tuple[tuple[str, int], ...] = ()
+    num_tokens: int = 0
+    num_trained: int = 0
+    num_unended: int = 0
+    num_doubtful: int = 0
+    lengths: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
+    num_unwritten: int = 0
+    num_cut: int = 0
+    knobs: str = ""
+    dropped_rows: tuple[str, ...] = ()
+
+    @property
+    def num_dropped(self) -> int:
+        """Conversations that are not used."""
+        return sum(count for _, count in self.dropped)
+
+    def describe(self) -> str:
+        """One sentence for the log."""
+        share = self.num_trained / max(self.num_tokens, 1)
+        why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
+        doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
+        unended = ""
+        if self.num_cut:
+            turns, whose = ("turn was", "its") if self.num_cut == 1 else ("turns were", "their")
+            unended += f" {self.num_cut:,} assistant {turns} cut at max_length, so {whose} end token is not trained."
+        if self.num_unended > self.num_cut:
+            num = self.num_unended - self.num_cut
+            turns = "turn has" if num == 1 else "turns have"
+            unended += f" {num:,} trained {turns} no end token, because the chat template writes none there."
+        unwritten = ""
+        if self.num_unwritten:
+            unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
+        return (
+            f"{self.name}: {self.num_kept} conversations, {self.num_tokens} tokens, {share:.1%} of them trained; "
+            f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
+        )
+
+
+def count(
+    name: str,
+    family: str,
+    lengths: Sequence[int],
+    num_trained: int,
+    num_unended: int,
+    dropped: Iterable[str] | Mapping[str, int],
+    num_doubtful: int = 0,
+    num_unwritten: int = 0,
+    num_cut: int = 0,
+) -> DatasetReport:
+    """Adds up.
+
+    Args:
+        name: Of the data set, and the split.
+        family: Whose role boundaries are used.
+        lengths: Tokens of each conversation that is used.
+        num_trained: Tokens with a loss.
+        num_unended: Trained turns without a terminator.
+        dropped: A reason for each conversation that is not used, or how many there are for each reason.
+        num_doubtful: Conversations whose mask is in doubt.
+        num_unwritten: Conversations of which the chat template leaves out reasoning.
+        num_cut: Trained turns that were cut.
+    """
+    reasons = Counter(dropped).most_common()
+    spread = (0, 0, 0, 0)
+    if lengths:
+        low, middle, high, most = np.percentile(lengths, (0, 50, 95, 100), method="nearest")
+        spread = (int(low), int(middle), int(high), int(most))
+    return DatasetReport(
+        name,
+        family,
+        len(lengths),
+        tuple(reasons),
+        sum(lengths),
+        num_trained,
+        num_unended,
+        num_doubtful,
+        spread,
+        num_unwritten,
+        num_cut,
+    )
+
+
+def progress_bar(total: int, show_from: int) -> Progress:
+    """Return a progress bar that is gone when it ends; rank 0 alone shows it.
+
+    Args:
+        total: Rows to come.
+        show_from: Fewer rows than this take less time than a progress bar takes to be read.
+    """
+    return Progress(transient=True, disable=total < show_from or getattr(rank_zero_only, "rank", 0) != 0)
+
+
+MAX_EXAMPLES = 5
+_SHOW_PROGRESS_FROM = 20_000
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """What was left out.
+
+    Attributes:
+        count: Number of malformed rows.
+        examples: What was wrong with the first of them, at most `MAX_EXAMPLES`.
+    """
+
+    count: int = 0
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[Conversation]):
+    """Conversations of one split, parsed at every access; only their places are in memory. Can be sent to workers.
+
+    Attributes:
+        tables: What the rows are read from, end to end.
+        row_format: How rows become conversations.
+        places: Which rows, as positions in the tables end to end: int64 of shape [rows].
+        malformed: What was left out when the rows were checked.
+    """
+
+    tables: tuple[Table, ...]
+    row_format: RowFormat
+    places: NDArray[np.int64]
+    malformed: Malformed = Malformed()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Conversation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Conversation]: ...
+    def __getitem__(self, index: int | slice) -> Conversation | list[Conversation]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        table, place = self._locate(index)
+        where = table.where(place)
+        return self.row_format.parse(table.decode(table.raw(place), where), where, table.folder)
+
+    def where(self, index: int) -> str:
+        """Names the source of a row: its file and line, or its data set, split and row."""
+        table, place = self._locate(index)
+        return table.where(place)
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Rows:
+        """The rows at `indices`, in this order, as often as they occur in it."""
+        return replace(self, places=self.places[np.asarray(indices, dtype=np.int64)])
+
+    def repeated(self, times: int) -> Rows:
+        """All rows, `times` times."""
+        return replace(self, places=np.tile(self.places, times))
+
+    def _locate(self, index: int) -> tuple[Table, int]:
+        place = int(self.places[index])
+        number = int(np.searchsorted(self._stops, place, side="right"))
+        table = self.tables[number]
+        return table, place - int(self._stops[number]) + len(table)
+
+    @cached_property
+    def _stops(self) -> NDArray[np.int64]:
+        """Where each table ends, end to end."""
+        return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
+
+
+def read_rows(
+    tables: Iterable[Table],
+    row_format: RowFormat,
+    name: str,
+    *,
+    on_malformed: Literal["error", "skip"] = "error",
+    max_rows: int | None = None,
+) -> Rows:
+    """Checks every row once, the headers of its images included, and keeps the places of the good ones.
+
+    Args:
+        tables: Where the rows lie.
+        row_format: How rows become conversations.
+        name: Of the data set, for messages.
+        on_malformed: Whether the first malformed row is an error, or all are counted and left out with one warning.
+        max_rows: Stops after this many good rows.
+
+    Raises:
+        ValueError: No rows, a malformed row, none that is not malformed, or a name in `fields` that occurs nowhere.
+    """
+    tables = tuple(tables)
+    total = sum(map(len, tables))
+    if total == 0:
+        raise ValueError(f"{name} has no rows. Give data, or leave it out.")
+    check = _Check(row_format, on_malformed)
+    with progress_bar(total, _SHOW_PROGRESS_FROM) as progress:
+        kept = []
+        for place, (table, index, raw) in enumerate(progress.track(_raws(tables), total, description="Reading")):
+            if check.is_good(table, index, raw):
+                kept.append(place)
+                if len(kept) == max_rows:
+                    break
+        else:
+            check.refuse_unseen_fields(name)
+    malformed = Malformed(check.bad, tuple(check.examples))
+    _report(malformed, len(kept), name)
+    return Rows(tables, row_format, np.asarray(kept, dtype=np.int64), malformed)
+
+
+def _raws(tables: Sequence[Table]) -> Iterator[tuple[Table, int, Any]]:
+    for table in tables:
+        for index, raw in enumerate(table.raws()):
+            yield table, index, raw
+
+
+def _report(malformed: Malformed, num_kept: int, name: str) -> None:
+    if not malformed.count:
+        return
+    examples = "".join(f"\n  {example}" for example in malformed.examples)
+    if not num_kept:
+        raise ValueError(f"All {malformed.count} rows of {name} are malformed; the first:{examples}")
+    rank_zero_warn(
+        f"Left out {malformed.count} malformed of {malformed.count + num_kept} rows of {name}; the first:{examples}"
+    )
+
+
+class _Check:
+    """Parses rows, counts those that do not parse, and remembers which names of columns and keys occur."""
+
+    def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
+        self.row_format = row_format
+        self.on_malformed = on_malformed
+        self.bad = 0
+        self.examples: list[str] = []
+        self.unseen = set(row_format.fields.values())
+
+    def is_good(self, table: Table, index: int, raw: Any) -> bool:
+        where = table.where(index)
+        try:
+            row = table.decode(raw, where)
+            self._see(row)
+            conversation = self.row_format.parse(row, where, table.folder)
+            for number, image in enumerate(conversation.get("images", ())):
+                check_image(image, f"{where}, image {number}")
+        except MalformedRow as error:
+            if self.on_malformed == "error":
+                raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error
+            self.bad += 1
+            self.examples += [str(error)] * (len(self.examples) < MAX_EXAMPLES)
+            return False
+        return True
+
+    def _see(self, row: Any) -> None:
+        """Takes the names that occur in the row and in its lists of messages out of those not seen."""
+        if self.unseen and isinstance(row, Mapping):
+            self.unseen -= row.keys()
+            for value in row.values():
+                for entry in value if self.unseen and isinstance(value, list) else ():
+                    if isinstance(entry, Mapping):
+                        self.unseen -= entry.keys()
+
+    def refuse_unseen_fields(self, name: str) -> None:
+        if self.unseen:
+            names = ", ".join(map(repr, sorted(self.unseen)))
+            raise ValueError(f"`fields` names {names}, which no row of {name} has. Correct the name, or remove it.")

@@ -1,0 +1,246 @@
+"""Finds the images of a row and their places in its text, and opens them as RGB."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from lightning_protrain.data.conversation import Conversation, MalformedRow, Message
+
+PLACEHOLDER = "<image>"
+# Placeholders at the edges of a text: the line breaks that separate them from it belong to the convention.
+_AT_BEGIN = re.compile(r"(?:<image>\n?)*")
+_AT_END = re.compile(r"(?:\n?<image>)*\Z")
+
+
+def place_images(messages: list[Message], images: Sequence[Any] | None, where: str) -> list[Any]:
+    """Makes every image of the row one part `{"type": "image"}` in `messages`, and returns them in order of the parts.
+
+    Parts may carry their image or an index into `images`; those with neither take the images in order. Text with
+    `<image>` is divided into parts, in rows with images and not in the assistant's turns, where it is plain text.
+
+    Args:
+        messages: Checked messages; changed in place.
+        images: The row's column of images; None where the row has no such column and `<image>` is plain text.
+        where: Names the row in errors.
+
+    Raises:
+        MalformedRow: More images than places or the reverse, or both kinds of places.
+    """
+    parts = _image_parts(messages)
+    spots = 0 if images is None else sum(_text(m).count(PLACEHOLDER) for m in messages if m["role"] != "assistant")
+    if parts and spots:
+        raise MalformedRow(
+            f"{where}: {len(parts)} image parts and {spots} times {PLACEHOLDER} in the text. Use one of the two."
+        )
+    if spots:
+        for message in messages:
+            if message["role"] != "assistant":
+                _divide(message)
+        parts = _image_parts(messages)
+    return _assign(parts, images or (), where)
+
+
+def _image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
+def _divide(message: Message) -> None:
+    content = message["content"]
+    if not isinstance(content, str) or PLACEHOLDER not in content:
+        return
+    begin = _AT_BEGIN.match(content)
+    assert begin is not None
+    rest = content[begin.end() :]
+    end = _AT_END.search(rest)
+    assert end is not None
+    parts = [{"type": "image"}] * begin[0].count(PLACEHOLDER)
+    for number, text in enumerate(rest[: end.start()].split(PLACEHOLDER)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    message["content"] = [dict(part) for part in parts + [{"type": "image"}] * end[0].count(PLACEHOLDER)]
+
+
+def _assign(parts: Sequence[dict[str, Any]], images: Sequence[Any], where: str) -> list[Any]:
+    """Takes the references out of the parts and returns what they refer to."""
+    waiting = iter(range(len(images)))
+    used: set[int] = set()
+    placed = []
+    for part in parts:
+        if "image" in part:
+            placed.append(part.pop("image"))
+            continue
+        index = part.pop("index") if "index" in part else next(waiting, len(images))
+        if not 0 <= index < len(images):
+            raise MalformedRow(f"{where}: {_count(parts)} but {len(images)} images. Remove parts or add images.")
+        used.add(index)
+        placed.append(images[index])
+    if len(used) < len(images):
+        raise MalformedRow(
+            f"{where}: {len(images)} images but {_count(parts)}, {len(images) - len(used)} of them without a place. "
+            f'Put a part {{"type": "image"}} or {PLACEHOLDER} where each image stands.'
+        )
+    return placed
+
+
+def _count(parts: Sequence[Any]) -> str:
+    return f"{len(parts)} image part{'' if len(parts) == 1 else 's'} or placeholders"
+
+
+# What stands within the last so many bytes of a whole file, zeros behind it aside.
+_ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
+_TAIL = 64
+# What Pillow raises on files that are broken, or only called images.
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+
+
+def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Image:
+    """What an image can be opened from later, in any process.
+
+    Args:
+        value: A path, a `data:` URL, bytes, a PIL image, or `{"bytes": ..., "path": ...}` as `datasets` stores images.
+        folder: Where relative paths begin.
+        where: Names the image in messages.
+
+    Raises:
+        MalformedRow: Nothing of these, or a URL that would have to be downloaded.
+    """
+    if isinstance(value, Mapping):
+        if value and not value.keys() & {"bytes", "path", "url"}:
+            names = ", ".join(map(repr, value))
+            raise MalformedRow(f"{where} is an object with {names}. Give it a `path` or `bytes`.")
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise MalformedRow(f"{where} has 0 bytes. Store the image again.")
+        return bytes(value)
+    if isinstance(value, str | Path) and str(value):
+        text = str(value)
+        if text.startswith("data:"):
+            return _from_data_url(text, where)
+        if text.startswith(("http://", "https://", "ftp://", "s3://", "gs://", "hf://")):
+            raise MalformedRow(f"{where} is the address {text[:80]!r}. Download it and give the path.")
+        path = Path(text.removeprefix("file://")).expanduser()
+        return str(path if path.is_absolute() else folder / path)
+    kind = "null" if value is None else f"a {type(value).__name__}"
+    raise MalformedRow(f"{where} is {kind}. Give a path, bytes or a PIL image.")
+
+
+def _from_data_url(text: str, where: str) -> bytes:
+    header, comma, payload = text.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise MalformedRow(f"{where} is a data URL without base64 data: {text[:40]!r}. Encode it as base64.")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except binascii.Error as error:
+        raise MalformedRow(f"{where} is a data URL with broken base64 ({error}). Encode it again.") from error
+
+
+def check_image(source: str | bytes | Image.Image, where: str) -> None:
+    """Reads the header of an image and looks whether its end is there; its pixels only where that is in doubt.
+
+    Raises:
+        MalformedRow: It does not exist, is no image, or is cut off.
+    """
+    if isinstance(source, Image.Image):
+        return
+    try:
+        with _opened(source) as image:
+            end = _ENDS.get(image.format or "")
+    except _UNREADABLE as error:
+        raise _no_image(source, where, error) from error
+    if end is not None and end[0] not in _tail(source)[-end[1] :]:
+        open_image(source, where)
+
+
+def _tail(source: str | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source[-_TAIL:].rstrip(b"\x00")
+    with open(source, "rb") as file:
+        file.seek(max(file.seek(0, io.SEEK_END) - _TAIL, 0))
+        return file.read().rstrip(b"\x00")
+
+
+def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]:
+    """Width and height that `open_image` will give, from the header alone.
+
+    Raises:
+        MalformedRow: It does not exist, or is no image.
+    """
+    try:
+        if isinstance(source, Image.Image):
+            return _turned_size(source)
+        with _opened(source) as image:
+            return _turned_size(image)
+    except _UNREADABLE as error:
+        raise _no_image(source, where, error) from error
+
+
+def _turned_size(image: Image.Image) -> tuple[int, int]:
+    # To look for the EXIF data of a PNG that has none in front, Pillow would read all its pixels.
+    turn = 1 if image.format == "PNG" and "exif" not in image.info else image.getexif().get(ExifTags.Base.Orientation)
+    width, height = image.size
+    return (height, width) if turn in (5, 6, 7, 8) else (width, height)
+
+
+def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
+    """The image in RGB, turned as its EXIF data say, what is transparent on white; of an animation the first picture.
+
+    Args:
+        source: A path, the bytes of an image file, or a PIL image.
+        where: Names the image in messages.
+
+    Raises:
+        MalformedRow: It does not exist, is no image, or is broken.
+    """
+    try:
+        if isinstance(source, Image.Image):
+            return _rgb(source)
+        with _opened(source) as image:
+            return _rgb(image)
+    except _UNREADABLE as error:
+        raise _no_image(source, where, error) from error
+
+
+def open_images(conversation: Conversation, where: str) -> list[Image.Image]:
+    """The images of a conversation in RGB, in the order of its image parts; see `open_image`."""
+    images = conversation.get("images", [])
+    return [open_image(image, f"{where}, image {number}") for number, image in enumerate(images)]
+
+
+def _opened(source: str | bytes) -> Image.Image:
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+
+
+def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
+    kind = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)
+    why = "it is no image of a kind that Pillow reads" if isinstance(error, UnidentifiedImageError) else str(error)
+    return MalformedRow(f"{where} ({kind}) does not open: {why}. Correct the path or store the image again.")
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or (image.mode == "I" and int(np.asarray(image).max()) > 255):
+        # 16 bits a pixel: a plain conversion would cut everything above 255 to white.
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

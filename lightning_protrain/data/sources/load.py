@@ -1,0 +1,361 @@
+"""Turns what a user names, data on the hub, files, folders or the standard library, into the rows of its splits.
+
+`datasets` is imported where it is needed: with pandas and pyarrow it takes half a second and 80 MiB.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import is_offline_mode
+
+from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.sources.dataset import Rows, read_rows
+from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
+from lightning_protrain.data.sources.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
+from lightning_protrain.hub import is_path, wait_for_hub
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+MIN_DOCSTRINGS = 100
+# Tests and vendored or generated trees say little about what the library does.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "lib-dynload", "_bundled"}
+)
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def stdlib_conversations(
+    folder: str | Path | None = None, max_characters: int = 600, max_rows: int | None = None
+) -> list[Conversation]:
+    """One question and answer per docstring: "What does `json.dumps` do?" and the docstring's first paragraphs.
+
+    The sources are parsed, never imported. The order is that of the sorted paths and of the definitions within a file,
+    so equal folders give equal lists. Of equal docstrings only the first stays.
+
+    Args:
+        folder: Where the modules lie; None takes the running interpreter's standard library.
+        max_characters: Whole paragraphs are taken until this length; a longer first paragraph is cut there, at a word.
+        max_rows: Files are read until there are so many, and at least 100; None reads all.
+
+    Raises:
+        ValueError: The folder holds fewer than 100 docstrings, as where Python was installed without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
+    answers: dict[str, str] = {}
+    enough = math.inf if max_rows is None else max(max_rows, MIN_DOCSTRINGS)
+    for path in sorted(_sources(root), key=lambda path: path.parts):
+        for name, docstring in _docstrings(path, root):
+            answer = _shorten(docstring, max_characters)
+            if answer:
+                answers.setdefault(answer, name)
+        if len(answers) >= enough:
+            break
+    if len(answers) < MIN_DOCSTRINGS:
+        raise ValueError(
+            f"Only {len(answers)} docstrings under {root}, at least {MIN_DOCSTRINGS} are needed. Install Python with "
+            "the sources of its standard library, or give `dataset` the path of a .jsonl file."
+        )
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What does `{name}` do?"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for answer, name in answers.items()
+    ]
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """The modules below `root`; skipped folders, the largest of all, are not even listed."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _docstrings(path: Path, root: Path) -> Iterator[tuple[str, str]]:
+    """Qualified name and docstring of the module at `path` and of its functions, classes and methods."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    parts = path.relative_to(root).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    yield from _walk(tree, module)
+
+
+def _walk(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
+    docstring = ast.get_docstring(node, clean=False)
+    if docstring:
+        yield name, docstring
+    if isinstance(node, ast.Module | ast.ClassDef):
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _walk(child, f"{name}.{child.name}")
+
+
+def _shorten(docstring: str, max_characters: int) -> str:
+    """Whole paragraphs of the cleaned docstring up to `max_characters`, or the start of the first one."""
+    text = inspect.cleandoc(docstring).strip()
+    if len(text) <= max_characters:
+        return text
+    head = text[: max_characters + 1]
+    end = head.rfind("\n\n")
+    if end <= 0:
+        end = max(head.rfind(" "), head.rfind("\n"))
+    return text[:end].rstrip() if end > 0 else text[:max_characters]
+
+
+SPLITS = ("train", "validation", "test")
+_SPLIT_NAMES = {**{name: name for name in SPLITS}, **dict.fromkeys(("valid", "val", "dev"), "validation")}
+_GLOB = re.compile(r"[*?\[]")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_Tables = dict[str, list[Table]]
+
+
+class Source:
+    """A data set: its files are opened once, when that is needed, and its rows are read when they are.
+
+    Every row is checked once; what stays in memory are places of rows, not their text.
+
+    Args:
+        dataset: The data set; a path alone is one with the defaults of `DatasetSpec`, a mapping has its fields.
+        trained_roles: A row without a turn of one of them is malformed; None: no row is for that. The data set's own
+            `train_on_inputs` and `roles_to_train` come first.
+
+    Raises:
+        ValueError: Nothing of that name, a file that cannot be read, or malformed rows: when it is opened or read.
+    """
+
+    def __init__(
+        self, dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None
+    ) -> None:
+        self.spec = dataset_spec(dataset)
+        self._trained_roles = _trained_roles(self.spec, trained_roles)
+
+    @cached_property
+    def tables(self) -> _Tables:
+        """The files by split: "train", and "validation" and "test" if it brings such splits."""
+        tables = _tables(self.spec)
+        if self.spec.images_dir is None:
+            return tables
+        folder = Path(self.spec.images_dir).expanduser()
+        return {split: _below(parts, folder) for split, parts in tables.items()}
+
+    @cached_property
+    def splits(self) -> dict[str, Rows]:
+        """The rows, by split as well."""
+        spec = self.spec
+        row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
+        return {
+            split: read_rows(
+                self.tables[split],
+                row_format,
+                f"{spec.label!r}, split {split}",
+                on_malformed=spec.on_malformed,
+                max_rows=spec.max_rows,
+            )
+            for split in SPLITS
+            if split in self.tables
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A text that is another one where the rows are others, or are read in another way."""
+        spec = self.spec
+        tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
+        options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
+        return repr((tables, options))
+
+
+def load_splits(
+    dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
+) -> dict[str, Rows]:
+    """Return the rows of a data set by split, see `Source`."""
+    return Source(dataset, trained_roles).splits
+
+
+def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:
+    if spec.train_on_inputs:
+        return None
+    roles = default if spec.roles_to_train is None else spec.roles_to_train
+    # Who trains no role at all says so elsewhere, and would find every row malformed here.
+    return tuple(roles) if roles else None
+
+
+def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
+    if not folder.is_dir():
+        raise ValueError(f"images_dir={str(folder)!r} is no folder. Correct the path.")
+    changed = list(tables)
+    for table in changed:
+        table.folder = folder
+    return changed
+
+
+def _tables(spec: DatasetSpec) -> _Tables:
+    """The tables of every split that is read."""
+    if isinstance(spec.path, str) and _is_on_hub(spec.path):
+        return _hub_splits(spec)
+    for key in ("name", "revision"):
+        value = getattr(spec, key)
+        if value is not None:
+            raise ValueError(f"{key}={value!r} is for data sets of the Hub, not {spec.paths[0]!r}. Remove it.")
+    if not isinstance(spec.path, str):
+        return _only_train(spec, [open_table(file) for path in spec.paths for file in _named_files(path)])
+    if spec.path == "stdlib":
+        return _only_train(spec, [RowList(list(stdlib_conversations(max_rows=spec.max_rows)), "stdlib", Path())])
+    path = Path(spec.path).expanduser()
+    if path.is_dir():
+        return _choose(_folder_splits(path), spec.split, spec.path)
+    if path.is_file() and path.suffix in SUFFIXES:
+        return _only_train(spec, [open_table(path)])
+    if _GLOB.search(spec.path):
+        return _choose(_file_splits(_named_files(spec.path), _root(path), spec.path), spec.split, spec.path)
+    raise _nothing_there(spec.path)
+
+
+def _is_on_hub(path: str) -> bool:
+    return path != "stdlib" and not is_path(path) and _HUB_NAME.fullmatch(path) is not None
+
+
+def _nothing_there(name: str, reason: object = "") -> ValueError:
+    file = Path(name).expanduser()
+    if file.is_file():
+        kind = f"a {file.suffix} file" if file.suffix else "a file without a suffix"
+        return ValueError(f"{name!r} is {kind}: {', '.join(SUFFIXES)} files are read. Convert it, or rename it.")
+    return ValueError(
+        f'No data set {name!r}. Give "stdlib", the path of a .jsonl, .json or .parquet file, a glob or a list of such '
+        "files, a folder of them or one written by `datasets.Dataset.save_to_disk`, or a name on the Hugging Face Hub."
+        + (f" The Hub says: {reason}" if reason else "")
+    )
+
+
+def _only_train(spec: DatasetSpec, tables: list[Table]) -> _Tables:
+    if spec.split is not None:
+        raise ValueError(f"split={spec.split!r}, but {spec.label!r} has no splits: all of it is trained on. Remove it.")
+    return {"train": tables}
+
+
+def _named_files(path: str) -> list[Path]:
+    """The file of this path, or those that match the glob, sorted."""
+    plain = Path(path).expanduser()
+    if plain.is_file() and plain.suffix in SUFFIXES:
+        return [plain]
+    files = [Path(name) for name in sorted(glob(str(plain), recursive=True)) if Path(name).suffix in SUFFIXES]
+    if not files:
+        raise _nothing_there(path)
+    return files
+
+
+def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
+    """A folder written by `save_to_disk`, or one of files of one kind."""
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _saved_splits(folder)
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
+    files = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    # Beside data of another kind, .json files describe them.
+    kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{folder} has both {' and '.join(sorted(kinds))} files. Give a glob of those to read.")
+    if not kinds:
+        raise ValueError(
+            f"{folder} was not written by `datasets.Dataset.save_to_disk` and has no {', '.join(SUFFIXES)} file. "
+            "Give another folder."
+        )
+    return _file_splits([path for path in files if path.suffix in kinds], folder, str(folder))
+
+
+def _saved_splits(folder: Path) -> Mapping[str, list[Table]]:
+    from datasets import load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded = load_from_disk(str(folder))
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ValueError(f"{folder} was written by `datasets.Dataset.save_to_disk` but is broken: {error}") from error
+    return _loaded_splits(loaded, str(folder), folder)
+
+
+def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> Mapping[str, list[Table]]:
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    return {split: [ArrowTable(rows, f"{name}, split {split}", folder)] for split, rows in splits.items()}
+
+
+def _root(path: Path) -> Path:
+    """The folder that a glob begins in."""
+    return next(parent for parent in path.parents if not _GLOB.search(str(parent)))
+
+
+def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, list[Table]]:
+    """Files by the split that the names of file and folders below `root` say; those that say none are for training."""
+    splits: dict[str | None, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
+    if "train" in splits and None in splits:
+        raise ValueError(f"{name}: {splits[None][0]} says no split, others do. Rename it, or give a list of files.")
+    named = {split or "train": paths for split, paths in splits.items()}
+    return {split: [open_table(path) for path in paths] for split, paths in named.items()}
+
+
+def _split_of(path: Path) -> str | None:
+    for name in (path.stem, *reversed(path.parts[:-1])):
+        for word in re.split(r"[^a-z]+", name.lower()):
+            if word in _SPLIT_NAMES:
+                return _SPLIT_NAMES[word]
+    return None
+
+
+def _hub_splits(spec: DatasetSpec) -> _Tables:
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    assert isinstance(spec.path, str)
+    wait_for_hub()
+    config.HF_HUB_OFFLINE = is_offline_mode()  # it has a copy from when it was imported
+    options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+    try:
+        # A text may be a part of a split, such as "train[:1%]", which only `datasets` can read.
+        split = spec.split if isinstance(spec.split, str) else None
+        loaded = load_dataset(spec.path, split=split, **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise _nothing_there(spec.path, error) from error
+    if split is not None:
+        return {"train": [ArrowTable(loaded, f"{spec.label}, split {split}", Path())]}
+    return _choose(_loaded_splits(loaded, spec.label, Path()), spec.split, spec.path)
+
+
+def _choose(splits: Mapping[str, list[Table]], wanted: str | dict[str, str] | None, name: str) -> _Tables:
+    """The splits that are used, under our names; without `wanted` those of these names."""
+    if wanted is None:
+        chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
+        chosen |= {split: split for split in SPLITS if split in splits}
+        if "train" not in chosen:
+            raise ValueError(
+                f'{name} has the splits {sorted(splits)}, none of them is called "train". Rename one, or name the one '
+                "to train on with `split`."
+            )
+    else:
+        chosen = {"train": wanted} if isinstance(wanted, str) else wanted
+    for split in chosen.values():
+        if split not in splits:
+            raise ValueError(f"{name} has no split {split!r}, but {sorted(splits)}. Correct `split`.")
+    return {ours: splits[theirs] for ours, theirs in chosen.items()}

@@ -1,0 +1,522 @@
+"""Turns rows of the formats that data sets come in into `Conversation`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_protrain.data.conversation import ROLES, Conversation, MalformedRow, Message, text_of
+from lightning_protrain.data.sources.images import image_source, place_images
+from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS
+
+# Customary names of roles, in lower case. A role "function_call" (ShareGPT) makes its value a call.
+ROLE_NAMES = {
+    **{name: name for name in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model", "ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(
+        ("function", "function_response", "observation", "tool_response", "tool_result", "ipython"), "tool"
+    ),
+}
+_CALL_ROLES = ("function_call", "tool_call")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_IMAGE_KEYS = ("image", "image_url", "path", "url", "bytes")
+
+
+def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
+    """Reads one message with the keys `role` and `content`; keys that are null count as absent, others are left out.
+
+    Args:
+        entry: What the row holds.
+        where: Names the message in errors.
+        roles: Names of roles beside `ROLE_NAMES`, which they overrule, to ours.
+
+    Raises:
+        MalformedRow: No such message.
+    """
+    if not isinstance(entry, Mapping):
+        raise MalformedRow(f"{where} is {kind_of(entry)}. Give an object with `role` and `content`.")
+    entry = {key: value for key, value in entry.items() if value is not None}
+    said = entry.get("role")
+    role = _role(said, where, roles)
+    calls = _tool_calls(entry, where)
+    content = entry.get("content")
+    if isinstance(said, str) and said.strip().lower() in _CALL_ROLES and not calls:
+        calls, content = parse_calls(content, where), ""
+    thoughts, content = _content(content, where, required=not calls)
+    message: Message = {"role": role, "content": content}
+    reasoning = _reasoning(entry, where) or thoughts
+    if (reasoning or calls) and role != "assistant":
+        what = "tool calls" if calls else "reasoning"
+        raise MalformedRow(f"{where}: {what} in a turn of the {role}. Only the assistant's turns have them.")
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    for key in ("name", "tool_call_id"):
+        if entry.get(key):
+            message[key] = str(entry[key])
+    _loss_flags(entry, message, where)
+    if role == "assistant" and not calls and not _says_something(message):
+        raise MalformedRow(f"{where}: the assistant's content is empty and it calls no tool. Remove the row.")
+    return message
+
+
+def _role(role: Any, where: str, roles: Mapping[str, str]) -> str:
+    if isinstance(role, str):
+        known = roles.get(role) or ROLE_NAMES.get(role.strip().lower())
+        if known:
+            return known
+    names = ", ".join(dict.fromkeys((*ROLES, *roles.values())))
+    raise MalformedRow(f"{where}: the role is {role!r}. Use one of {names}, or map it to one with `roles`.")
+
+
+def _says_something(message: Message) -> bool:
+    return bool(text_of(message).strip()) or not isinstance(message["content"], str)
+
+
+def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | list[dict[str, Any]]]:
+    """Reasoning that stands in the content, and the content: text, or parts where at least one is an image."""
+    if isinstance(content, str):
+        return "", content
+    if content is None and not required:
+        return "", ""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise MalformedRow(f"{where}: the content is {kind_of(content)}. Give text, or a list of parts.")
+    parts: list[dict[str, Any]] = []
+    thoughts = ""
+    for number, part in enumerate(content):
+        parsed = _part(part, f"{where}, part {number}")
+        if parsed["type"] != "thinking":
+            parts.append(parsed)
+        elif parts:
+            raise MalformedRow(f"{where}, part {number}: reasoning behind other content. Put it first.")
+        else:
+            thoughts += parsed["text"]
+    if all(part["type"] == "text" for part in parts):
+        return thoughts, "".join(part["text"] for part in parts)
+    return thoughts, [part for part in parts if part["type"] == "image" or part["text"]]
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise MalformedRow(f'{where} is {kind_of(part)}. Give text, or an object with a `type` "text" or "image".')
+    kind = part.get("type")
+    if kind in ("text", "thinking"):
+        text = part.get("text") if kind == "text" else part.get("thinking", part.get("text"))
+        if not isinstance(text, str):
+            raise MalformedRow(f"{where}: the {kind} is {kind_of(text)}. Give text.")
+        return {"type": kind, "text": text}
+    if kind in ("image", "image_url"):
+        return _image_part(part, where)
+    raise MalformedRow(f'{where}: the type is {kind!r}. Parts of the types "text" and "image" are read.')
+
+
+def _image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An image part, with what it refers to under "image" or "index"; `image_parts` takes these two away."""
+    given = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
+    index = part.get("index")
+    if given:
+        # Several only where they are the fields of one struct of `datasets`.
+        if len(given) > 1 and not set(given) <= {"path", "bytes"}:
+            raise MalformedRow(f"{where}: an image under each of {', '.join(given)}. Give one.")
+        return {"type": "image", "image": given if set(given) <= {"path", "bytes"} else next(iter(given.values()))}
+    if index is None:
+        return {"type": "image"}
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise MalformedRow(f"{where}: the index of the image is {index!r}. Give a whole number, from 0.")
+    return {"type": "image", "index": index}
+
+
+def _reasoning(entry: Mapping[str, Any], where: str) -> str:
+    given = {key: entry[key] for key in _REASONING_KEYS if entry.get(key)}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise MalformedRow(f"{where}: `{key}` is {kind_of(value)}. Give text.")
+    if len(set(given.values())) > 1:
+        raise MalformedRow(f"{where}: {' and '.join(given)} differ. Keep one of them.")
+    return next(iter(given.values()), "")
+
+
+def _loss_flags(entry: Mapping[str, Any], message: Message, where: str) -> None:
+    train = entry.get("train", entry.get("training"))
+    if train is not None:
+        if train not in (0, 1):
+            raise MalformedRow(f"{where}: `train` is {train!r}. Give true or false.")
+        message["train"] = bool(train)
+    weight = entry.get("weight")
+    if weight is not None:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise MalformedRow(f"{where}: `weight` is {weight!r}. Give a finite number that is not negative.")
+        message["weight"] = float(weight)
+
+
+def _tool_calls(entry: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    if entry.get("tool_calls"):
+        return parse_calls(entry["tool_calls"], where)
+    if isinstance(entry.get("function_call"), Mapping) and entry["function_call"]:
+        return parse_calls([entry["function_call"]], where)
+    return []
+
+
+def parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls as a list, an object, or JSON text of either, in the form of `Message.tool_calls`.
+
+    Raises:
+        MalformedRow: No call, a call without a name, or arguments that are no object.
+    """
+    calls = parse_json(calls, f"{where}: the tool calls are") if isinstance(calls, str) else calls
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    if not isinstance(calls, list) or not calls:
+        raise MalformedRow(f"{where}: the tool calls are {kind_of(calls)}. Give a list of calls.")
+    return [_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    if isinstance(call, str):
+        call = parse_json(call, f"{where} is")
+    function = (call.get("function") or call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise MalformedRow(f"{where} has no name. Give `name` and `arguments`.")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        # Templates write arguments with `tojson`: of JSON text they would make a string in quotes.
+        arguments = parse_json(arguments, f"{where}: the arguments are")
+    if not isinstance(arguments or {}, Mapping):
+        raise MalformedRow(f"{where}: the arguments are {kind_of(arguments)}. Give an object.")
+    parsed: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": dict(arguments or {})}}
+    if call.get("id"):
+        parsed["id"] = str(call["id"])
+    return parsed
+
+
+def parse_json(text: str, what: str) -> Any:
+    """JSON text -> its value; `what` begins the error, which says that it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(f"{what} no valid JSON ({error}): {text[:60]!r}. Correct the text.") from error
+
+
+def kind_of(value: Any) -> str:
+    """How an error names the kind of a value."""
+    if value is None:
+        return "null"
+    names = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def check_order(messages: Sequence[Message], where: str, trained_roles: Sequence[str] | None) -> None:
+    """Refuses what no template takes: a tool's turn without a call before it; and rows with nothing to learn.
+
+    Args:
+        messages: All of a row.
+        where: Names the row in errors.
+        trained_roles: The row must have a turn of one of them; None: of any role.
+
+    Raises:
+        MalformedRow: One of these.
+    """
+    caller: Message | None = None
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            caller = message
+        elif message["role"] != "tool":
+            caller = None
+        elif caller is None:
+            raise MalformedRow(
+                f"{where}, message {number}: a tool's turn without a turn of the assistant that calls it right before. "
+                "Put the call there, or remove the row."
+            )
+        else:
+            _check_call_id(message, caller, f"{where}, message {number}")
+    if trained_roles is not None and not any(message["role"] in trained_roles for message in messages):
+        names = " or the ".join(trained_roles)
+        raise MalformedRow(f"{where}: no message of the {names}, so nothing to learn. Remove the row.")
+
+
+def _check_call_id(message: Message, caller: Message, where: str) -> None:
+    ids = [call.get("id") for call in caller.get("tool_calls", [])]
+    given = message.get("tool_call_id")
+    if given and ids and None not in ids and given not in ids:
+        raise MalformedRow(f"{where}: no call has the id {given!r}; there are {', '.join(map(repr, ids))}. Correct it.")
+
+
+Format = Literal["auto", "messages", "sharegpt", "prompt_response"]
+# Customary columns; a row with exactly one of the first and one of the second is a pair.
+PROMPTS = ("prompt", "instruction", "question", "query")
+RESPONSES = ("response", "completion", "output", "answer")
+CONTEXTS = ("input", "context")
+# Columns that hold a list of messages, and the keys of such messages: what they are a sign of.
+_LISTS = {"messages": "messages", "conversations": "sharegpt"}
+_SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of a data set become conversations.
+
+    Attributes:
+        format: What the rows are; "auto" decides for each row by its columns and refuses those that are not clear.
+        fields: Our names of columns and of keys of messages to those in the data.
+        roles: Names of roles in the data to ours, beside the customary ones.
+        trained_roles: A row must have a turn of one of these roles; None: of any.
+    """
+
+    format: Format = "auto"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    trained_roles: tuple[str, ...] | None = ("assistant",)
+
+    def parse(self, row: Any, where: str, folder: Path) -> Conversation:
+        """Reads one row.
+
+        Args:
+            row: What the data set holds; columns that are null count as absent.
+            where: Names the row in errors.
+            folder: Where relative paths of images begin.
+
+        Raises:
+            MalformedRow: The row is no conversation, or not clearly one.
+        """
+        if not isinstance(row, Mapping):
+            raise MalformedRow(f"{where}: the row is {kind_of(row)}. Give an object with a `messages` list.")
+        row = self._renamed(row, ROW_FIELDS)
+        kind = self._detect(row, where) if self.format == "auto" else self.format
+        entries = _PARSERS[kind](self, row, where)
+        messages = [
+            parse_message(entry, f"{where}, message {number}", self.roles) for number, entry in enumerate(entries)
+        ]
+        _add_system(messages, row.get("system", row.get("system_prompt")), where)
+        check_order(messages, where, self.trained_roles)
+        conversation: Conversation = {"messages": messages}
+        tools = _tools(row.get("tools"), where)
+        if tools:
+            conversation["tools"] = tools
+        images = place_images(messages, _images(row, where), where)
+        if images:
+            conversation["images"] = [
+                image_source(image, folder, f"{where}, image {number}") for number, image in enumerate(images)
+            ]
+        return conversation
+
+    def entry(self, entry: Any) -> Any:
+        """A message with its keys renamed to ours."""
+        return self._renamed(entry, MESSAGE_FIELDS) if isinstance(entry, Mapping) else entry
+
+    def _detect(self, row: Mapping[str, Any], where: str) -> str:
+        """The format of a row: by the columns that the user has named, else by those that are not null."""
+        lists = _given(row, tuple(_LISTS))
+        prompts, responses = _given(row, PROMPTS), _given(row, RESPONSES)
+        pair = [*prompts, *responses] if responses and (prompts or row.get("input") is not None) else []
+        if any(name in self.fields for name in lists):
+            lists, pair = [name for name in lists if name in self.fields], []
+        elif pair and ("prompt" in self.fields or "response" in self.fields):
+            return "prompt_response"
+        if len(lists) + bool(pair) > 1:
+            raise MalformedRow(
+                f"{where}: several conversations, in {', '.join([*lists, *pair])}. Say which one with `format` or "
+                "`fields`, or remove columns."
+            )
+        if lists:
+            entries = _listed(row[lists[0]])
+            return _style(list(map(self.entry, entries)) if isinstance(entries, list) else None, lists[0], where)
+        if pair:
+            return "prompt_response"
+        null = [name for name in _LISTS if name in row]
+        if null:
+            raise MalformedRow(f"{where}: `{null[0]}` is null. Give a list of messages, or remove the row.")
+        raise MalformedRow(
+            f"{where}: no `messages` list, no `conversations`, and no prompt with its response; the columns are "
+            f"{_names(row)}. Name the right ones with `fields`."
+        )
+
+    def _renamed(self, row: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+        if not self.fields:
+            return row
+        renamed = {ours: theirs for ours, theirs in self.fields.items() if ours in names and theirs in row}
+        if not renamed:
+            return row
+        rest = {key: value for key, value in row.items() if key not in renamed.values()}
+        return {**rest, **{ours: row[theirs] for ours, theirs in renamed.items()}}
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"
+
+
+def _given(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [name for name in names if row.get(name) is not None]
+
+
+def _style(entries: Any, column: str, where: str) -> str:
+    """Whether the messages have `role` and `content` or `from` and `value`; the column is no sign of it."""
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        return _LISTS[column]
+    styles = {style for entry in entries for key, style in _SIGNS.items() if entry.get(key) is not None}
+    if len(styles) > 1:
+        raise MalformedRow(f"{where}: keys of several formats in `{column}`. Use role and content, or from and value.")
+    return styles.pop() if styles else _LISTS[column]
+
+
+def _listed(entries: Any) -> Any:
+    """Messages as a list, where an old version of `datasets` has stored an object of columns."""
+    if not isinstance(entries, Mapping) or not all(isinstance(column, list) for column in entries.values()):
+        return entries
+    lengths = {len(column) for column in entries.values()}
+    if len(lengths) != 1:
+        return entries
+    return [dict(zip(entries, values, strict=True)) for values in zip(*entries.values(), strict=True)]
+
+
+def _message_list(row_format: RowFormat, row: Mapping[str, Any], where: str, column: str) -> list[Any]:
+    other = next(name for name in _LISTS if name != column)
+    name = column if row.get(column) is not None or row.get(other) is None else other
+    entries = _listed(row.get(name))
+    if not isinstance(entries, list) or not entries:
+        what = "an empty list" if entries == [] else kind_of(entries)
+        what = what if name in row else f"absent; the columns are {_names(row)}"
+        raise MalformedRow(f"{where}: no `{name}` list with at least one message: it is {what}. Each row needs one.")
+    return [row_format.entry(entry) for entry in entries]
+
+
+def _parse_messages(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
+    return _message_list(row_format, row, where, "messages")
+
+
+def _parse_sharegpt(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
+    entries = _message_list(row_format, row, where, "conversations")
+    return [
+        {**entry, "role": entry.get("from"), "content": entry.get("value")} if isinstance(entry, Mapping) else entry
+        for entry in entries
+    ]
+
+
+def _one(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+    given = _given(row, names)
+    if len(given) == 1:
+        return given[0], row[given[0]]
+    wanted = "prompt" if names[0] == PROMPTS[0] else "response"
+    if not given:
+        raise MalformedRow(
+            f"{where}: no {wanted}: none of {', '.join(names)} among the columns {_names(row)}. "
+            f'Name it with `fields`: {{"{wanted}": ...}}.'
+        )
+    raise MalformedRow(
+        f"{where}: several columns may be the {wanted}: {', '.join(given)}. Name the right one with `fields`: "
+        f'{{"{wanted}": ...}}.'
+    )
+
+
+def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
+    """Earlier turns, the prompt and its response; of a prompt that is a list of messages, no turn is learnt."""
+    # A column that the user has named is the one, whatever else there is.
+    prompts = ("prompt",) if "prompt" in row_format.fields else PROMPTS
+    responses = ("response",) if "response" in row_format.fields else RESPONSES
+    if not _given(row, prompts) and isinstance(row.get("input"), str):
+        row = {**{key: value for key, value in row.items() if key != "input"}, "prompt": row["input"]}
+    name, prompt = _one(row, prompts, where)
+    answer, response = _one(row, responses, where)
+    context = [row[key] for key in CONTEXTS if row.get(key)]
+    if context and isinstance(prompt, str):
+        if len(context) > 1 or not isinstance(context[0], str):
+            raise MalformedRow(f"{where}: the input beside `{name}` is no single text. Give one text in `input`.")
+        prompt = f"{prompt}\n\n{context[0]}"
+    entries = _history(row.get("history"), where)
+    if isinstance(prompt, str):
+        entries.append({"role": "user", "content": _with_places(prompt, entries, row, where)})
+    else:
+        entries += [_untrained(entry) for entry in _turns(row_format, prompt, f"{where}: the {name}")]
+    if isinstance(response, str):
+        return [*entries, {"role": "assistant", "content": response}]
+    return [*entries, *_turns(row_format, response, f"{where}: the {answer}")]
+
+
+_PARSERS = {"messages": _parse_messages, "sharegpt": _parse_sharegpt, "prompt_response": _parse_pair}
+
+
+def _turns(row_format: RowFormat, entries: Any, what: str) -> list[Any]:
+    entries = _listed(entries)
+    if not isinstance(entries, list):
+        raise MalformedRow(f"{what} is {kind_of(entries)}. Give text, or a list of messages.")
+    return [row_format.entry(entry) for entry in entries]
+
+
+def _untrained(entry: Any) -> Any:
+    said = isinstance(entry, Mapping) and any(entry.get(key) is not None for key in ("train", "training", "weight"))
+    return entry if said or not isinstance(entry, Mapping) else {**entry, "train": False}
+
+
+def _history(history: Any, where: str) -> list[Any]:
+    """Earlier turns as pairs of question and answer."""
+    if history is not None and not isinstance(history, list):
+        raise MalformedRow(f"{where}: `history` is {kind_of(history)}. Give pairs of question and answer.")
+    entries = []
+    for pair in history or ():
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise MalformedRow(f"{where}: `history` holds {kind_of(pair)}. Give pairs of question and answer.")
+        entries += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return entries
+
+
+def _with_places(prompt: str, earlier: Sequence[Any], row: Mapping[str, Any], where: str) -> Any:
+    """A prompt that does not say where the images of its row stand has them at its begin."""
+    images = _images(row, where) or ()
+    texts = [prompt, *(entry["content"] for entry in earlier if isinstance(entry["content"], str))]
+    if not images or any("<image>" in text for text in texts):
+        return prompt
+    return [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+
+
+def _add_system(messages: list[Message], system: Any, where: str) -> None:
+    if system is None or system == "":
+        return
+    if not isinstance(system, str):
+        raise MalformedRow(f"{where}: the system prompt is {kind_of(system)}. Give text.")
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    elif messages[0]["content"] != system:
+        raise MalformedRow(f"{where}: a system prompt in a column and another in the first message. Keep one of them.")
+
+
+def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
+    """Schemas of the tools, from a list or JSON text, each under "function"."""
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{where}: `tools` is") if tools.strip() else None
+    if not tools:
+        return []
+    if isinstance(tools, Mapping):
+        tools = [tools]
+    if not isinstance(tools, list):
+        raise MalformedRow(f"{where}: `tools` is {kind_of(tools)}. Give a list of schemas.")
+    return [_tool(tool, f"{where}, tool {number}") for number, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = parse_json(tool, f"{where} is")
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MalformedRow(f"{where} has no name. Give its JSON schema with `name`, `description` and `parameters`.")
+    function = dict(function)
+    if isinstance(function.get("parameters"), str):
+        function["parameters"] = parse_json(function["parameters"], f"{where}: the parameters are")
+    return {"type": "function", "function": function}
+
+
+def _images(row: Mapping[str, Any], where: str) -> list[Any] | None:
+    """The images of a row; None where it has no column for them."""
+    given = _given(row, ("images", "image"))
+    if len(given) > 1:
+        raise MalformedRow(f"{where}: columns `image` and `images`. Keep one of them, or rename it with `fields`.")
+    if not given:
+        return [] if "images" in row or "image" in row else None
+    images = row[given[0]]
+    return list(images) if isinstance(images, list | tuple) else [images]

@@ -1,0 +1,333 @@
+"""Files and data sets as tables: rows are read one by one, from where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_protrain.data.conversation import MalformedRow, fingerprint
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_BOM = b"\xef\xbb\xbf"
+_READ_AT_ONCE = 1000
+# From what Arrow holds and the name of the row to the value; no closure, so that it can be sent to workers.
+_Decoder = Callable[[Any, str], Any]
+
+
+class Table(ABC):
+    """Rows of one source.
+
+    Attributes:
+        folder: Where relative paths in the rows begin.
+    """
+
+    folder: Path
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """Names a row in messages."""
+
+    @abstractmethod
+    def raw(self, index: int) -> Any:
+        """A row as it is stored."""
+
+    @abstractmethod
+    def raws(self) -> Iterator[Any]:
+        """All rows as they are stored, in order."""
+
+    @abstractmethod
+    def decode(self, raw: Any, where: str) -> Any:
+        """What is stored -> the row; raises `MalformedRow` where that cannot be done."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a hash of all rows."""
+
+
+class JsonLines(Table):
+    """A file with one JSON object per line; only the places of the lines are kept. Empty lines are no rows.
+
+    Args:
+        path: The file, in UTF-8, with or without a byte order mark.
+
+    Raises:
+        ValueError: The file is empty, in UTF-16, or holds one JSON array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = path.parent
+        starts: list[int] = []
+        numbers: list[int] = []
+        position, line = 0, b""
+        _refuse_empty(path)
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.removeprefix(_BOM).strip():
+                    if not starts:
+                        _check_first_line(line, path)
+                    starts.append(position)
+                    numbers.append(number)
+                position += len(line)
+        self._starts = np.asarray([*starts, position], dtype=np.int64)
+        self._numbers = np.asarray(numbers, dtype=np.int64)
+        # A writer that was stopped leaves a last line without its end.
+        self._open_end = not line.endswith(b"\n")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_mapped"}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, line {self._numbers[index]}"
+
+    def raw(self, index: int) -> bytes:
+        # Up to the next row: the empty lines between are white space.
+        return bytes(self._mapped[self._starts[index] : self._starts[index + 1]])
+
+    @cached_property
+    def _mapped(self) -> NDArray[np.uint8]:
+        return np.memmap(self.path, np.uint8, mode="r")
+
+    def raws(self) -> Iterator[bytes]:
+        with self.path.open("rb") as lines:
+            yield from (line for line in lines if line.removeprefix(_BOM).strip())
+
+    def fingerprint(self) -> str:
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def decode(self, raw: bytes, where: str) -> Any:
+        try:
+            row = json.loads(raw.removeprefix(_BOM).decode("utf-8"), object_pairs_hook=_object)
+        except UnicodeDecodeError as error:
+            raise MalformedRow(
+                f"{where}: not UTF-8 (byte 0x{raw.removeprefix(_BOM)[error.start]:02x} at {error.start}). Save the "
+                "file as UTF-8."
+            ) from error
+        except (ValueError, RecursionError) as error:
+            advice = "Write one JSON object per line."
+            if b"\r" in raw.rstrip():
+                advice = "Lines end in a carriage return alone: save the file with line feeds."
+            elif self._open_end and not raw.endswith(b"\n"):
+                advice = "The last line is cut off: write the file again."
+            raise MalformedRow(f"{where}: not valid JSON ({error}). {advice}") from error
+        return _checked_text(row, raw, where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; one that names a key twice would lose a value in silence."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in made if names.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} {names.count(twice)} times, keep one")
+    return made
+
+
+def _refuse_empty(path: Path) -> None:
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty (0 bytes). Write it again, or leave it out.")
+
+
+def _check_first_line(line: bytes, path: Path) -> None:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in line[:4]:
+        raise ValueError(f"{path} is not UTF-8 but UTF-16 or binary. Save it as UTF-8.")
+    if line.removeprefix(_BOM).lstrip().startswith(b"["):
+        raise ValueError(
+            f"{path} holds a JSON array, not one JSON object per line. Rename it to .json if the whole file is one "
+            'array of rows; write {"messages": [...]} in each line otherwise.'
+        )
+
+
+def _checked_text(row: Any, raw: bytes | None, where: str) -> Any:
+    """Refuses half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    if raw is None or b"\\ud" in raw or b"\\uD" in raw:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = ord(error.object[error.start])
+            raise MalformedRow(
+                f"{where}: text with half of a surrogate pair, \\u{code:04x}. Correct the text."
+            ) from error
+    return row
+
+
+class RowList(Table):
+    """Rows in memory.
+
+    Args:
+        rows: The rows.
+        name: Of the source, for messages.
+        folder: Where relative paths in the rows begin.
+        escapes: Whether the text they come from may hold halves of surrogate pairs.
+    """
+
+    def __init__(self, rows: list[Any], name: str, folder: Path, escapes: bool = False) -> None:
+        self.rows = rows
+        self.name = name
+        self.folder = folder
+        self._escapes = escapes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def raw(self, index: int) -> Any:
+        return self.rows[index]
+
+    def raws(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+    def decode(self, raw: Any, where: str) -> Any:
+        return _checked_text(raw, None, where) if self._escapes else raw
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.rows)
+
+
+class ArrowTable(Table):
+    """Rows of a `datasets.Dataset`, memory-mapped as it is; images stay bytes or paths.
+
+    Columns of structs have every key that any row has: what is null in them counts as absent.
+
+    Args:
+        dataset: The data.
+        name: Of the source, for messages.
+        folder: Where relative paths in the rows begin.
+    """
+
+    def __init__(self, dataset: Dataset, name: str, folder: Path) -> None:
+        self.dataset = dataset.with_format("arrow")
+        self.name = name
+        self.folder = folder
+        self._json = {key: decoder for key, feature in dataset.features.items() if (decoder := _json_decoder(feature))}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def raw(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self.dataset[int(index)].to_pylist()[0]
+        return row
+
+    def raws(self) -> Iterator[dict[str, Any]]:
+        for batch in self.dataset.iter(_READ_AT_ONCE):
+            yield from batch.to_pylist()
+
+    def fingerprint(self) -> str:
+        return str(self.dataset._fingerprint)
+
+    def decode(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
+        return {
+            key: self._json[key](value, where) if key in self._json else _without_nulls(value)
+            for key, value in raw.items()
+        }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _json_decoder(feature: Any) -> _Decoder | None:
+    """What decodes the JSON text in a column; None where there is none in it."""
+    # By name: the feature `Json` is younger than the oldest `datasets` that is supported.
+    if type(feature).__name__ == "Json":
+        return _decode_json
+    if isinstance(feature, dict):
+        inner = {key: decoder for key, item in feature.items() if (decoder := _json_decoder(item))}
+        return partial(_decode_struct, inner) if inner else None
+    item = _json_decoder(feature.feature) if hasattr(feature, "feature") else None
+    return partial(_decode_list, item) if item else None
+
+
+def _decode_json(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(f"{where}: not valid JSON in a JSON column ({error}). Correct it.") from error
+
+
+def _decode_list(item: _Decoder, value: Any, where: str) -> Any:
+    return value and [item(entry, where) for entry in value]
+
+
+def _decode_struct(inner: dict[str, _Decoder], value: Any, where: str) -> Any:
+    if value is None:
+        return None
+    return {
+        key: inner[key](item, where) if key in inner else _without_nulls(item)
+        for key, item in value.items()
+        if item is not None
+    }
+
+
+def open_table(path: Path) -> Table:
+    """A file as a table, by its suffix.
+
+    Raises:
+        ValueError: The file is empty, or not what its suffix says.
+    """
+    if path.suffix == ".jsonl":
+        return JsonLines(path)
+    _refuse_empty(path)
+    return _open_parquet(path) if path.suffix == ".parquet" else _open_json(path)
+
+
+def _open_parquet(path: Path) -> Table:
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return ArrowTable(Dataset.from_parquet(str(path)), str(path), path.parent)
+    except (DatasetsError, OSError, ValueError) as error:
+        why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{path} is no Parquet file that can be read: {why}. Write it again, with rows, and with columns of "
+            "different names."
+        ) from error
+
+
+def _open_json(path: Path) -> Table:
+    """A JSON array of rows; or JSON lines, which many call .json as well."""
+    with path.open("rb") as lines:
+        first = next((line for line in lines if line.removeprefix(_BOM).strip()), b"")
+    try:
+        if first.removeprefix(_BOM).lstrip().startswith(b"["):
+            text = path.read_bytes().decode("utf-8-sig")
+            return RowList(
+                json.loads(text, object_pairs_hook=_object), str(path), path.parent, escapes="\\ud" in text.lower()
+            )
+        json.loads(first.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is neither a JSON array of rows nor one JSON object per line ({error}). Write one of the two."
+        ) from error
+    return JsonLines(path)
