@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import quiet, table, write_result
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.save import save_folder

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, Size
 from benchmarks.report import quiet, table, write_result
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.outlook import expected_memory
 from lightning_protrain.planner.presets import make_plan

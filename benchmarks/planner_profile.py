@@ -23,7 +23,7 @@ import torch
 from benchmarks.families import FAMILIES, LLAMA, Size
 from benchmarks.largest import SEQUENCE, build, step_of
 from benchmarks.report import ROOT, quiet, table
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.precision import ProTrainPrecision
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model

@@ -7,9 +7,8 @@ import argparse
 import lightning as L
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
-from lightning_protrain.callbacks.baseline import InitialValidation
-from lightning_protrain.callbacks.completion import SampleCompletion
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
 
 
 def main() -> None:

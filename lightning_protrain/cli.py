@@ -24,18 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from safetensors import SafetensorError
 from torch.utils.serialization import config as load_settings
 
-from lightning_protrain import exporting
-
 # The callbacks are imported so that a config can call them by their short names.
-from lightning_protrain.callbacks import (  # noqa: F401
-    baseline,
-    checkpoint,
-    completion,
-    evaluator,
-    export,
-    failures,
-    plan_monitor,
-)
 from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_stock
@@ -51,7 +40,8 @@ from lightning_protrain.mistakes import (
     sentence,
     source_of,
 )
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models import export
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
 FILE_COMMANDS = {
@@ -352,7 +342,7 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
         command.add_argument("folder", type=Path, help="to be made; it must not exist")
         command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
-        command.add_argument("--dtype", choices=exporting.DTYPES, help="to cast to; as trained if it is not given")
+        command.add_argument("--dtype", choices=export.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
     given = parser.parse_args(arguments)
     folder = given.path if given.command in ("inspect", "prune") else given.checkpoint
@@ -372,11 +362,11 @@ def file_command(arguments: Sequence[str]) -> int:
             rank_state.reshard_folder(given.checkpoint, given.folder, given.ranks)
             return 0
         if given.command == "export":
-            exporting.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
+            export.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
             _say_written(given.checkpoint, given.folder)
             return 0
         if given.command == "merge":
-            exporting.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
+            export.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
             _say_written(given.checkpoint, given.folder, given.adapter)
             return 0
         if given.command == "prune":

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.ranks import gather
+from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout

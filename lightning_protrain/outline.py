@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from lightning_protrain.callbacks.failures import failing_together
-from lightning_protrain.callbacks.ranks import gather
 from lightning_protrain.companions import attach_companions, has_companions, place_companions
+from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.replicas import broadcast_weights
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.views import dense_like

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_protrain.batches import batch_to_plan_with
-from lightning_protrain.callbacks.copies import copied_bytes
+from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
 from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan

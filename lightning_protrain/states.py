@@ -26,8 +26,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.failures import failing_together
-from lightning_protrain.callbacks.ranks import gather
+from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.divided import WholeWeights, refuse_combinations, whole_on_first
 from lightning_protrain.earlier import EarlierRows, divided_by_run, forget_values, refuse_divided
 from lightning_protrain.outline import read_rows

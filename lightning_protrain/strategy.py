@@ -22,10 +22,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.callbacks.failures import failing_together
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.finite import FiniteLosses, OnNonFinite
 from lightning_protrain.joint_planning import answers, plan_jointly, say_if_one_block
 from lightning_protrain.overlap import (

@@ -43,8 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 MAY_IMPORT_LIGHTNING = (
     "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "module", "restoring",
-    "data", "hub",
+    "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "distributed", "models",
+    "data",
     "callbacks", "",
 )  # fmt: skip
 MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
@@ -120,7 +120,7 @@ def imports_run_one_way(source: Source) -> Iterator[Finding]:
     for line, name in source.imports:
         if _within(name, [PACKAGE]):
             layer = _layer(name.removeprefix(PACKAGE).removeprefix("."))
-            if layer is None:  # `from lightning_protrain import Plan`: what the package itself exports, above all layers
+            if layer is None:  # `from lightning_protrain import Plan`
                 layer = len(LAYERS) - 1
             if layer > own:
                 yield line, f"imports {name}, which is in a layer above it"

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from lightning_protrain.adapters import base_of, load_adapter, lora_config, with_lora
+from lightning_protrain.models.lora import base_of, load_adapter, lora_config, with_lora
 from tests.test_loss import tiny_model
 
 

@@ -72,7 +72,11 @@ VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.planner_imports_no_torch, "planner/plan.py", "import lightning_protrain.device"),
     (architecture.imports_run_one_way, "planner/plan.py", "from lightning_protrain import Plan"),
     (architecture.planner_imports_no_torch, "profiler/records.py", "from lightning_protrain.profiler import blocks"),
-    (architecture.imports_run_one_way, "models/loss.py", "from lightning_protrain.callbacks.evaluator import Evaluator"),
+    (
+        architecture.imports_run_one_way,
+        "models/loss.py",
+        "from lightning_protrain.callbacks.evaluator import Evaluator",
+    ),
     (architecture.imports_run_one_way, "device.py", "def f():\n    from lightning_protrain.runtime import chunk"),
     (architecture.imports_run_one_way, "unheard_of.py", ""),
     (architecture.lightning_is_at_the_edge, "runtime/apply.py", "import lightning as L"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
-from lightning_protrain.architectures import (
+from lightning_protrain.models.loading import (
     auto_class,
     check_config,
     dtype_called,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.batches import SyntheticData, batch_to_plan_with
 from lightning_protrain.joint_planning import Machines
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.catalogue import gpu
 from lightning_protrain.strategy import ProTrainStrategy

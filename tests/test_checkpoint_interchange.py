@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.models import OPTIMIZERS, ParityModule, fit, token_batches, zoo

@@ -27,7 +27,7 @@ from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.cli import FILE_COMMANDS, ProTrainCLI, file_command, main
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 
 SMALL = "{model_type: llama, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2}"

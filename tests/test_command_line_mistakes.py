@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import explain
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 
 # Seeding writes this variable, and a command line always seeds.
@@ -379,7 +379,7 @@ def test_an_interrupt_ends_with_status_130_and_no_traceback(moment: str, monkeyp
     if moment == "data":
         monkeypatch.setattr(ChatDataModule, "prepare_data", interrupt)
     else:
-        monkeypatch.setattr("lightning_protrain.module.CausalLMModule.training_step", interrupt)
+        monkeypatch.setattr("lightning_protrain.models.module.CausalLMModule.training_step", interrupt)
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit", "--config=mine.yaml"])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -13,7 +13,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_protrain.callbacks.baseline import InitialValidation
+from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 

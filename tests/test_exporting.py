@@ -14,10 +14,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lightning_protrain import exporting
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models import export
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.data import llava
 from tests.test_loss import tiny_config
@@ -188,7 +188,7 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
 ) -> None:
     lora = {"lora": LORA, "model": pretrained(tmp_path / "base")} if command == "merge" else {"config": LLAMA}
     checkpoint = train(make(**lora), tmp_path)
-    monkeypatch.setattr(exporting, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(export, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(ValueError, match=r"its disk has 0\.001 GiB \(1048576 bytes\) free. Nothing was written"):
         file_command([command, str(checkpoint), str(tmp_path / "out")])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_protrain.fsdp2
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.peers import PeerAccess
 from tests.fsdp2_cases import BOUND, CLIPPED, MODELS, RANKS, SMALL, Case, Trained, largest_difference, seeded, train
 from tests.models import HIDDEN, ParityModule, token_batches, variants

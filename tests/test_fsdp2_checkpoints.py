@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.fsdp2_cases import BOUND, CLIPPED, KINDS, MODELS, RANKS, Trained, largest_difference, train
 from tests.models import variants

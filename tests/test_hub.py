@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, is_offline_mode
 
-from lightning_protrain import hub
-from lightning_protrain.architectures import read_config
+from lightning_protrain.data import hub
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.sources.load import load_splits
+from lightning_protrain.models.loading import read_config
 
 
 @pytest.fixture

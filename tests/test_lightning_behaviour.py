@@ -20,11 +20,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoint, ProTrainStrategy
-from lightning_protrain.callbacks.baseline import InitialValidation
-from lightning_protrain.callbacks.completion import SampleCompletion
 from lightning_protrain.callbacks.evaluator import Evaluator
-from lightning_protrain.callbacks.export import SavePretrained
 from lightning_protrain.callbacks.plan_monitor import PREFIX, PlanMonitor
+from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
+from lightning_protrain.models.export import SavePretrained
 from tests.callbacks.stand_ins import chat_data, fit
 from tests.models import zoo
 from tests.ranks import run_ranks, trainer_on_rank, values

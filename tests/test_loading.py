@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
-from lightning_protrain.architectures import auto_class
-from lightning_protrain.loading import load_model, weight_files
+from lightning_protrain.models.loading import auto_class, load_model, weight_files
 from tests.models import fit
 from tests.networks import NetworkModule, networks
 
@@ -119,7 +118,7 @@ def test_wrong_weights_are_named_before_any_is_read(case: str, tmp_path: Path, m
     def read(*_: Any) -> None:
         raise AssertionError("a tensor is read")
 
-    monkeypatch.setattr("lightning_protrain.loading.StoredTensor.__getitem__", read)
+    monkeypatch.setattr("lightning_protrain.models.loading.StoredTensor.__getitem__", read)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
@@ -236,7 +235,7 @@ def test_a_model_that_somebody_else_has_placed_is_refused(tmp_path: Path) -> Non
 
 _MEASURE = """
 import resource, sys, psutil, torch
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 module = CausalLMModule(model=sys.argv[1], dtype=sys.argv[2])
 before = psutil.Process().memory_info().rss
 module.configure_model()

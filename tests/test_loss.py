@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_protrain.loss import PLAIN_HEAD_MODEL_TYPES, RESCALED_LOGITS, chunked_cross_entropy, has_plain_head
+from lightning_protrain.models.loss import (
+    PLAIN_HEAD_MODEL_TYPES,
+    RESCALED_LOGITS,
+    chunked_cross_entropy,
+    has_plain_head,
+)
 
 VOCAB = 53
 # Sizes of a tiny model, under every name that an architecture gives them.

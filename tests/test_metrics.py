@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.metrics import (
+from lightning_protrain.models.metrics import (
     AcceptanceLength,
     AcceptanceRate,
     BitsPerByte,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 
-from lightning_protrain.metrics import (
+from lightning_protrain.models.metrics import (
     AcceptanceLength,
     AcceptanceRate,
     BitsPerByte,

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import is_refusal, key_in, refusal_in, sentence
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 
 OURS, LIGHTNING, TORCH, OTHERS = "lightning_protrain.data", "lightning.pytorch", "torch.nn", "somebody.code"
 SAYS = "def run(inner=None):\n    raise ValueError('so it is')"

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from lightning_protrain.module import CausalLMModule
-from lightning_protrain.schedule import learning_rate_factor
+from lightning_protrain.models.module import CausalLMModule, learning_rate_factor
 from tests.test_loss import tiny_config
 
 VOCAB = 64

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_protrain.callbacks.export import SavePretrained
-from lightning_protrain.loss import chunked_cross_entropy
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.export import SavePretrained
+from lightning_protrain.models.loss import chunked_cross_entropy
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.test_loss import tiny_config
 from tests.test_module import LLAMA, Sequences

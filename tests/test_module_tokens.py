@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator, Row, TrainLoader
 from lightning_protrain.data.batches.pack import pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.test_examples import encoded
 from tests.test_loss import tiny_config
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lightning_protrain.companions import has_companions
-from lightning_protrain.loading import load_model, load_once, outline_model
+from lightning_protrain.models.loading import load_model, load_once, outline_model
 from lightning_protrain.outline import (
     find_waiting,
     load_on_first,

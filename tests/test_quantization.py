@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain.architectures import build_model
 from lightning_protrain.companions import packed_nbytes
-from lightning_protrain.loading import load_model
-from lightning_protrain.module import CausalLMModule
-from lightning_protrain.quantization import quantize_without_memory, quantizer
+from lightning_protrain.models.bnb import quantize_without_memory, quantizer
+from lightning_protrain.models.loading import build_model, load_model
+from lightning_protrain.models.module import CausalLMModule
 from tests.test_loss import tiny_config
 
 SETTINGS: dict[str, dict[str, Any]] = {

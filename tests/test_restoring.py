@@ -13,10 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
-from lightning_protrain.module import CausalLMModule
-from lightning_protrain.restoring import RestorableModule, load_module
+from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from tests.test_exporting import LORA, make, pretrained
 from tests.test_loss import tiny_config
 from tests.test_module import LLAMA, VOCAB, Sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_protrain.schedule import learning_rate_factor
+from lightning_protrain.models.module import learning_rate_factor
 
 
 @pytest.mark.parametrize("num_steps", [None, 10])

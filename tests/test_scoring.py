@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_protrain.loss import chunked_cross_entropy
-from lightning_protrain.scoring import token_scores
+from lightning_protrain.models.loss import chunked_cross_entropy
+from lightning_protrain.models.module import token_scores
 
 VOCAB, HIDDEN = 13, 6
 

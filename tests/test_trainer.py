@@ -13,11 +13,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_protrain import module as module_file
 from lightning_protrain import parallelism, planning
 from lightning_protrain import trainer as trainer_file
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.models import module as module_file
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.machine import HardwareProfile

@@ -25,8 +25,8 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
-from lightning_protrain.callbacks.failures import broadcast_buffers_once, failing_together
-from lightning_protrain.callbacks.occasions import HearsOfEvaluations
+from lightning_protrain.callbacks.trainer_events import HearsOfEvaluations
+from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together
 
 Loader = Iterable[Any]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-from lightning_protrain.callbacks.failures import SharedFailure
-from lightning_protrain.metrics import TokenLoss
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.distributed.failures import SharedFailure
+from lightning_protrain.models.metrics import TokenLoss
+from lightning_protrain.models.module import CausalLMModule
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

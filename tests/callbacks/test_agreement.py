@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.agreement import Agreement
+from lightning_protrain.callbacks.checkpoint.rendezvous import Agreement
 from tests.ranks import BOUND, kill_this_rank, run_ranks, values
 
 

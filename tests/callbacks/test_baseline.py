@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_protrain.callbacks.baseline import InitialValidation
+from lightning_protrain.callbacks.samples import InitialValidation
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
 
 

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 from torch import nn
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import RunLock
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO

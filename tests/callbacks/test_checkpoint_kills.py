@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_protrain import checkpoint_io
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discover import find, newest_good
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.strategy import ProTrainStrategy

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from lightning_protrain import checkpoint_io
-from lightning_protrain.callbacks import exchange
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint, rendezvous
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -139,7 +138,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_both(tmp_path: Path) -
 def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "BOUND", 2.0)
+    monkeypatch.setattr(rendezvous, "BOUND", 2.0)
 
     def fit(rank: int, root: Path) -> None:
         class Dies(Counter):

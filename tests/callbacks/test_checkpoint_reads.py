@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.discover import find

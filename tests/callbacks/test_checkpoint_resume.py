@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.resuming import Resumption
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.resume import Resumption
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy

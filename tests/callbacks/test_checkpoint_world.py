@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_protrain.callbacks import exchange
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint, rendezvous
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
@@ -194,7 +193,7 @@ def _kill_in(phase: str) -> None:
 
 
 def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BOUND", 1.0)
+    monkeypatch.setattr(rendezvous, "BOUND", 1.0)
 
     def act(rank: int) -> int:
         checkpoints = ProTrainCheckpointIO()

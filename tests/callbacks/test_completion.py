@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_protrain.callbacks.completion import SampleCompletion
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.callbacks.samples import SampleCompletion
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
 from tests.ranks import BOUND, run_ranks, trainer_on_rank, values

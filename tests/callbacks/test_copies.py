@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.copies import KeepsCopy, copied_bytes, copy_of, stored
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.setup import KeepsCopy, copied_bytes, copy_of, stored
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.planner.explain import short_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_protrain.callbacks.exchange import BOUND, Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Exchange
 from tests.ranks import kill_this_rank, run_ranks, values
 
 SHORT = 1.5

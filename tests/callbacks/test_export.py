@@ -13,11 +13,11 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_protrain.adapters import save_model
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.export import SavePretrained
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.export import SavePretrained
+from lightning_protrain.models.lora import save_model
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_protrain.callbacks.failures import (
+from lightning_protrain.distributed.failures import (
     SharedFailure,
     broadcast_buffers_once,
     failing_together,
     share_failure,
 )
-from lightning_protrain.metrics import TokenLoss
+from lightning_protrain.models.metrics import TokenLoss
 from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.callbacks import fallback
-from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.callbacks.fallback import newest_listed, newest_of_all
-from lightning_protrain.callbacks.keeping import ACCUMULATING
+from lightning_protrain.callbacks.checkpoint.callback import resume
+from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, newest_listed, newest_of_all
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.manifest import MANIFEST
 from lightning_protrain.checkpoint.save import save_folder
@@ -54,14 +53,14 @@ def test_what_one_rank_finds_wrong_is_skipped_by_all(tmp_path: Path, file: str, 
 
 def test_what_only_one_rank_cannot_read_is_skipped_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path / "a", 1, 2)
-    verify_rank = fallback.verify_rank
+    verify_rank = resume.verify_rank
 
     def act(rank: int) -> Any:
         def fails(folder: Path, number: int) -> list[Fault]:
             bad = rank == 1 and folder.name == "step=2"
             return [Fault(WEIGHTS, "Input/output error")] if bad else verify_rank(folder, number)
 
-        monkeypatch.setattr(fallback, "verify_rank", fails)
+        monkeypatch.setattr(resume, "verify_rank", fails)
         return _chosen(rank, tmp_path / "a")
 
     expected = ("step=1", [f"step=2 {WEIGHTS}: Input/output error (on rank 1)"])

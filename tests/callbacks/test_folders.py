@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.callbacks.folders import install_io, io_of, prepare_folder
+from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.setup import install_io, io_of, prepare_folder
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 

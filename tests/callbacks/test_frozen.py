@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
-from lightning_protrain.callbacks import frozen as frozen_module
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.frozen import FrozenWeights, drop_missing, frozen_keys, source_of
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import frozen as frozen_module
+from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing, frozen_keys, source_of
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
 from lightning_protrain.checkpoint.inspection import inspect
 from lightning_protrain.checkpoint.manifest import Manifest
@@ -23,7 +23,7 @@ from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.cli import file_command
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.test_exporting import LORA, make, pretrained
 from tests.test_finetuning import SIZES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
+from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, prune, usable
 from lightning_protrain.checkpoint.discover import Ranking, find
 from tests.checkpoint.contents import flip, save
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_protrain.callbacks.loaders import ResumableLoader, ResumableSource
+from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
 
 
 class Stateful(list):

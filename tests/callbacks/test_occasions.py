@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_protrain.callbacks import occasions
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks import trainer_events
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -25,9 +25,9 @@ class Note(L.Callback):
         self.next: list[bool] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.accumulates.append(occasions.accumulates(trainer))
-        self.validates.append(occasions.validates(trainer))
-        self.next.append(occasions.validates_next(trainer))
+        self.accumulates.append(trainer_events.accumulates(trainer))
+        self.validates.append(trainer_events.validates(trainer))
+        self.next.append(trainer_events.validates_next(trainer))
 
 
 def fit(**options: Any) -> Note:
@@ -59,12 +59,12 @@ def test_no_validation_at_all() -> None:
 @pytest.mark.parametrize("tries", [True, False])
 def test_a_try(tries: bool) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=tries, **QUIET)
-    assert occasions.tries_only(trainer) == tries
+    assert trainer_events.tries_only(trainer) == tries
 
 
 def test_who_evaluates_and_who_hears_of_it() -> None:
-    assert isinstance(Evaluator({"a": []}), occasions.EvaluatesBeside)
-    assert isinstance(ProTrainCheckpoint("x"), occasions.HearsOfEvaluations)
-    assert not isinstance(ModelCheckpoint(), occasions.HearsOfEvaluations)
+    assert isinstance(Evaluator({"a": []}), trainer_events.EvaluatesBeside)
+    assert isinstance(ProTrainCheckpoint("x"), trainer_events.HearsOfEvaluations)
+    assert not isinstance(ModelCheckpoint(), trainer_events.HearsOfEvaluations)
     trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[Evaluator({"a": []})], **QUIET)
-    assert not occasions.is_measured_beside("a_loss", trainer)  # it is not set up
+    assert not trainer_events.is_measured_beside("a_loss", trainer)  # it is not set up

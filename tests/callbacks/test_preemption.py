@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.preemption import EXIT_CODE, Preemption
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemption
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -356,7 +356,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import lightning as L
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 
 class Slow(L.Callback):

@@ -17,9 +17,8 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.preemption import Preemption
-from lightning_protrain.callbacks.shields import Shield
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Shield
 from lightning_protrain.checkpoint.discover import find
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.callbacks.test_preemption import PREEMPTED, Signals

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.callbacks.rank_states import MOST_COMPARED, small_states, take_own
+from lightning_protrain.callbacks.checkpoint.resume import MOST_COMPARED, small_states, take_own
 from lightning_protrain.checkpoint.rank_state import capture
 from lightning_protrain.checkpoint.serialize import RANK_STATES
 

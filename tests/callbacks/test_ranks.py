@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.ranks import gather, refuse_unequal
+from lightning_protrain.distributed.ranks import gather, refuse_unequal
 from tests.ranks import run_ranks, values
 
 

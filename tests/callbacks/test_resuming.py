@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.callbacks.resuming import Resumption
+from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.resume import Resumption
 from tests.ranks import run_ranks, values
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.callbacks.scores import Scores
+from lightning_protrain.callbacks.checkpoint.saving_points import Scores
 from lightning_protrain.checkpoint.discover import Ranking
 
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
-from lightning_protrain.callbacks.preemption import Preemption
-from lightning_protrain.callbacks.shields import Shield
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Shield
 from lightning_protrain.checkpoint.discover import find
 from tests.callbacks.test_preemption import PREEMPTED, Signals, Validated
 from tests.ranks import run_ranks

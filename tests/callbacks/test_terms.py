@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms
+from lightning_protrain.callbacks.checkpoint.run_signature import data_terms, dtype_terms, model_terms, optimizer_terms
 from lightning_protrain.data.batches.pack import single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 

@@ -19,7 +19,7 @@ from lightning_protrain.data import datamodule
 from lightning_protrain.data.batches import encode, token_cache
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.load import Source
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 

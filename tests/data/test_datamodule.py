@@ -17,7 +17,7 @@ from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.spec import DatasetSpec
-from lightning_protrain.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
-from lightning_protrain.loading import load_once
+from lightning_protrain.models.loading import load_once
 from tests.networks import networks
 from tests.plans import half
 from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
@@ -231,7 +231,7 @@ def load_unreadable(rank: int, world_size: int, folder: Path) -> None:
 
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_protrain.loading.StoredTensor.__getitem__", read)
+            patch.setattr("lightning_protrain.models.loading.StoredTensor.__getitem__", read)
             load_from(rank, world_size, [str(folder)] * world_size)
     else:
         load_from(rank, world_size, [str(folder)] * world_size)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_protrain import ProTrainStrategy, profiling
-from lightning_protrain.loading import load_once
+from lightning_protrain.models.loading import load_once
 from lightning_protrain.runtime import attendance
 from tests.machines import CPU
 from tests.ranks import run_ranks, trainer_on_rank, values

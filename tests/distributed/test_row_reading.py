@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.loading import stored_rows
+from lightning_protrain.models.loading import stored_rows
 from lightning_protrain.runtime.rows import row_ranges
 from tests.distributed import test_parity
 from tests.distributed.test_checkpoints import Same

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_protrain.data.batches.token_cache import make_folder
 from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
-from lightning_protrain.hub import look_up
+from lightning_protrain.data.hub import look_up
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)

@@ -356,7 +356,7 @@ class _Sample:
 
 
 def _sample(render: Render, vocabulary: Vocabulary, as_parts: bool) -> _Sample | None:
-    messages = _messages(parts)
+    messages = _messages(as_parts)
 
     def text(some: Messages, prompt: bool = False) -> str:
         return vocabulary.text(render(some, add_generation_prompt=prompt))

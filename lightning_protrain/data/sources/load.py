@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import is_offline_mode
 
 from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.hub import is_path, wait_for_hub
 from lightning_protrain.data.sources.dataset import Rows, read_rows
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 from lightning_protrain.data.sources.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
-from lightning_protrain.hub import is_path, wait_for_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

@@ -1,26 +1,243 @@
-"""What a resumed fit takes up besides weights and optimizers, and what it has to be for that."""
+"""Resumes a fit: which checkpoint all ranks take, what is kept, and what is restored besides weights and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import io
+import os
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.callbacks.exchange import Exchange
-from lightning_protrain.callbacks.frozen import FrozenWeights, drop_missing
-from lightning_protrain.callbacks.loaders import ResumableLoader, ResumableSource
-from lightning_protrain.callbacks.rank_states import small_states, take_own
-from lightning_protrain.callbacks.terms import data_terms, dtype_terms, model_terms, optimizer_terms, trainer_terms
+from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing
+from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
+from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.run_signature import (
+    data_terms,
+    dtype_terms,
+    model_terms,
+    optimizer_terms,
+    trainer_terms,
+)
+from lightning_protrain.checkpoint.consolidation import verify_rank
 from lightning_protrain.checkpoint.contract import check_terms, compare, describe, refusal
-from lightning_protrain.checkpoint.rank_state import DATA, OTHERS, RANDOM, capture, restore, without_copies
+from lightning_protrain.checkpoint.discover import Found, Newest, Ranking, find, line_of, newest_good
+from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
+from lightning_protrain.checkpoint.rank_state import (
+    DATA,
+    OTHERS,
+    RANDOM,
+    capture,
+    own_state,
+    rescale,
+    restore,
+    without_copies,
+)
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.serialize import RANK_STATES
+from lightning_protrain.checkpoint.verifying import Fault, verify_files
 from lightning_protrain.companions import accept_companions
+
+# In the record of a checkpoint that was made between two steps.
+ACCUMULATING = "accumulating"
+
+
+def prune(
+    root: Path,
+    head: Manifest,
+    callback: str,
+    ranking: Ranking,
+    save_top_k: int,
+    protected: Collection[str],
+    remove: Callable[[Path], None],
+) -> list[Found]:
+    """Remove what nobody wants any more; what cannot be removed is named in a warning, and tried again next time.
+
+    Args:
+        root: The folder of the checkpoints.
+        head: The latest one of the run.
+        callback: Only what this one has saved is removed.
+        ranking: Says what is surplus.
+        save_top_k: As in `ModelCheckpoint`.
+        protected: Identities of those that stay.
+        remove: Removes one.
+
+    Returns:
+        What is left of the line of `head`, newest first.
+    """
+    line = line_of(find(root, head.run), head)
+    mine = [each for each in line if each.manifest.record.get("callback") == callback]
+    gone = ranking.surplus(mine, save_top_k, protected)
+    left = []
+    for each in gone:
+        try:
+            remove(each.path)
+        except OSError as error:
+            left += [each] if os.path.lexists(each.path) else []
+            warnings.warn(
+                f"The old checkpoint {each.path} could not be removed: {error}. The next save tries again.",
+                stacklevel=2,
+            )
+    return [each for each in line if each not in gone or each in left]
+
+
+def free_path(path: Path, joined: str, version: int) -> Path:
+    """`path`, or the first one with a version, such as `name-v1.ckpt`, that nothing has."""
+    stem, extension = path.name.removesuffix(path.suffix), path.suffix
+    free = path
+    while os.path.lexists(free):
+        free = path.with_name(f"{stem}{joined}v{version}{extension}")
+        version += 1
+    return free
+
+
+def usable(each: Found) -> list[Fault]:
+    """What keeps a run from going on from it."""
+    if each.manifest.record.get(ACCUMULATING):
+        return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
+    return verify_files(each.path, each.manifest)
+
+
+_CALLBACKS = "callbacks"
+# Bytes of a state from which on all ranks are taken to have the same: it is not compared.
+MOST_COMPARED = 1 << 20
+
+
+def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, bytes]:
+    """States of callbacks and of the data module, as bytes, by key: ranks may have different ones.
+
+    Args:
+        trainer: On several ranks, else nothing is only one's own.
+        checkpoint: What Lightning has made on this rank.
+    """
+    if trainer.world_size == 1:
+        return {}
+    states = {f"{_CALLBACKS}/{key}": state for key, state in checkpoint.get(_CALLBACKS, {}).items()}
+    data = _data_key(trainer)
+    if data in checkpoint:
+        states[data] = checkpoint[data]
+    found = {}
+    for key, state in states.items():
+        if _tensor_bytes(state) <= MOST_COMPARED:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            found[key] = buffer.getvalue()
+    return found
+
+
+def take_own(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The states of this rank; puts those of callbacks and of the data module where Lightning looks for them.
+
+    Args:
+        trainer: That resumes.
+        content: Of the checkpoint; its progress becomes that of as many ranks as there are.
+        name: The checkpoint, for messages.
+    """
+    states, now = content.get(RANK_STATES) or [], trainer.world_size
+    own = own_state(states, trainer.global_rank, now, trainer.strategy.root_device)
+    if own is None:
+        return None
+    for key, state in own.get(OTHERS, {}).items():
+        loaded = torch.load(io.BytesIO(state), weights_only=True)
+        if key.startswith(f"{_CALLBACKS}/"):
+            content[_CALLBACKS] = {**content[_CALLBACKS], key.removeprefix(f"{_CALLBACKS}/"): loaded}
+        else:
+            content[key] = loaded
+    if len(states) != now:
+        loops, exact = rescale(content["loops"]["fit_loop"], len(states), now)
+        content["loops"] = {**content["loops"], "fit_loop": loops}
+        rank_zero_warn(
+            f"{name} was saved by {len(states)} ranks, and there are {now}. Weights and optimizers are the same. The "
+            f"samples of an optimizer step are {now}/{len(states)} of what they were. New ranks draw random numbers "
+            "of their own."
+            + ("" if exact else " The place in the epoch falls between two batches: some samples are trained twice.")
+        )
+    return own
+
+
+def _data_key(trainer: Trainer) -> str | None:
+    data = getattr(trainer, "datamodule", None)
+    return None if data is None else type(data).__qualname__
+
+
+def _tensor_bytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(_tensor_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_tensor_bytes(value) for value in state)
+    return 0
+
+
+def newest_listed(root: Path, run: str) -> Path | None:
+    """The newest checkpoint by its manifest alone, before the ranks know of each other; None: there is none."""
+    listing = find(root, run)
+    line = [each for each in line_of(listing) if not each.manifest.record.get(ACCUMULATING)]
+    if line:
+        return line[0].path
+    return listing.broken[0][0] if listing.broken else None
+
+
+def choose(exchange: Exchange, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
+    """What all ranks load: the newest good one, if what is to be loaded was found by `newest_listed`.
+
+    Args:
+        exchange: With the other ranks.
+        rank: Of this rank.
+        path: What is to be loaded.
+        listed: What `newest_listed` has found on this rank, if it was asked.
+        run: Name of the run.
+
+    Returns:
+        The checkpoint, and whether all that this rank reads of it is verified.
+    """
+    if listed != str(path):
+        return path, False
+    newest = newest_of_all(exchange, rank, path.parent, run)
+    if newest.skipped:
+        rank_zero_warn(newest.message())
+    return (path, False) if newest.chosen is None else (newest.chosen.path, True)
+
+
+def newest_of_all(exchange: Exchange, rank: int, root: Path, run: str) -> Newest:
+    """What rank 0 has found and all ranks have verified; every rank calls it.
+
+    Raises:
+        ValueError: There are checkpoints and none of them is good.
+        RuntimeError: The same, raised on another rank.
+    """
+    doing = f"Looking for the newest checkpoint in {root}"
+    newest: Newest | None = None
+    with exchange.together(doing):
+        if rank == 0:
+            try:
+                newest = newest_good(root, run, lambda each: _verify(exchange, each, doing))
+            finally:
+                exchange.broadcast(None, doing)
+        else:
+            while (path := exchange.broadcast(None, doing)) is not None:
+                exchange.gather([f"{fault} (on rank {rank})" for fault in verify_rank(path, rank)], doing)
+    found: Newest | None = exchange.broadcast(newest, doing)
+    assert found is not None
+    return found
+
+
+def _verify(exchange: Exchange, each: Found, doing: str) -> list[Fault]:
+    if each.manifest.record.get(ACCUMULATING):
+        return usable(each)
+    exchange.broadcast(each.path, doing)
+    own = [f"{fault} (on rank 0)" for fault in verify_rank(each.path, 0)]
+    told = [fault for faults in exchange.gather(own, doing) for fault in faults]
+    return [Fault(*fault.split(": ", 1)) for fault in told]
+
 
 CONTRACT = "contract"
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
+
 # Of the layers that PEFT knows, all linear ones but the head: what most people fine-tune.
 DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 

@@ -1,33 +1,198 @@
-"""A LightningModule that trains any causal language model of transformers, with images or without."""
+"""Trains any causal language model of transformers, with images or without: `CausalLMModule`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import torch
-from lightning.pytorch import Callback
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lightning_protrain.adapters import base_of, lora_config, with_lora
-from lightning_protrain.architectures import build_model, check_config, names_vocab_size, read_config, vocab_size_of
-from lightning_protrain.callbacks.failures import SharedFailure
+from lightning_protrain.checkpoint.consolidation import load_folder
+from lightning_protrain.checkpoint.discover import resolve
+from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
-from lightning_protrain.loading import empty_model, load_model, load_once, outline_model, stored_rows
-from lightning_protrain.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head
-from lightning_protrain.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
-from lightning_protrain.quantization import check_quantization, quantize_without_memory
-from lightning_protrain.restoring import RestorableModule
-from lightning_protrain.schedule import check_numbers, learning_rate_factor
-from lightning_protrain.scoring import token_scores
+from lightning_protrain.distributed.failures import SharedFailure
+from lightning_protrain.models.bnb import check_quantization, quantize_without_memory
+from lightning_protrain.models.loading import (
+    build_model,
+    check_config,
+    empty_model,
+    load_model,
+    load_once,
+    names_vocab_size,
+    outline_model,
+    read_config,
+    stored_rows,
+    vocab_size_of,
+)
+from lightning_protrain.models.lora import base_of, lora_config, with_lora
+from lightning_protrain.models.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head, labelled
+from lightning_protrain.models.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
+
+
+def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
+    """Return the learning rate of an optimizer step over the peak.
+
+    Args:
+        step: Optimizer steps taken before this one.
+        warmup: Steps of linear warm-up; the last of them is the first at the peak.
+        num_steps: Steps in all; None holds the peak after the warm-up.
+        floor: The factor at and after the last step.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if num_steps is None:
+        return 1.0
+    progress = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuses hyperparameters of a module that are out of their range.
+
+    Raises:
+        ValueError: Names the first one, with its value.
+    """
+    chunk_tokens = given["loss_chunk_tokens"]
+    for name, wrong, must in (
+        ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
+        ("weight_decay", given["weight_decay"] < 0, "not be negative"),
+        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps or a fraction of them"),
+        ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
+        ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),
+    ):
+        if wrong:
+            raise ValueError(f"{name} is {given[name]}; it must {must}.")
+
+
+class TokenScores(NamedTuple):
+    """Sums over the scored tokens of a batch; named as the arguments of `lightning_protrain.models.metrics`.
+
+    Attributes:
+        loss_sum: Of the losses in nats, a float64 scalar: the same, but for the last bits, in whatever batches.
+        num_correct: Tokens that the model holds to be the likeliest, an int64 scalar.
+        num_tokens: All of them.
+    """
+
+    loss_sum: Tensor
+    num_correct: Tensor
+    num_tokens: int
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024, ignore_index: int = IGNORE_INDEX
+) -> TokenScores:
+    """Scores the labelled tokens, a slice at a time, as `chunked_cross_entropy` does; there is nothing to go backward.
+
+    Args:
+        hidden: Last hidden states, [batch, seq, hidden].
+        head: Maps [tokens, hidden] to logits, [tokens, vocab]; called once per slice, at least once.
+        labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
+        chunk_tokens: Most tokens whose logits exist at the same time.
+        ignore_index: The label of a token that is not scored.
+
+    Raises:
+        ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
+    """
+    selected, targets, _ = labelled(hidden, labels, chunk_tokens, ignore_index)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    # Zero tokens split into one empty slice, which runs the head too: streamed weights are used on every rank alike.
+    for part, expected in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        logits = head(part).float()  # [tokens, vocab]
+        loss_sum += F.cross_entropy(logits, expected, reduction="none").double().sum()
+        num_correct += (logits.argmax(-1) == expected).sum()
+    return TokenScores(loss_sum, num_correct, targets.numel())
+
+
+_Module = TypeVar("_Module", bound=LightningModule)
+
+
+def load_module(
+    kind: type[_Module],
+    folder: str | os.PathLike[str],
+    map_location: Any = None,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> _Module:
+    """Makes a module with the weights and hyperparameters in a checkpoint folder, such as `best_model_path`.
+
+    Every byte of the folder is checked, and nothing in it is executed. Frozen weights that it only refers to are read
+    from where they came from.
+
+    Args:
+        kind: The class of the module.
+        folder: The checkpoint.
+        map_location: As in `torch.load`; None: the host.
+        strict: Whether the names of the weights have to be those of the module; None: its `strict_loading`.
+        kwargs: Arguments of the module that take the place of hyperparameters in the checkpoint.
+
+    Raises:
+        ValueError: It is not good, and what is wrong with it; its weights are quantised; or the source of frozen ones
+            is gone or another one.
+        FileNotFoundError: There is no such checkpoint.
+        RuntimeError: The weights are those of another module.
+    """
+    place = resolve(Path(os.path.abspath(folder)))
+    content = load_folder(place, map_location)
+    settings = content.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if isinstance(settings, Mapping) and settings.get("quantization") is not None:
+        raise ValueError(
+            f"{place} has adapters of quantised weights, which only a Trainer loads: give it as `ckpt_path`, or write "
+            "the whole model with `lightning-protrain merge`."
+        )
+    fill(content, str(place))
+    settings.update(kwargs)
+    module = cast(_Module, _load_state(kind, content, strict=strict, **kwargs))
+    devices = {value.device for value in content["state_dict"].values() if isinstance(value, Tensor)}
+    return module.to(devices.pop()) if len(devices) == 1 else module
+
+
+class RestorableModule(LightningModule):
+    """A LightningModule whose `load_from_checkpoint` reads folders of ProTrainCheckpoint as well as stock files."""
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """As that of LightningModule; a folder as in `load_module`, and with its own hyperparameters alone.
+
+        Raises:
+            ValueError: As in `load_module`; or a folder is given a file of hyperparameters.
+        """
+        is_path = isinstance(checkpoint_path, (str, os.PathLike))
+        if not is_path or not os.path.isdir(checkpoint_path):
+            load = super().load_from_checkpoint
+            return load(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+        if hparams_file is not None:
+            raise ValueError(
+                f"{checkpoint_path} is a folder with hyperparameters of its own: give others as arguments, in place "
+                f"of hparams_file={str(hparams_file)!r}."
+            )
+        return load_module(cls, checkpoint_path, map_location, strict, **kwargs)
+
 
 # A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64

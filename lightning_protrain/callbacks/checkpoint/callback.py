@@ -21,21 +21,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_protrain.callbacks import occasions
-from lightning_protrain.callbacks.boundaries import BoundaryCheckpoint, Pending
-from lightning_protrain.callbacks.exchange import BOUND, Exchange
-from lightning_protrain.callbacks.fallback import choose, newest_listed
-from lightning_protrain.callbacks.folders import DEFAULT_RUN, install_io, io_of, prepare_folder
-from lightning_protrain.callbacks.frozen import Frozen
-from lightning_protrain.callbacks.keeping import ACCUMULATING, free_path, prune, usable
-from lightning_protrain.callbacks.occasions import accumulates, tries_only, validates
-from lightning_protrain.callbacks.ranks import refuse_unequal
-from lightning_protrain.callbacks.resuming import Resumption
-from lightning_protrain.callbacks.scores import Scores
+from lightning_protrain.callbacks import trainer_events
+from lightning_protrain.callbacks.checkpoint.frozen import Frozen
+from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Exchange
+from lightning_protrain.callbacks.checkpoint.resume import (
+    ACCUMULATING,
+    Resumption,
+    choose,
+    free_path,
+    newest_listed,
+    prune,
+    usable,
+)
+from lightning_protrain.callbacks.checkpoint.saving_points import BoundaryCheckpoint, Pending, Scores
+from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, io_of, prepare_folder
+from lightning_protrain.callbacks.trainer_events import accumulates, tries_only, validates
 from lightning_protrain.checkpoint.discover import Found, Ranking, find, line_of, newest_good
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.distributed.ranks import refuse_unequal
 from lightning_protrain.profiler.limits import free_host_bytes
 
 
@@ -217,7 +222,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         steps = stepped and every >= 1 and trainer.global_step % every == 0
         ends = stepped and self._agree(trainer)
         self._due = self._time_is_up(trainer) or self._due or steps or ends
-        if self._due and stepped and not occasions.validates_next(trainer):
+        if self._due and stepped and not trainer_events.validates_next(trainer):
             self._due = False
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
             fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
@@ -234,7 +239,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or tries_only(trainer):
             return
-        beside = occasions.is_measured_beside(self.monitor, trainer)
+        beside = trainer_events.is_measured_beside(self.monitor, trainer)
         better = not beside and self._is_better(trainer)
         score, fresh = self._scores.now(trainer)
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
@@ -264,7 +269,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         """Saves if epochs say so and no evaluation has seen to it."""
         if tries_only(trainer) or not self._epoch_is_due(trainer):
             return
-        if not validates(trainer) and not occasions.is_measured_beside(self.monitor, trainer):
+        if not validates(trainer) and not trainer_events.is_measured_beside(self.monitor, trainer):
             score = self._scores.read(trainer, trainer.callback_metrics)
             self._save_now(trainer, score, fresh=score is not None or self.monitor is None)
         elif self._save_on_train_epoch_end or not validates(trainer):

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_protrain.callbacks.copies import stored
+from lightning_protrain.callbacks.checkpoint.setup import stored
 from lightning_protrain.checkpoint.references import FROZEN, Reference, References, held, listed, take_out
 from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
 

@@ -1,0 +1,1 @@
+"""Language models of transformers: building, loading, adapters, loss, metrics and export."""
