@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 80
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("device", "device_peers", "peers", "host", "uploads", "counters", "companions", "products"),
     ("checkpoint", "checkpoint_io"),
-    ("data", "hub"),
+    ("data",),
     ("profiler",),
     ("planner",),
     ("simulation",),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.callbacks.checkpoint.callback import resume
+from lightning_protrain.callbacks.checkpoint import resume
 from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
 from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, newest_listed, newest_of_all
 from lightning_protrain.checkpoint.atomic import Files

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
+from lightning_protrain.callbacks.checkpoint import frozen as frozen_module
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.callback import frozen as frozen_module
 from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing, frozen_keys, source_of
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
 from lightning_protrain.checkpoint.inspection import inspect

@@ -19,7 +19,7 @@ from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure, I
 from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.sources.load import images
+from lightning_protrain.data.sources import images
 from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data import llava
 

@@ -17,8 +17,9 @@ from datasets.exceptions import DatasetNotFoundError
 from PIL import Image
 
 from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.sources import load
 from lightning_protrain.data.sources.dataset import Rows
-from lightning_protrain.data.sources.load import load, load_splits
+from lightning_protrain.data.sources.load import load_splits
 from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data.conftest import conversation
 

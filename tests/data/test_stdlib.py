@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.data.sources.load import load, stdlib_conversations
+from lightning_protrain.data.sources import load
+from lightning_protrain.data.sources.load import stdlib_conversations
 
 SOURCE = '''"""Module text."""
 raise SystemExit("imported")

@@ -26,7 +26,7 @@ def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
         shown: Conversations.
         reports: Of the data sets.
     """
-    style = files("lightning_protrain.data").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("lightning_protrain.data.batches").joinpath("page.css").read_text(encoding="utf-8")
     articles = "\n".join(map(_article, shown))
     legend = " ".join(
         f'<span class="{classes}">{name}</span>'
