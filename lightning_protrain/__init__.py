@@ -20,7 +20,7 @@ from lightning_protrain.strategy import ProTrainStrategy
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
     from lightning_protrain.data.datamodule import ChatDataModule
-    from lightning_protrain.module import CausalLMModule
+    from lightning_protrain.models.module import CausalLMModule
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CausalLMModule": "lightning_protrain.module",
+    "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint",
 }

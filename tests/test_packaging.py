@@ -268,7 +268,7 @@ def test_names_that_are_imported_when_asked_for_are_listed() -> None:
     program = (
         "import lightning_protrain, sys\n"
         "assert set(lightning_protrain.__all__) <= set(dir(lightning_protrain))\n"
-        "assert 'lightning_protrain.module' not in sys.modules\n"
+        "assert 'lightning_protrain.models.module' not in sys.modules\n"
         "from lightning_protrain import *\n"
         "from lightning_protrain import module\n"
         "assert CausalLMModule is lightning_protrain.CausalLMModule is module.CausalLMModule\n"
