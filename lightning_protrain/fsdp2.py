@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -35,10 +35,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_protrain.batches import batch_to_plan_with
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.checkpoint_io import reader_of
-from lightning_protrain.consensus import refuse_other_models
+from lightning_protrain.consensus import least_memory, refuse_differences, refuse_other_models
 from lightning_protrain.epochs import length_is_known
 from lightning_protrain.finite import FiniteLosses, OnNonFinite
+from lightning_protrain.fsdp_choices import (
+    SHARE_OF_ALL,
+    SHARE_OF_STATES,
+    Checkpointing,
+    FSDPSettings,
+    ShardingStrategy,
+    checkpoints_itself,
+    free_device_bytes,
+    make_mesh,
+)
 from lightning_protrain.fsdp_refusals import refuse_optimizers, refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     describe_tensors,
@@ -48,15 +60,31 @@ from lightning_protrain.fsdp_state import (
     whole_optimizer_state,
     whole_states,
 )
-from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, mixed_precision, point_to_parts
-from lightning_protrain.fsdp_units import POLICIES, Policy, choose_checkpointed, choose_units, refuse_unshardable
+from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, mixed_precision, release_parameters
+from lightning_protrain.fsdp_units import (
+    Policy,
+    ShardUnits,
+    choose_checkpointed,
+    choose_units,
+    parameters_by_unit,
+    refuse_unshardable,
+)
 from lightning_protrain.meetings import MeetingStrategy
 from lightning_protrain.peers import PeerAccess, peers_found
+from lightning_protrain.planner.free_memory import FreeMemory
+from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
+from lightning_protrain.precision import alpha_for_dtype
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiling import profile_training_step
 from lightning_protrain.runtime.comm import find_meeting
+from lightning_protrain.runtime.eightbit import mean_state_bytes
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
 
 # Methods of a LightningModule that compute with its weights, besides `forward`.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
+_STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
 
 
 class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
@@ -69,15 +97,21 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             the model. `"size"`: modules of at least `min_num_params` parameters, from the bottom up. `"none"`: only the
             model as a whole.
         min_num_params: For `"size"`, and for checkpointing where the model has no repeated list.
-        activation_checkpointing: Whether blocks recompute their activations in the backward pass.
-        cpu_offload: Whether parts of weights, gradients and optimizer states are held on the host, where they are
+        activation_checkpointing: How many blocks recompute their activations in the backward pass, from the first one
+            on: a number, `"all"` (or True), `"none"` (or False), or `"auto"`: as few as the memory of devices allows.
+        cpu_offload: Whether shards of weights, gradients and optimizer states are held on the host, where they are
             stepped too.
         sync_each_batch: Whether gradients are reduced after every micro-batch of an accumulation. If not, once for an
             optimizer step, and each rank holds whole gradients until then.
-        save_distributed_checkpoint: Whether each rank saves its parts, which only this strategy and
+        save_distributed_checkpoint: Whether each rank saves its shards, which only this strategy and
             `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint.
         on_nonfinite: As in `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
+        sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
+            its ranks. `"auto"`: the second where several nodes train and the memory of each suffices.
+        device_mesh: Numbers of copies and of ranks that shard each; None: as `sharding_strategy` says.
+        device_memory: Bytes that the device of each rank may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU
+            has free, on the rank with the least; no limit on the CPU.
 
     Raises:
         ValueError: An argument out of its range; more under `setup`, before anything is sharded.
@@ -89,37 +123,28 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         self,
         policy: Policy = "transformer",
         min_num_params: int = 100_000_000,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = "auto",
         cpu_offload: bool = False,
         sync_each_batch: bool = False,
         save_distributed_checkpoint: bool = False,
         on_nonfinite: OnNonFinite = "stop",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        sharding_strategy: ShardingStrategy = "auto",
+        device_mesh: tuple[int, int] | None = None,
+        device_memory: str | int = "auto",
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}: give one of {', '.join(map(repr, POLICIES))}.")
-        if type(min_num_params) is not int or min_num_params < 1:
-            raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
-        for name, value in (
-            ("activation_checkpointing", activation_checkpointing),
-            ("cpu_offload", cpu_offload),
-            ("sync_each_batch", sync_each_batch),
-            ("save_distributed_checkpoint", save_distributed_checkpoint),
-        ):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: give True or False.")
+        sharding = policy, min_num_params, activation_checkpointing, cpu_offload, sync_each_batch
+        self._settings = FSDPSettings(*sharding, sharding_strategy, device_mesh, device_memory)
+        if not isinstance(save_distributed_checkpoint, bool):
+            raise ValueError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give True or False.")
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
         self._losses = FiniteLosses(on_nonfinite)
-        self._policy = policy
-        self._min_num_params = min_num_params
-        self._activation_checkpointing = activation_checkpointing
-        self._cpu_offload = cpu_offload
-        self._sync_each_batch = sync_each_batch
+        self._memory: FSDPMemory | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
         self._has_stepped = False
@@ -139,7 +164,10 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        # One mesh over all ranks; the base would make the ranks of a node one tensor-parallel group.
+        self._settings.meshes(
+            self.num_nodes, self.num_processes
+        )  # Refuse a wrong one before ranks wait for each other.
+        # The base would make the ranks of a node one tensor-parallel group. How models are sharded, `setup` decides.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
@@ -149,9 +177,14 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
                 self._sigterm.listen(self.lightning_module.trainer)
 
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self._cpu_offload and self.root_device.type == "cuda":
+        if self._process_group_backend is None and self._settings.cpu_offload and self.root_device.type == "cuda":
             return "cpu:gloo,cuda:nccl"  # The norm of offloaded gradients is reduced on the host.
         return super()._get_process_group_backend()
+
+    @property
+    def memory(self) -> FSDPMemory | None:
+        """What the present or latest fit is predicted to take; None before it, or if an evaluation came first."""
+        return self._memory
 
     @property
     def peers(self) -> PeerAccess:
@@ -171,33 +204,120 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         """Shards the model, the first time, and makes the optimizers.
 
         Raises:
-            ValueError: The model or the Trainer does what cannot be sharded; nothing has been moved then.
+            ValueError: The model or the Trainer does what cannot be sharded, or the model does not fit; nothing has
+                been moved then.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         model = self.lightning_module
         assert model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        recomputed: tuple[str, ...] = ()
+        is_sharded = isinstance(model, FSDPModule)
+        names: tuple[str, ...] = ()
         if fitting:
             refuse_run(trainer, model, self._layer_sync is not None)
-            if self._activation_checkpointing:
-                refuse_own_checkpointing(model)
-                recomputed = choose_checkpointed(model, self._min_num_params)
-        known: list[tuple[weakref.ref[nn.Parameter], str]] = []
-        if not isinstance(model, FSDPModule):
-            known = [(weakref.ref(parameter), name) for name, parameter in model.named_parameters()]
-            self._shard(model)
+            names = choose_checkpointed(model, self._settings.min_num_params)
+        count = self._settings.num_checkpointed(names, model) if fitting else 0
+        if count:
+            refuse_own_checkpointing(model)
+        elif count is None and checkpoints_itself(model):
+            count = 0
+        meshes = self._settings.meshes(self.num_nodes, self.num_processes)
+        if not is_sharded:
+            refuse_sharded(model)
+            refuse_other_models(describe_tensors(model))
+            units = choose_units(model, self._settings.policy, self._settings.min_num_params)
+            refuse_unshardable(model, units)
+            self.precision_plugin.convert_module(model)
+        if fitting:
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
+        if fitting and not is_sharded:
+            self._memory = self._decide(trainer, self._problem(trainer, model, names, units), meshes, count)
+        put_back = release_parameters(self.optimizers, model) if fitting else None
+        if not is_sharded:
+            # What a fit will take is not known to an evaluation.
+            self._shard(model, units, meshes[-1] if self._memory is None else self._memory.ranks)
         self.model = model
         self.model_to_device()
         self.barrier()
-        if fitting:
-            if recomputed:
-                self._recompute(model, recomputed)
-            self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
-            point_to_parts(self.optimizers, model, known)
+        if put_back is not None:
+            put_back()
+            self._recompute(model, self._checkpointed(names, count))
         self.setup_precision_plugin()
+
+    def _problem(
+        self, trainer: Trainer, model: LightningModule, names: tuple[str, ...], units: ShardUnits
+    ) -> FSDPProblem:
+        """What is to be trained, with its optimizers; activations are not known yet."""
+        layout = describe_model(model, list(names) or None)
+        on_gpu = self.root_device.type != "cpu"
+        dtypes = {info.dtype for info in layout.parameters}
+        return FSDPProblem(
+            layout=layout,
+            ranks=FSDPRanks(self.num_nodes, self.num_processes),
+            state_bytes=mean_state_bytes(self.optimizers),
+            compute_dtype="bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None,
+            accumulates=trainer.accumulate_grad_batches > 1 and not self._settings.sync_each_batch,
+            foreach=any(group.get("foreach") for optimizer in self.optimizers for group in optimizer.param_groups),
+            on_gpu=on_gpu,
+            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
+            groups=parameters_by_unit(model, units),
+        )
+
+    def _decide(
+        self, trainer: Trainer, problem: FSDPProblem, meshes: Sequence[FSDPRanks], count: int | None
+    ) -> FSDPMemory:
+        """What all ranks take, which rank 0 decides; every rank calls it."""
+        limit, offloads = self._settings.device_bytes, self._settings.cpu_offload
+        weights = sum(info.nbytes for info in problem.layout.parameters)
+        device = free_device_bytes(self.root_device) if limit is None else None
+        free = FreeMemory(device, free_host_bytes() if offloads else None, weights)
+        if self._ranks is not None:
+            refuse_differences({"arguments of ProTrainFSDP2Strategy": str(self._settings)})
+            free = least_memory(free, self._ranks)
+        is_open = count is None or len(meshes) > 1
+        if limit is not None or (free.device is not None and is_open):
+            problem = replace(problem, profile=self._profile(trainer, problem.layout))
+            if limit is None and free.device is not None:
+                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
+            if problem.profile is None and count is None:
+                count = len(problem.block_names)
+        # Shards take the place of the model, which each rank has built.
+        host_bytes = None if free.host is None else free.host + free.weights
+        found: FSDPMemory | ValueError | None = None
+        if self.is_global_zero:
+            try:
+                found = fit_fsdp(problem, limit, host_bytes, meshes, count)
+            except FSDPTooLarge as error:
+                found = error
+                if self._settings.device_bytes is None and is_open:
+                    ways = "activation_checkpointing and sharding_strategy"
+                    found = FSDPTooLarge(f"{error} Or set {ways}: nothing is predicted then, and it may run out.")
+        found = self.broadcast(found)
+        if isinstance(found, ValueError):
+            raise found
+        assert found is not None
+        return found
+
+    def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
+        """What a training step does, on rank 0; every rank calls it. None: it is not known, or known elsewhere."""
+        model = cast(LightningModule, self.lightning_module)
+        with failing_together("Profiling a training step"):
+            if trainer.global_rank:  # Loaders are made on all ranks together.
+                batch_to_plan_with(trainer)
+                return None
+            context = self.precision_plugin.train_step_context
+            return profile_training_step(trainer, model, layout, context, otherwise=_STATES_ALONE)
+
+    def _checkpointed(self, names: tuple[str, ...], count: int | None) -> tuple[str, ...]:
+        """Modules that recompute in this fit."""
+        if count is not None:
+            return names[:count]
+        if self._memory is None:  # An evaluation has sharded the model, and nothing is known of a step.
+            known = self._settings.device_bytes is not None or self.root_device.type != "cpu"
+            return names if known else ()
+        return self._memory.checkpointed
 
     def model_to_device(self) -> None:
         """Moves the states of metrics, which are no buffers; FSDP2 has placed what is one."""
@@ -213,24 +333,18 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             self._undo.pop()()
         super().teardown()
 
-    def _shard(self, model: LightningModule) -> None:
-        refuse_sharded(model)
-        refuse_other_models(describe_tensors(model))
-        self.precision_plugin.convert_module(model)
-        units = choose_units(model, self._policy, self._min_num_params)
-        refuse_unshardable(model, units)
+    def _shard(self, model: LightningModule, units: ShardUnits, ranks: FSDPRanks) -> None:
         for name, fqn in units.left_out.items():
             rank_zero_info(f"{name!r} is no FSDP unit of its own: it shares {fqn!r} with another one.")
-        num_ranks = self.num_nodes * self.num_processes
         if self._peers.link != "unknown":
             rank_zero_info(self._peers.describe())
         rank_zero_info(
-            f"FSDP2: {len(units.names)} units and the rest of the model over {num_ranks} ranks."
-            if num_ranks > 1
+            f"FSDP2: {len(units.names)} units and the rest of the model, {ranks.describe()}."
+            if ranks.num_ranks > 1
             else "FSDP2 on one rank: nothing is sharded, and weights, gradients and optimizer states are whole."
         )
         options: dict[str, Any] = {
-            "mesh": self.device_mesh["data_parallel"],
+            "mesh": make_mesh(ranks, self.root_device),
             "mp_policy": mixed_precision(self.precision_plugin.precision),
             "offload_policy": self._offload_policy(),
         }
@@ -246,11 +360,13 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
                 register_fsdp_forward_method(model, step)
 
     def _offload_policy(self) -> OffloadPolicy:
-        if not self._cpu_offload:
+        if not self._settings.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
 
     def _recompute(self, model: LightningModule, names: tuple[str, ...]) -> None:
+        if not names:
+            return
         for name in names:
             self._undo.append(let_recompute(model.get_submodule(name), name))
         for config in stop_caching(model):
@@ -328,7 +444,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around each micro-batch of an accumulation but the last: gradients are added up, and not reduced."""
         model = cast(FSDPModule, self.model)
-        model.set_requires_gradient_sync(self._sync_each_batch)
+        model.set_requires_gradient_sync(self._settings.sync_each_batch)
         self._accumulates = True
         try:
             yield

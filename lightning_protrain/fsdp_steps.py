@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from lightning_protrain.fsdp_state import load_optimizer_parts
 from lightning_protrain.runtime.recompute import checkpoint
 
 
@@ -35,28 +35,38 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
     return undo
 
 
-def point_to_parts(
-    optimizers: Sequence[Optimizer], model: nn.Module, known: list[tuple[weakref.ref[nn.Parameter], str]]
-) -> None:
-    """Optimizers that were made before the model was sharded get the parts of what they hold.
+def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Callable[[], None]:
+    """Take the parameters out of optimizers, which would keep them whole, and return what puts their shards there.
+
+    Args:
+        optimizers: They hold parameters of the model; what they keep of them is sharded like them.
+        model: It may be sharded before the shards are put there.
 
     Raises:
-        ValueError: One holds something that is no parameter of the model.
+        ValueError: An optimizer holds something that is no parameter of the model.
     """
-    present = {id(parameter) for parameter in model.parameters()}
-    names = {id(parameter): name for reference, name in known if (parameter := reference()) is not None}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if id(parameter) in present:
-                    continue
-                if id(parameter) not in names:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no "
-                        "parameter of the model any more. Make the optimizer in configure_optimizers, from "
-                        "self.parameters()."
-                    )
-                group["params"][index] = model.get_parameter(names[id(parameter)])
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter "
+                    "of the model any more. Make the optimizer in configure_optimizers, from self.parameters()."
+                )
+    states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:  # In place: LBFGS has the same list under another name.
+            group["params"][:] = [names[id(parameter)] for parameter in group["params"]]
+
+    def put_back() -> None:
+        for optimizer, content in zip(optimizers, states, strict=True):
+            for group in optimizer.param_groups:
+                group["params"][:] = [model.get_parameter(name) for name in group["params"]]
+            if content is not None:
+                load_optimizer_parts(optimizer, content)
+
+    return put_back
 
 
 @contextmanager

@@ -66,31 +66,31 @@ def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> Shard
 
 
 def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...]:
-    """Names of the modules that recompute their activations; none of them lies inside another.
+    """Return names of the modules that can recompute their activations; none of them lies inside another.
 
     They are the elements of the repeated lists; without any, the outermost modules that policy `"size"` would choose.
-
-    Raises:
-        ValueError: There is neither.
     """
-    names = discover_blocks(model)
-    if not names:
-        large = {id(module) for module in _large_modules(model, min_num_params)}
-        inside = {
-            id(inner)
-            for module in model.modules()
-            if id(module) in large
-            for inner in module.modules()
-            if inner is not module
-        }
-        names = tuple(name for name, module in model.named_modules() if id(module) in large - inside)
-    if not names:
-        raise ValueError(
-            f"activation_checkpointing=True found nothing to recompute in {type(model).__name__}: it has no repeated "
-            f"list of blocks, and no module inside it has min_num_params={min_num_params} parameters. Lower "
-            "min_num_params, or leave activation_checkpointing out."
-        )
-    return names
+    if names := discover_blocks(model):
+        return names
+    large = {id(module) for module in _large_modules(model, min_num_params)}
+    inside = {
+        id(inner)
+        for module in model.modules()
+        if id(module) in large
+        for inner in module.modules()
+        if inner is not module
+    }
+    return tuple(name for name, module in model.named_modules() if id(module) in large - inside)
+
+
+def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, ...], ...]:
+    """Return first names of the parameters of each unit beside the model, in the order of the units."""
+    chosen = {id(model.get_submodule(name)) for name in units.names}
+    held: dict[str, list[str]] = {name: [] for name in units.names}
+    for fqn, (owner, *_) in _owners(model, chosen).items():
+        if owner:
+            held[owner].append(fqn)
+    return tuple(map(tuple, held.values()))
 
 
 def refuse_unshardable(model: nn.Module, units: ShardUnits) -> None:

@@ -28,6 +28,7 @@ _NO_BATCH = (
     "that cannot be copied)"
 )
 _OTHER_BATCH = "Give the data module a method `largest_batch`, or plan without data (`data: null`)."
+_NO_PLAN = "No plan is searched for, and streamed weights keep their own dtype."
 _BUDGET = "device_memory"
 _OTHER_PLAN = (
     "Give the data module, or the data set or loader that fit is given, a method `largest_batch` that returns a batch. "
@@ -45,6 +46,7 @@ def profile_training_step(
     forward_context: Callable[[], AbstractContextManager[Any]],
     needed_for: str = "",
     capability: Capability | None = None,
+    otherwise: str = _NO_PLAN,
 ) -> ModelProfile | None:
     """Runs `training_step` on the largest batch, or the first, for its shapes; see `profile_model`.
 
@@ -63,6 +65,7 @@ def profile_training_step(
         forward_context: Around the step: the autocast of the precision.
         needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
         capability: Of the CUDA GPU that is planned for, if it is not the device of the trainer.
+        otherwise: What follows where there is no profile, as a sentence.
 
     Returns:
         The profile; None, and one sentence for the user, if there is no batch, or the step raises.
@@ -102,13 +105,13 @@ def profile_training_step(
     except UntraceableError as error:
         if needed_for:
             raise ValueError(_what_is_missing(needed_for, str(error))) from error
-        _say_unknown(str(error))
+        _say_unknown(str(error), otherwise)
     except _STEP_ERRORS as error:
         if needed_for.startswith(_BUDGET):
             raise ValueError(_what_is_missing(needed_for, f"it raised {type(error).__name__} ({error}).")) from error
         if needed_for:
             raise
-        _say_unknown(f"it raised {type(error).__name__} ({error}).")
+        _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
 
 
@@ -144,11 +147,8 @@ def _what_is_missing(needed_for: str, reason: str) -> str:
     return f"{needed_for} needs to know what a training step saves, and it is not known: {reason} {instead}"
 
 
-def _say_unknown(reason: str) -> None:
-    rank_zero_info(
-        f"What a training step saves, casts and computes is not known: {reason} No plan is searched for, and streamed "
-        "weights keep their own dtype."
-    )
+def _say_unknown(reason: str, otherwise: str) -> None:
+    rank_zero_info(f"What a training step saves, casts and computes is not known: {reason} {otherwise}")
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:

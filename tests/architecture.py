@@ -30,10 +30,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("models",),
     ("callbacks",),
-    ("fsdp2", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units"),
     (
         *("divided", "joint_planning", "overlap", "paper", "parallel", "parallelism", "planning", "precision"),
         *("profiling", "refusals", "searching", "states", "strategy", "torn", "wishes"),
+        *("fsdp2", "fsdp_choices", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units"),
     ),
     ("trainer",),
     ("cli", "mistakes"),

@@ -89,12 +89,24 @@ def kill_this_rank() -> None:
 
 
 def trainer_on_rank(
-    rank: int, world_size: int, kind: Callable[..., ParallelStrategy] = DDPStrategy, **options: Any
+    rank: int,
+    world_size: int,
+    kind: Callable[..., ParallelStrategy] = DDPStrategy,
+    num_nodes: int = 1,
+    **options: Any,
 ) -> Trainer:
-    """A Trainer with DDP, or another kind of parallel strategy, for a rank of `run_ranks`."""
+    """Return a Trainer with DDP, or another kind of parallel strategy, for a rank of `run_ranks`.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of ranks.
+        kind: Makes the strategy.
+        num_nodes: Nodes that the ranks pretend to be on, as many on each.
+        options: Of the Trainer.
+    """
     strategy = kind(process_group_backend="gloo")
-    strategy.cluster_environment = _Environment(rank, world_size)
-    return quiet_trainer(devices=world_size, strategy=strategy, **options)
+    strategy.cluster_environment = _Environment(rank, world_size, world_size // num_nodes)
+    return quiet_trainer(devices=world_size // num_nodes, num_nodes=num_nodes, strategy=strategy, **options)
 
 
 def quiet_trainer(**options: Any) -> Trainer:
@@ -106,8 +118,9 @@ def quiet_trainer(**options: Any) -> Trainer:
 class _Environment(LightningEnvironment):
     """The processes are there already, and so is the group."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, ranks_per_node: int) -> None:
         super().__init__()
+        self._ranks_per_node = ranks_per_node
         self.set_global_rank(rank)
         self.set_world_size(world_size)
 
@@ -116,7 +129,10 @@ class _Environment(LightningEnvironment):
         return True
 
     def local_rank(self) -> int:
-        return self.global_rank()
+        return self.global_rank() % self._ranks_per_node
+
+    def node_rank(self) -> int:
+        return self.global_rank() // self._ranks_per_node
 
 
 def _run(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, point_to_parts
+from lightning_protrain.fsdp_steps import evaluating, explained, let_recompute, release_parameters
 from tests.models import HIDDEN, Mlp
 
 
@@ -47,18 +48,25 @@ def test_an_own_forward_of_the_instance_is_put_back() -> None:
     assert module.forward is own
 
 
-def test_optimizers_get_what_took_the_place_of_their_parameters() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_let_go_of_parameters_and_get_what_took_their_place(kind: Any) -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=1.0)
-    known = [(weakref.ref(parameter), name) for name, parameter in model.named_parameters()]
-    point_to_parts([optimizer], model, known)
-    assert optimizer.param_groups[0]["params"][0] is model.bias
+    optimizer = kind([{"params": [model.bias]}, {"params": [model.weight]}], lr=1.0)
+    before, kept = weakref.ref(model.weight), len(optimizer.state)
+    put_back = release_parameters([optimizer], model)
     model.weight = nn.Parameter(torch.ones(2, 2))
-    point_to_parts([optimizer], model, known)
-    assert optimizer.param_groups[1]["params"][0] is model.weight
+    assert before() is None
+    put_back()
+    assert [group["params"][0] for group in optimizer.param_groups] == [model.bias, model.weight]
+    assert [*optimizer.state] == ([model.bias, model.weight] if kept else [])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
     stray = torch.optim.SGD([nn.Parameter(torch.ones(5))], lr=1.0)
     with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(5,\)"):
-        point_to_parts([stray], model, known)
+        release_parameters([stray], nn.Linear(2, 2))
 
 
 def test_evaluation_makes_no_inference_tensors() -> None:

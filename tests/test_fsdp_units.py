@@ -14,6 +14,7 @@ from lightning_protrain.fsdp_units import (
     _owners,
     choose_checkpointed,
     choose_units,
+    parameters_by_unit,
     refuse_unshardable,
 )
 from tests.models import LanguageModel, Mlp
@@ -151,8 +152,16 @@ def test_checkpointed_modules_are_the_blocks_or_the_outermost_large_ones() -> No
     nested = Pair(Pair(Mlp(), linear(9), own=100), linear(9))
     assert choose_units(nested, "size", 100).names == ("first.first.down", "first.first.up", "first")
     assert choose_checkpointed(nested, 100) == ("first",)
-    with pytest.raises(ValueError, match=r"found nothing to recompute in Pair.*min_num_params=2000"):
-        choose_checkpointed(nested, 2000)
+    assert choose_checkpointed(nested, 2000) == ()
+
+
+def test_parameters_are_those_that_a_unit_holds_alone() -> None:
+    nested = Pair(Pair(Mlp(), linear(9), own=100), linear(9))
+    units = choose_units(nested, "size", 100)
+    down, up, first = parameters_by_unit(nested, units)
+    assert (down, up) == tuple((f"first.first.{name}.weight", f"first.first.{name}.bias") for name in ("down", "up"))
+    assert first == ("first.own", "first.first.norm.weight", "first.first.norm.bias", "first.second.weight")
+    assert parameters_by_unit(nested, ShardUnits(())) == ()
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -82,7 +82,8 @@ class FSDPRanks:
             return "on one rank"
         if self.divisor == self.num_ranks:
             return f"sharded over all {self.num_ranks} ranks"
-        return f"HSDP: {self.num_ranks // self.divisor} copies, each sharded over {self.divisor} ranks"
+        each = f"each sharded over {self.divisor} ranks" if self.divisor > 1 else "each whole on one rank"
+        return f"HSDP: {self.num_ranks // self.divisor} copies, {each}"
 
     @property
     def divisor(self) -> int:
