@@ -36,9 +36,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_protrain.batches import batch_to_plan_with
-from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.checkpoint_io import reader_of
 from lightning_protrain.consensus import least_memory, refuse_differences, refuse_other_models
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.epochs import length_is_known
 from lightning_protrain.finite import FiniteLosses, OnNonFinite
 from lightning_protrain.fsdp_choices import (
