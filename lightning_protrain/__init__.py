@@ -18,7 +18,7 @@ from lightning_protrain.precision import ProTrainPrecision
 from lightning_protrain.strategy import ProTrainStrategy
 
 if TYPE_CHECKING:
-    from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+    from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
     from lightning_protrain.data.datamodule import ChatDataModule
     from lightning_protrain.models.module import CausalLMModule
 
@@ -40,7 +40,7 @@ __all__ = [
 _LAZY = {
     "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
-    "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint",
+    "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
 }
 
 ProTrainStrategy.register_strategies(StrategyRegistry)

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 import lightning_protrain_command
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.manifest import reserved_name

@@ -270,7 +270,7 @@ def test_names_that_are_imported_when_asked_for_are_listed() -> None:
         "assert set(lightning_protrain.__all__) <= set(dir(lightning_protrain))\n"
         "assert 'lightning_protrain.models.module' not in sys.modules\n"
         "from lightning_protrain import *\n"
-        "from lightning_protrain import module\n"
+        "from lightning_protrain.models import module\n"
         "assert CausalLMModule is lightning_protrain.CausalLMModule is module.CausalLMModule\n"
         "lightning_protrain.Nothing\n"
     )

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_protrain import checkpoint_io
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint, rendezvous
+from lightning_protrain.callbacks.checkpoint import rendezvous
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO

@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_protrain.callbacks.checkpoint import ProTrainCheckpoint, rendezvous
+from lightning_protrain.callbacks.checkpoint import rendezvous
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.discover import find
 from lightning_protrain.checkpoint.verifying import verify
