@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_protrain.models.export import SavePretrained
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.overlap import OverlapChoice
 from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.local_rows import refuse_optimizers

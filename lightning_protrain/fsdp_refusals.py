@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_protrain.models.export import SavePretrained
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
 

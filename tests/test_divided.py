@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.divided import WholeWeights, refuse_combinations
-from lightning_protrain.models.export import SavePretrained
 
 
 def _refuse(

@@ -23,7 +23,7 @@ from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoin
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PREFIX, PlanMonitor
 from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
-from lightning_protrain.models.export import SavePretrained
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from tests.callbacks.stand_ins import chat_data, fit
 from tests.models import zoo
 from tests.ranks import run_ranks, trainer_on_rank, values

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.models.export import SavePretrained
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy import ProTrainStrategy

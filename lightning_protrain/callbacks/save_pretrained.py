@@ -1,0 +1,97 @@
+"""`SavePretrained`: what was trained, as a folder that transformers or PEFT read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from safetensors import SafetensorError
+
+from lightning_protrain.models.lora import save_model
+
+
+class SavePretrained(Callback):
+    """Writes the module's `model` with `save_pretrained` when training ends, the tokenizer beside it.
+
+    A model with adapters leaves those alone, in PEFT's format; any other leaves its config and all weights, as
+    safetensors. The folder appears when it is whole, after the last checkpoint is saved. For a run that is to go on,
+    save checkpoints: optimizer states are not in it.
+
+    Args:
+        dirpath: Folder to be made; it must not exist.
+        fallback_dirpath: Another one, on another disk, for where `dirpath` cannot be written when training has ended.
+
+    Raises:
+        ValueError: Before training: a folder is there already, or the module has no `model` that can be saved.
+        OSError: After training: neither folder could be written; the message says where the weights still are.
+    """
+
+    def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+        self.fallback_dirpath = fallback_dirpath
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what could not be saved, before the training and not after it."""
+        for dirpath in self._dirpaths:
+            if Path(dirpath).exists():
+                raise ValueError(f"SavePretrained would write to {dirpath!r}, which is there already. Move it away.")
+        if not callable(getattr(getattr(pl_module, "model", None), "save_pretrained", None)):
+            raise ValueError(
+                f"SavePretrained needs a model of transformers or PEFT as `model` of {type(pl_module).__name__}, and "
+                f"finds {type(getattr(pl_module, 'model', None)).__name__}."
+            )
+        if trainer.is_global_zero:
+            for dirpath in self._dirpaths:
+                Path(dirpath).absolute().parent.mkdir(parents=True, exist_ok=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the folder, on rank zero."""
+        if not trainer.is_global_zero:
+            return
+        for dirpath in self._dirpaths:
+            try:
+                _write(trainer, pl_module.model, dirpath)
+            except (OSError, SafetensorError) as error:
+                said = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
+                if dirpath != self._dirpaths[-1]:
+                    rank_zero_warn(f"{said} It is written to {self.fallback_dirpath!r} instead.")
+                    continue
+                raise OSError(f"{said} {_what_is_left(trainer, dirpath)}") from error
+            rank_zero_info(f"The trained model is in {dirpath}.")
+            return
+
+    @property
+    def _dirpaths(self) -> list[str]:
+        return [self.dirpath] if self.fallback_dirpath is None else [self.dirpath, self.fallback_dirpath]
+
+
+def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
+    partial = Path(f"{dirpath}.partial")
+    if partial.exists():  # of a run that was killed while it wrote
+        shutil.rmtree(partial)
+    try:
+        save_model(model, partial)
+        datamodule = getattr(trainer, "datamodule", None)
+        for name in ("tokenizer", "processor"):
+            save = getattr(getattr(datamodule, name, None), "save_pretrained", None)
+            if callable(save):
+                save(partial)
+        os.rename(partial, dirpath)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _what_is_left(trainer: Trainer, dirpath: str) -> str:
+    savers = trainer.checkpoint_callbacks
+    paths = [getattr(each, name, "") for each in savers for name in ("last_model_path", "best_model_path")]
+    saved = next((path for path in paths if path and os.path.exists(path)), None)
+    if saved is None:
+        return "No checkpoint was saved either: what was trained is lost."
+    return (
+        f"What was trained is in the newest checkpoint, {saved}: make room, then "
+        f"`lightning-protrain export {saved} {dirpath}`."
+    )
