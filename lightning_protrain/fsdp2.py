@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
+from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -54,8 +54,11 @@ from lightning_protrain.fsdp_choices import (
 from lightning_protrain.fsdp_refusals import refuse_optimizers, refuse_precision, refuse_run, refuse_sharded
 from lightning_protrain.fsdp_state import (
     describe_tensors,
+    has_optimizer_states,
     load_optimizer_parts,
     load_parts,
+    load_sharded,
+    load_sharded_optimizers,
     spread,
     whole_optimizer_state,
     whole_states,
@@ -104,7 +107,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         sync_each_batch: Whether gradients are reduced after every micro-batch of an accumulation. If not, once for an
             optimizer step, and each rank holds whole gradients until then.
         save_distributed_checkpoint: Whether each rank saves its shards, which only this strategy and
-            `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint.
+            `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint. Both are loaded.
         on_nonfinite: As in `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
         sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
@@ -147,6 +150,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         self._memory: FSDPMemory | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
+        # Reads the weights of a checkpoint once the model is sharded.
+        self._waiting: Callable[[], None] | None = None
         self._has_stepped = False
         # Whether gradients are added up in this batch; and whether some rank does not know how many there are.
         self._accumulates = False
@@ -238,6 +243,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         if not is_sharded:
             # What a fit will take is not known to an evaluation.
             self._shard(model, units, meshes[-1] if self._memory is None else self._memory.ranks)
+        load, self._waiting = self._waiting, None
+        if load is not None:
+            load()
         self.model = model
         self.model_to_device()
         self.barrier()
@@ -370,7 +378,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         for name in names:
             self._undo.append(let_recompute(model.get_submodule(name), name))
         for config in stop_caching(model):
-            self._undo.append(functools.partial(setattr, config, "use_cache", True))
+            self._undo.append(partial(setattr, config, "use_cache", True))
         rank_zero_info(f"Activation checkpointing: {len(names)} modules recompute their activations.")
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -456,11 +464,11 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._save_distributed_checkpoint
+        return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return not self._save_distributed_checkpoint
+        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole on rank 0 and empty on the others; every rank's parts with `save_distributed_checkpoint`."""
@@ -486,19 +494,15 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; whole ones are not copied into the memory of every rank where files can be mapped.
+        """Reads a whole checkpoint, or of one in shards what is no tensor; these wait until the model is sharded.
 
-        Raises:
-            ValueError: It was saved in parts, and this strategy saves whole ones.
+        Whole ones are not copied into the memory of every rank where files can be mapped.
         """
-        if self._save_distributed_checkpoint:
-            return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         if _is_sharded_checkpoint(path):
-            raise ValueError(
-                f"{path} was saved in parts. Give save_distributed_checkpoint=True, or make one file of it with "
-                f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}."
-            )
+            metadata = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+            states = {"optimizer_states": path} if has_optimizer_states(path) else {}
+            return {**metadata, **states, "state_dict": path}
         if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
             return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         checkpoints = reader_of(path, self.checkpoint_io)
@@ -507,16 +511,23 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         return super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._save_distributed_checkpoint:
-            return
-        assert self.lightning_module is not None
-        load_parts(self.lightning_module, checkpoint["state_dict"], strict)
+        model, states = self.lightning_module, checkpoint["state_dict"]
+        assert model is not None
+        if not isinstance(states, Path):
+            load_parts(model, states, strict)
+        elif isinstance(model, FSDPModule):
+            load_sharded(model, states, strict)
+        else:  # Each rank would read all of it.
+            self._waiting = partial(load_sharded, model, states, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._save_distributed_checkpoint:
+        states, model = checkpoint["optimizer_states"], self.lightning_module
+        assert model is not None
+        if isinstance(states, Path):
+            load_sharded_optimizers(model, self.optimizers, states)
             return
-        for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_optimizer_parts(optimizer, states)
+        for optimizer, content in zip(self.optimizers, states, strict=False):
+            load_optimizer_parts(optimizer, content)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

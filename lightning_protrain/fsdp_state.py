@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
@@ -90,6 +98,40 @@ def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> Non
     """
     present = model.state_dict(keep_vars=True)
     model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
+
+
+def has_optimizer_states(path: Path) -> bool:
+    """Whether a checkpoint in shards holds more than weights."""
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer_") for name in names)
+
+
+def load_sharded(model: nn.Module, path: Path, strict: bool) -> None:
+    """Load the weights of a checkpoint in shards; each rank reads its own, whatever ranks have saved it.
+
+    Args:
+        model: It is sharded.
+        path: Folder of the checkpoint.
+        strict: As in `Module.load_state_dict`.
+    """
+    states = get_model_state_dict(model)
+    dcp.load({"state_dict": states}, checkpoint_id=path)
+    model.load_state_dict(states, strict=strict)
+
+
+def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], path: Path) -> None:
+    """Load the optimizer states of a checkpoint in shards; each rank reads its own.
+
+    Args:
+        model: What they train; it is sharded.
+        optimizers: In the order in which they were saved.
+        path: Folder of the checkpoint.
+    """
+    for index, optimizer in enumerate(optimizers):
+        states = get_optimizer_state_dict(model, optimizer)
+        dcp.load({f"optimizer_{index}": states}, checkpoint_id=path)
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=states, options=options)
 
 
 def part(value: Any, like: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.fsdp_state import whole_states
 from tests.fsdp2_cases import BOUND, CLIPPED, KINDS, MODELS, RANKS, Trained, largest_difference, train
 from tests.models import variants
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -123,13 +124,61 @@ def test_evaluation_and_a_second_fit(tmp_path: Path) -> None:
     values(run_ranks(evaluate_with_both, RANKS, tmp_path, tmp_path))
 
 
-def parts_into_whole(rank: int, folder: Path) -> None:
-    _, trainer = train(rank, MODELS["full"](), KINDS["parts"], max_steps=1)
-    trainer.save_checkpoint(folder / "parts")
-    trainer_on_rank(rank, RANKS, KINDS["fsdp2"]).fit(MODELS["full"](), ckpt_path=folder / "parts")
+# --- on another number of ranks ---------------------------------------------------------------------------------------
+
+EPOCH: dict[str, Any] = {"limit_train_batches": 3}
 
 
-def test_a_checkpoint_in_parts_is_refused(tmp_path: Path) -> None:
-    for outcome in run_ranks(parts_into_whole, RANKS, tmp_path, tmp_path):
-        assert outcome.error is not None
-        assert "was saved in parts. Give save_distributed_checkpoint=True" in outcome.error
+def save_both(rank: int, folder: Path, model: str) -> None:
+    """One whole checkpoint, and one in shards, of the same three steps."""
+    for kind in ("fsdp2", "parts"):
+        _, trainer = train(rank, MODELS[model](), KINDS[kind], max_epochs=1, **EPOCH)
+        trainer.save_checkpoint(folder / f"{kind}.ckpt")
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+
+
+def go_on(rank: int, world: int, nodes: int, path: Path, kind: str, model: str) -> tuple[Trained, Any]:
+    """Three more steps."""
+    module = MODELS[model]()
+    trainer = trainer_on_rank(rank, world, KINDS[kind], nodes, max_epochs=2, **EPOCH)
+    torch.manual_seed(rank)
+    trainer.fit(module, ckpt_path=path)
+    assert trainer.global_step == 6
+    states = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    if kind == "parts":
+        weights, states = whole_states(module.state_dict(keep_vars=True), keep=True), None
+    else:
+        weights = trainer.strategy.lightning_module_state_dict()
+    names = [name for name, _ in itertools.chain(module.named_parameters(), module.named_modules())]
+    return Trained(module.losses, weights, names), states
+
+
+def resume_elsewhere(rank: int, folder: Path, model: str, world: int, nodes: int) -> dict[str, float]:
+    whole, sharded = folder / "fsdp2.ckpt", folder / "parts.ckpt"
+    ours, states = go_on(rank, world, nodes, whole, "fsdp2", model)
+    ddp, expected = go_on(rank, world, nodes, whole, "ddp", model)
+    if rank == 0:
+        assert states["param_groups"] == expected["param_groups"]
+        assert states["state"].keys() == expected["state"].keys() != set()
+    found = {"ddp": largest_difference(ours, ddp, rank)}
+    for kind, path in (("parts", sharded), ("parts", whole), ("fsdp2", sharded), ("offloaded", sharded)):
+        theirs, _ = go_on(rank, world, nodes, path, kind, model)
+        found[f"{kind} from {path.stem}"] = largest_difference(ours, theirs, rank)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        go_on(rank, world, nodes, folder / "weights.ckpt", "fsdp2", model)
+    return found
+
+
+# By number of ranks and of the nodes that they are on.
+@pytest.mark.parametrize(
+    ("model", "world", "nodes"), [("full", 1, 1), ("frozen", 2, 1), ("frozen", 4, 1), ("full", 4, 2)]
+)
+def test_it_resumes_on_another_number_of_ranks(model: str, world: int, nodes: int, tmp_path: Path) -> None:
+    for name in ("saved", "resumed"):
+        (tmp_path / name).mkdir()
+    values(run_ranks(save_both, RANKS, tmp_path / "saved", tmp_path, model))
+    for found in values(run_ranks(resume_elsewhere, world, tmp_path / "resumed", tmp_path, model, world, nodes)):
+        # Sums over more than two ranks come in another order.
+        assert found.pop("ddp") <= (0.0 if world <= 2 else BOUND)
+        assert len(found) == 4
+        assert not any(found.values()), found
