@@ -22,7 +22,7 @@ from lightning_protrain.planner.activations import Activations, Levels
 from lightning_protrain.planner.buffers import Buffers
 from lightning_protrain.planner.host import _pages
 from lightning_protrain.planner.named import Named
-from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, MemoryTerms
+from lightning_protrain.planner.plan import BlockPolicy, ChunkPlan, MemoryTerms, gathers_gradients
 from lightning_protrain.planner.policies import Step, first_steps, steps_before
 from lightning_protrain.planner.sizes import Sizes, before_each, second_largest, swap_table, totals
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -110,7 +110,7 @@ class Footprint:
         resident, gradients = before_each(sizes.resident_bytes(state_bytes)), before_each(sizes.gradient_bytes)
         held = self._activations.held(np.arange(len(chunks) + 1))
         self._fixed = resident + held + layout.buffer_bytes
-        self._resident, self._in_flight = resident + gradients, _in_flight(sizes)
+        self._resident, self._in_flight = resident + gradients, _in_flight(sizes, gathers_gradients(layout, chunks))
         self._states = self._resident + self._in_flight + layout.buffer_bytes
         # The least if at least the first p are resident.
         self._least_fixed, self._least_states = _least_after(self._fixed), _least_after(self._states)
@@ -267,15 +267,19 @@ class Footprint:
         return found
 
 
-def _in_flight(sizes: Sizes) -> Integers:
+def _in_flight(sizes: Sizes, gathered: Sequence[bool]) -> Integers:
     """Gradients in flight, as in `memory_terms`, if the first p chunks are resident, (N + 1,)."""
     trained, count = np.where(sizes.trainable[sizes.chunk], sizes.streamed, 0), len(sizes.nbytes)
     together = totals(sizes.chunk, np.where(sizes.shared, trained, 0), count)
     alone = np.where(sizes.shared, 0, trained)
+    staged = np.where(np.array(gathered, dtype=np.bool_), sizes.nbytes, 0)
+    alone = np.where(staged[sizes.chunk] > 0, 0, alone)
+    alone[np.searchsorted(sizes.chunk, np.flatnonzero(staged))] = staged[staged > 0]
     largest = np.zeros(count + 1, dtype=np.int64)
     np.maximum.at(largest, sizes.chunk, alone)
     two = np.maximum.accumulate(largest[::-1])[::-1] + second_largest(alone, sizes.chunk, count)
-    return two + np.append(np.cumsum(together[::-1])[::-1], 0)
+    most: Integers = np.maximum.accumulate(np.append(staged, 0)[::-1])[::-1]
+    return two + np.append(np.cumsum(together[::-1])[::-1], 0) + most
 
 
 def _host_states(

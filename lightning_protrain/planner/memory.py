@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import ceil, floor
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
-from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets
+from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 
 
@@ -98,7 +98,8 @@ def memory_terms(
       than that many and evicts before it exceeds these bytes, which never are fewer than one unit and all units around
       it need.
     - Gradients in flight: one lands while the next is computed, so the two largest of offloaded parameters count; but
-      a parameter that several modules share accumulates until its last use, so all of these count on top.
+      a parameter that several modules share accumulates until its last use, so all of these count on top. Those of a
+      chunk that leave in one copy count as one, and again for the memory in which they are laid side by side.
     - Swapped activations: the heaviest two neighbours. In forward, what one block has saved leaves while the next one
       computes; in backward, what one block needs comes while the one after it computes.
 
@@ -203,18 +204,21 @@ def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> i
 
 def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
     users = users_of(layout)
-    shared, others = 0, [0]
-    for chunk in chunks:
+    shared, others, staged = 0, [0], 0
+    for chunk, gathered in zip(chunks, gathers_gradients(layout, chunks), strict=True):
         if chunk.resident or not chunk.trainable:
             continue
+        if gathered:
+            others.append(chunk.nbytes)
+            staged = max(staged, chunk.nbytes)
         for fqn in chunk.parameters:
             info = layout.parameter(fqn)
             if len(info.sites) > 1 or len(users[fqn]) > 1:
                 shared += info.streamed_nbytes
-            else:
+            elif not gathered:
                 others.append(info.streamed_nbytes)
     # While one lands, the next is computed.
-    return shared + sum(sorted(others)[-2:])
+    return shared + sum(sorted(others)[-2:]) + staged
 
 
 def check_fits(

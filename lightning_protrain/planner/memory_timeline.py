@@ -30,7 +30,7 @@ from math import ceil
 from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.memory import resident_bytes
-from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, chunk_offsets
+from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, chunk_offsets, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.problem import Problem, casts_of
 
@@ -322,9 +322,15 @@ class _Model:
     def _in_flight(self) -> int:
         """Return gradients of offloaded chunks that are held while they land; one more is in the profile."""
         layout = self.problem.layout
-        offloaded = [chunk for chunk in self.plan.chunks if not chunk.resident and chunk.trainable]
-        sizes = sorted(layout.parameter(fqn).streamed_nbytes for chunk in offloaded for fqn in chunk.parameters)
-        return sizes[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
+        sizes, staged = list[int](), 0
+        for chunk, gathered in zip(self.plan.chunks, gathers_gradients(layout, self.plan.chunks), strict=True):
+            if chunk.trainable and not chunk.resident and gathered:
+                sizes.append(chunk.nbytes)
+                staged = max(staged, 2 * chunk.nbytes)
+            elif chunk.trainable and not chunk.resident:
+                sizes += [layout.parameter(fqn).streamed_nbytes for fqn in chunk.parameters]
+        landing = sorted(sizes)[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
+        return landing + staged
 
     def _whole_weights(self) -> int:
         """Return weights streamed in two bytes that a unit needs whole, if it is evaluated outside of autocast."""

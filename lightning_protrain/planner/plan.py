@@ -18,6 +18,8 @@ from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 FORMAT = 5
 # Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
 ALIGNMENT = 256
+# Bytes of a gradient whose copy takes less time than to issue it.
+SMALL_GRADIENT = 1 << 20
 
 
 class BlockPolicy(StrEnum):
@@ -226,6 +228,23 @@ def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(offsets), end
+
+
+def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[bool]:
+    """Return of each chunk whether its gradients leave in one copy: adapters, several small ones beside frozen weights.
+
+    Args:
+        layout: The model.
+        chunks: All its chunks.
+    """
+    frozen = {chunk.unit for chunk in chunks if not chunk.trainable}
+    return [
+        chunk.trainable
+        and chunk.unit in frozen
+        and len(chunk.parameters) > 1
+        and all(layout.by_name[fqn].streamed_nbytes <= SMALL_GRADIENT for fqn in chunk.parameters)
+        for chunk in chunks
+    ]
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:

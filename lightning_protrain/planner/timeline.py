@@ -12,7 +12,7 @@ from lightning_protrain.planner.activations import ActivationCurve
 from lightning_protrain.planner.host import host_terms, loading_terms
 from lightning_protrain.planner.live import LiveChunks
 from lightning_protrain.planner.memory import resident_bytes
-from lightning_protrain.planner.plan import BlockPolicy, Plan, chunk_offsets
+from lightning_protrain.planner.plan import BlockPolicy, Plan, chunk_offsets, gathers_gradients
 from lightning_protrain.planner.positions import LOSS_COPIES, NOWHERE, Integers, Positions, before
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.unexercised import Reserve, without_gradients
@@ -264,9 +264,14 @@ class _Model:
 
     def _in_flight(self) -> int:
         """Gradients of offloaded chunks that are held while they land; the one that is computed is in the profile."""
-        offloaded = [chunk for chunk in self._plan.chunks if not chunk.resident and chunk.trainable]
-        sizes = sorted(self._layout.parameter(fqn).streamed_nbytes for chunk in offloaded for fqn in chunk.parameters)
-        return sizes[-2] if self._asynchronous and len(sizes) > 1 else 0
+        sizes, staged = list[int](), 0
+        for chunk, gathered in zip(self._plan.chunks, gathers_gradients(self._layout, self._plan.chunks), strict=True):
+            if chunk.trainable and not chunk.resident and gathered:
+                sizes.append(chunk.nbytes)
+                staged = max(staged, 2 * chunk.nbytes)
+            elif chunk.trainable and not chunk.resident:
+                sizes += [self._layout.parameter(fqn).streamed_nbytes for fqn in chunk.parameters]
+        return (sorted(sizes)[-2] if self._asynchronous and len(sizes) > 1 else 0) + staged
 
     def _whole_weights(self) -> int:
         """Weights streamed in two bytes that a unit needs whole, if it is evaluated outside of autocast."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lightning_protrain.companions import move_companions
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.device import Device
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.additions import refuse_additions
 from lightning_protrain.runtime.chunk import Chunk
@@ -93,6 +93,9 @@ def apply_plan(
     divides = communicator is not None and sharing is not None and sharing.divides_weights
     together = RowGathers(communicator, device) if communicator is not None and divides else None
     chunks = _make_chunks(offloaded, parameters, device, sharing, together)
+    gathered = zip(plan.chunks, gathers_gradients(layout, plan.chunks), strict=True)
+    for chunk, gathers_own in zip(chunks, [own for each, own in gathered if not each.resident], strict=True):
+        chunk.gathers_gradients = gathers_own
     slots = [slot for chunk in chunks for slot in chunk.slots]
     replaced = register_divided(model, slots, parameters)
     units = _make_units(model, plan, layout, offloaded, chunks)

@@ -70,6 +70,9 @@ class Chunk:
         device: Where it is fetched to.
         share: What this rank holds of it; None: all.
         together: Fetches it with the ranks of other machines, if these divide weights.
+
+    Attributes:
+        gathers_gradients: Whether its gradients leave in one copy, see [Note: Small gradients].
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Chunk:
         self._together, self._pieces = together, list[Piece]()
         self.state = ChunkState.HOST
         self.prefetched = False
+        self.gathers_gradients = False
         self._reads_stepped = False
         self._device = device
         self._fence: Any = None

@@ -40,12 +40,13 @@ class GradientMemory:
 
     Attributes:
         nbytes: Of a block.
+        offsets: Where each gradient lies in it.
         has_been_used: Whether a block has ever been taken.
     """
 
     def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
         self._memory = memory
-        self._offsets, self.nbytes = chunk_offsets(sizes)
+        self.offsets, self.nbytes = chunk_offsets(sizes)
         self._block: weakref.ref[np.ndarray[Any, Any]] | None = None
         self._free: set[int] = set()
         self.has_been_used = False
@@ -61,7 +62,7 @@ class GradientMemory:
         if block is None:
             block = self._new_block()
         self._free.discard(place)
-        offset = self._offsets[place]
+        offset = self.offsets[place]
         kind = _NUMPY_TYPES.get(gradient.dtype)
         if kind is not None and gradient.is_contiguous():
             return torch.from_numpy(np.ndarray(gradient.shape, kind, block, offset))
@@ -71,10 +72,21 @@ class GradientMemory:
         flat = torch.frombuffer(block, dtype=gradient.dtype, count=gradient.numel(), offset=offset)
         return empty.set_(flat.untyped_storage(), 0, gradient.shape, gradient.stride())
 
+    def begin(self) -> None:
+        """Have the gradients that follow, one for each place, lie in one block."""
+        if len(self._free) < len(self.offsets):
+            self._block = None
+
+    def whole(self) -> Tensor:
+        """Return the present block, (nbytes,) of uint8; a gradient in it must be alive."""
+        block = self._block() if self._block is not None else None
+        assert block is not None
+        return torch.from_numpy(block)[: self.nbytes]
+
     def _new_block(self) -> np.ndarray[Any, Any]:
         """A block in which every place is free. The array keeps it through a tensor, as NumPy alone would not."""
         block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self.nbytes), dtype=torch.uint8).numpy()
         self._block = weakref.ref(block)
         self.has_been_used = True
-        self._free = set(range(len(self._offsets)))
+        self._free = set(range(len(self.offsets)))
         return block

@@ -7,6 +7,12 @@ the same order as autograd makes it. When all gradients of a chunk are on their 
 is the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
 waits only for host memory.
 
+[Note: Small gradients]
+A copy of a small gradient takes less time than it takes the host to issue it, and there are hundreds of adapters. Those
+of a chunk of adapters (`gathers_gradients`) are kept on the device until the last one has landed, then laid side by
+side as they lie on the host, and leave in one copy. Gradients of one chunk are kept at a time; what is incomplete when
+those of another chunk come, or when backward ends, leaves one by one. So do averages over ranks.
+
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
 parameter. Autograd would add both parts before it adds them to an older gradient; so the older gradient is set aside
@@ -19,6 +25,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +54,23 @@ class _Sum:
     part: Tensor
     host: nn.Parameter
     cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
+
+
+@dataclass
+class _Place:
+    """Where a gradient lands on the host.
+
+    Attributes:
+        target: Its memory there.
+        arrive: Notes that it is on its way, behind a fence.
+        block: All memory of its chunk that `target` is a part of.
+        offset: Its first byte there.
+    """
+
+    target: Tensor
+    arrive: Callable[[object], None]
+    block: GradientMemory | Chunk
+    offset: int
 
 
 class Landing:
@@ -91,7 +115,14 @@ class Landing:
         # However small chunks are: the worker has something to do while the device recomputes a block.
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
-        self._in_flight = InFlight([s.twin.nbytes for c in chunks if c.plan.trainable for s in c.slots])
+        self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
+        self._kept: dict[Slot, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
+        sizes = (
+            [chunk.nbytes] if index in self._gathered else [slot.twin.nbytes for slot in chunk.slots]
+            for index, chunk in enumerate(chunks)
+            if chunk.plan.trainable
+        )
+        self._in_flight = InFlight(list(chain.from_iterable(sizes)))
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
@@ -151,6 +182,7 @@ class Landing:
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
         self._in_flight.forget()
+        self._kept.clear()
         if self.reduction is not None:
             self.reduction.forget()
         self._land_fences()
@@ -194,7 +226,7 @@ class Landing:
         self._begin()
         twin, host = slot.twin, slot.host
         with below_guard():  # Without it each costs a look at the class of the twin.
-            grad, trained = twin.grad, host.requires_grad
+            grad, trained, hooked = twin.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
             twin.grad = None
         if grad is None or not trained:
             # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
@@ -211,11 +243,63 @@ class Landing:
         else:
             if reduction is not None:
                 reduction.refuse_mixing(slot)
-            self._receive(slot, grad, slot.collects)
+            if index in self._gathered and not hooked and not grad.is_sparse:
+                self._keep(index, slot, grad)
+            else:
+                self._receive(slot, grad, slot.collects)
+
+    def _keep(self, index: int, slot: Slot, grad: Tensor) -> None:
+        """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
+        if self._kept and (slot in self._kept or self._places[next(iter(self._kept))][0] != index):
+            self._send_kept()
+        self._kept[slot] = grad
+        if len(self._kept) == len(self._chunks[index].slots):
+            self._send_kept()
+
+    def _send_kept(self) -> None:
+        """Sends what is kept to the host."""
+        kept, self._kept = self._kept, {}
+        if not kept or not self._send_together(kept):
+            for slot, grad in kept.items():
+                self._receive(slot, grad, slot.collects)
+
+    def _send_together(self, gradients: dict[Slot, Tensor]) -> bool:
+        """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
+        index, _ = self._places[next(iter(gradients))]
+        slots = self._chunks[index].slots
+        with below_guard():
+            hosts = [slot.collects for slot in slots]
+            if len(gradients) < len(slots) or any(is_given_up(host.grad) for host in hosts):
+                return False
+            for memory in (self._stays[index], self._waits[index]):
+                memory.begin()
+            places = [self._place(slot, gradients[slot], host) for slot, host in zip(slots, hosts, strict=True)]
+            block = places[0].block
+            together = all(place.block is block for place in places)
+            if together:
+                whole = block.whole() if isinstance(block, GradientMemory) else block.source
+                staged = gradients[slots[0]].new_empty(whole.nbytes, dtype=torch.uint8)
+                torch._foreach_copy_(
+                    [
+                        staged[place.offset :][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+                        for place, grad in zip(places, map(gradients.__getitem__, slots), strict=True)
+                    ],
+                    [gradients[slot] for slot in slots],
+                )
+                self._device.hold_bytes = self._in_flight.land(slots[0], staged.nbytes)
+                fence = self._device.download(staged, whole)
+            for slot, place in zip(slots, places, strict=True):
+                if not together:
+                    self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
+                    fence = self._device.download(gradients[slot], place.target)
+                place.arrive(fence)
+        for slot in slots:
+            self._hand_over_if_asked(index, slot)
+        return True
 
     def _receive(self, slot: Slot, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
-        host, (index, place) = slot.host if host is None else host, self._places[slot]
+        host, (index, _) = slot.host if host is None else host, self._places[slot]
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
         with below_guard():
             older = host.grad
@@ -225,29 +309,47 @@ class Landing:
                 self._land_latest(index)
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
-            elif older is None and grad.dtype == host.dtype:
-                host.grad = target = self._home(index).empty_like(grad, place)
-                self._stay(index, self._device.download(grad, target))
-            elif older is None and self._updates.lends_copy(index, slot) and (low := slot.lend_copy(grad)) is not None:
-                fence = self._device.download(grad, low.stored())
-                low.lands(lambda: self._device.land(fence))
-                host.grad = low
-                self._stay(index, fence)
             else:
-                part = self._waits[index].empty_like(grad, place)
-                fence = self._device.download(grad, part)
-                cast = None
-                if older is None:
-                    # Here and not where it is cast, which may be on the worker: memory is given by one thread.
-                    cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), place)
-                self._sums.append(_Sum(fence, index, part, host, cast))
-                self._sum_bytes += part.nbytes
-                self._latest[index] = fence
-                if fence is None:
-                    self._add(0)
+                landing = self._place(slot, grad, host)
+                landing.arrive(self._device.download(grad, landing.target))
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
             self._call_user_hooks(slot)
+        self._hand_over_if_asked(index, slot)
+
+    def _place(self, slot: Slot, grad: Tensor, host: nn.Parameter) -> _Place:
+        """Finds where a dense gradient lands, and what happens then."""
+        index, at = self._places[slot]
+        older = host.grad
+        if older is None and grad.dtype == host.dtype:
+            home = self._home(index)
+            host.grad = target = home.empty_like(grad, at)
+            return _Place(target, lambda fence: self._stay(index, fence), home, home.offsets[at])
+        if older is None and self._updates.lends_copy(index, slot) and (low := slot.lend_copy(grad)) is not None:
+            host.grad = low
+
+            def lend(fence: object) -> None:
+                low.lands(lambda: self._device.land(fence))
+                self._stay(index, fence)
+
+            return _Place(low.stored(), lend, self._chunks[index], slot.begin)
+        waits = self._waits[index]
+        part = waits.empty_like(grad, at)
+        cast = None
+        if older is None:
+            # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+            cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), at)
+
+        def wait(fence: object) -> None:
+            self._sums.append(_Sum(fence, index, part, host, cast))
+            self._sum_bytes += part.nbytes
+            self._latest[index] = fence
+            if fence is None:
+                self._add(0)
+
+        return _Place(part, wait, waits, waits.offsets[at])
+
+    def _hand_over_if_asked(self, index: int, slot: Slot) -> None:
         if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)
         if self._sums or self._jobs:
@@ -357,6 +459,7 @@ class Landing:
 
     def _finish_copies(self) -> None:
         """Ends the copies under way, so that somebody may look at a gradient during backward."""
+        self._send_kept()
         self._land_fences()
         self._add(0)
 
