@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -22,6 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import (
@@ -78,16 +79,36 @@ from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
 from lightning_protrain.precision import alpha_for_dtype
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.catalogue import capability
 from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile
 from lightning_protrain.profiling import profile_training_step
 from lightning_protrain.runtime.comm import find_meeting
 from lightning_protrain.runtime.eightbit import mean_state_bytes
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing, stop_caching
 
+_T = TypeVar("_T")
 # Methods of a LightningModule that compute with its weights, besides `forward`.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 _STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """Ranks that are planned for and are not here.
+
+    Attributes:
+        machines: A node by the name of its GPU; None: this one.
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each of them.
+        answers: What each takes, or why the model does not fit.
+    """
+
+    machines: Mapping[str, HardwareProfile | None]
+    num_nodes: int
+    ranks_per_node: int
+    answers: dict[str, FSDPMemory | ValueError]
 
 
 class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
@@ -148,6 +169,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         )
         self._losses = FiniteLosses(on_nonfinite)
         self._memory: FSDPMemory | None = None
+        self._paper: _Paper | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
         # Reads the weights of a checkpoint once the model is sharded.
@@ -168,7 +190,51 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def planning_only(
+        self, machines: Mapping[str, HardwareProfile | None], num_nodes: int = 1, ranks_per_node: int = 1
+    ) -> Generator[dict[str, FSDPMemory | ValueError]]:
+        """Within it, a fit ends when it is known what it would take, and no weights are made.
+
+        Args:
+            machines: Nodes to plan for, by the name of their GPU; None: this one.
+            num_nodes: How many there are.
+            ranks_per_node: Ranks on each of them.
+
+        Yields:
+            A dict that the fit fills: what each rank takes, or why the model does not fit.
+        """
+        self._settings.meshes(num_nodes, ranks_per_node)
+        self._paper = _Paper(machines, num_nodes, ranks_per_node, {})
+        try:
+            yield self._paper.answers
+        finally:
+            self._paper = None
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """Make weights in host memory, or none where it is only planned."""
+        nowhere = nullcontext() if self._paper is None else torch.device("meta")
+        with super().tensor_init_context(empty_init), nowhere:
+            yield
+
+    def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
+        """Return what `load` gives, or where it is only planned `outline`."""
+        return load() if self._paper is None else outline()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of a data set is this rank's: every rank has its own."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # There is nobody else to start.
+            super()._configure_launcher()
+
     def setup_environment(self) -> None:
+        if self._paper is not None:  # Nobody else is there.
+            super(ModelParallelStrategy, self).setup_environment()
+            return
         self._settings.meshes(
             self.num_nodes, self.num_processes
         )  # Refuse a wrong one before ranks wait for each other.
@@ -227,18 +293,23 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             refuse_own_checkpointing(model)
         elif count is None and checkpoints_itself(model):
             count = 0
-        meshes = self._settings.meshes(self.num_nodes, self.num_processes)
         if not is_sharded:
             refuse_sharded(model)
-            refuse_other_models(describe_tensors(model))
+            if self._paper is None:
+                refuse_other_models(describe_tensors(model))
             units = choose_units(model, self._settings.policy, self._settings.min_num_params)
-            refuse_unshardable(model, units)
+            refuse_unshardable(model, units, needs_values=self._paper is None)
             self.precision_plugin.convert_module(model)
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+        meshes = self._settings.meshes(self.num_nodes, self.num_processes)
         if fitting and not is_sharded:
-            self._memory = self._decide(trainer, self._problem(trainer, model, names, units), meshes, count)
+            problem = self._problem(trainer, model, names, units)
+            if self._paper is not None:
+                self._predict(trainer, problem, count, self._paper)
+                raise _TunerExitException
+            self._memory = self._decide(trainer, problem, meshes, count)
         put_back = release_parameters(self.optimizers, model) if fitting else None
         if not is_sharded:
             # What a fit will take is not known to an evaluation.
@@ -259,7 +330,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     ) -> FSDPProblem:
         """What is to be trained, with its optimizers; activations are not known yet."""
         layout = describe_model(model, list(names) or None)
-        on_gpu = self.root_device.type != "cpu"
+        on_paper = self._paper is not None and any(self._paper.machines.values())
+        on_gpu = on_paper or self.root_device.type != "cpu"
         dtypes = {info.dtype for info in layout.parameters}
         return FSDPProblem(
             layout=layout,
@@ -307,6 +379,23 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             raise found
         assert found is not None
         return found
+
+    def _predict(self, trainer: Trainer, problem: FSDPProblem, count: int | None, paper: _Paper) -> None:
+        """Fill in the answers for nodes that need not be here."""
+        model = cast(LightningModule, self.lightning_module)
+        meshes = self._settings.meshes(paper.num_nodes, paper.ranks_per_node)
+        for name, machine in paper.machines.items():
+            context, kind = self.precision_plugin.train_step_context, capability(machine.name) if machine else None
+            profile = profile_training_step(trainer, model, problem.layout, context, "A plan", kind)
+            limit = self._settings.device_bytes
+            if limit is None:
+                free = machine.device_bytes if machine is not None else free_device_bytes(self.root_device)
+                limit = None if free is None else int(SHARE_OF_ALL * free)
+            host_bytes = machine.host_bytes if machine is not None else free_host_bytes()
+            try:
+                paper.answers[name] = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
+            except FSDPTooLarge as error:
+                paper.answers[name] = error
 
     def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
         """What a training step does, on rank 0; every rank calls it. None: it is not known, or known elsewhere."""

@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 from lightning_protrain.batches import SyntheticData
 from lightning_protrain.data.batches.preview import page, render
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
 from lightning_protrain.host import worker_cores
 from lightning_protrain.joint_planning import Machines
 from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
@@ -56,6 +58,8 @@ class PlanningTrainer(Trainer):
     ) -> None:
         """Print the plan that `fit` would make, without weights, without training and without the GPU.
 
+        Under `ProTrainFSDP2Strategy` it is what each rank takes on device and host, over which mesh, if it fits.
+
         Args:
             model: As for `fit`; what it makes in `configure_model` is made without memory.
             datamodule: As for `fit`; its largest batch is profiled if it can tell, else its first one.
@@ -73,20 +77,23 @@ class PlanningTrainer(Trainer):
             length: Tokens of each of them; None: 1024, or as many as the model has positions for.
 
         Raises:
-            ValueError: The strategy is another one; an unknown GPU; no folder for `json`; nothing can be profiled; or
+            ValueError: The strategy plans nothing; an unknown GPU; no folder for `json`; nothing can be profiled; or
                 no plan fits any GPU.
         """
-        if not isinstance(self.strategy, ProTrainStrategy):
+        if not isinstance(self.strategy, (ProTrainStrategy, ProTrainFSDP2Strategy)):
             raise ValueError(
-                f"Plans are those of ProTrainStrategy, the Trainer has {type(self.strategy).__name__}. Set "
-                "trainer.strategy to protrain, or leave it out."
+                "Plans are those of ProTrainStrategy and ProTrainFSDP2Strategy, the Trainer has "
+                f"{type(self.strategy).__name__}. Set trainer.strategy to protrain or protrain_fsdp2, or leave it out."
             )
         for name, value in (("num_gpus", num_gpus), ("host_cores", host_cores), ("num_nodes", num_nodes)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: give a positive number.")
         if num_gpus % num_nodes:
             raise ValueError(f"num_gpus={num_gpus} are all GPUs, and {num_nodes} machines cannot have as many each.")
-        if not gpu and (host_memory, host_cores, num_gpus, gpu_link, network) != ("auto", None, 1, None, NETWORK):
+        beside = host_memory, host_cores, gpu_link, network, num_gpus
+        if isinstance(self.strategy, ProTrainFSDP2Strategy):  # Any number of devices like this one.
+            beside = *beside[:-1], 1
+        if not gpu and beside != ("auto", None, None, NETWORK, 1):
             named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
             raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
         here = num_gpus // num_nodes
@@ -105,16 +112,22 @@ class PlanningTrainer(Trainer):
         if has_data and (batch_size is not None or length is not None):
             raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
         made = None if has_data else DataLoader(SyntheticData(batch_size, length), batch_size=None)
+        data = (datamodule if datamodule is not None else model) if has_data else None
+        if isinstance(self.strategy, ProTrainFSDP2Strategy):
+            with self.strategy.planning_only(wholes or {"": None}, num_nodes, here) as found:
+                self.fit(model, made, datamodule=datamodule)
+            report_fsdp(found, json)
+            batch = _batch_sentence({}, data, batch_size, length, self.accumulate_grad_batches)
+            say_basis(f"{batch} {_host_sentence(None, host_memory, host_cores)}")
+            _refuse_all(found)
+            return
         ground = _Ground(wholes, here, num_nodes, link, wire)
         answers, clusters = ground.plan(self.strategy, lambda: self.fit(model, made, datamodule=datamodule))
         answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
-        data = (datamodule if datamodule is not None else model) if has_data else None
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
         say_basis(f"{batch} {_host_sentence(self.strategy._host_bytes, host_memory, host_cores)}")
-        refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
-        if len(refusals) == len(answers):
-            raise refusals[0]
+        _refuse_all(answers)
 
     def preview(
         self,
@@ -145,6 +158,13 @@ class PlanningTrainer(Trainer):
         Console().print(render(shown, datamodule.reports))
         if html is not None:
             Path(html).write_text(page(shown, datamodule.reports), encoding="utf-8")
+
+
+def _refuse_all(answers: Mapping[str, object]) -> None:
+    """Raise the first refusal if there are no answers but refusals."""
+    refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
+    if len(refusals) == len(answers):
+        raise refusals[0]
 
 
 def _on_host(answer: Plan | ValueError, whole: HardwareProfile | None) -> Plan | ValueError:
@@ -301,6 +321,53 @@ def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) 
         return choose(found, seconds, " on all GPUs").plan
     except ValueError as error:
         return error
+
+
+@rank_zero_only
+def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None = None) -> None:
+    """Print what each rank takes under FSDP2, and write it.
+
+    Args:
+        answers: By name of the GPU.
+        path: File for JSON, if one is wanted.
+    """
+    console = Console()
+    table = _table("FSDP2: the most that each takes")
+    for column in ("hardware", "mesh", "device", "host of a node", "blocks recomputed", "fits"):
+        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=True)
+    for name, answer in answers.items():
+        if isinstance(answer, ValueError):
+            table.add_row(name or "this machine", *[""] * 4, "no")
+            continue
+        copies, shards = answer.to_dict()["mesh"]
+        blocks = f"{len(answer.checkpointed)} of {answer.num_blocks}"
+        sizes = short_bytes(answer.device_bytes), short_bytes(answer.node_host_bytes)
+        table.add_row(name or "this machine", f"{copies} x {shards}", *sizes, blocks, "yes")
+    console.print(table)
+    for name, answer in answers.items():
+        said = str(answer) if isinstance(answer, ValueError) else answer.describe()
+        console.print(f"{name or 'this machine'}: {said}", highlight=False, soft_wrap=True)
+    if len(answers) == 1:
+        for answer in answers.values():
+            if not isinstance(answer, ValueError):
+                console.print(_fsdp_phases(answer))
+    if path is not None:
+        content = {
+            name or "this machine": None if isinstance(answer, ValueError) else answer.to_dict()
+            for name, answer in answers.items()
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _fsdp_phases(memory: FSDPMemory) -> Table:
+    table = _table("Each rank, by phase")
+    for column in ("phase", "device", "host", "of the device"):
+        table.add_column(column, justify="right" if column in ("device", "host") else "left")
+    for phase in memory.phases:
+        terms = sorted(((nbytes, term) for term, nbytes in phase.device.items() if nbytes), reverse=True)
+        largest = ", ".join(f"{term} {short_bytes(nbytes)}" for nbytes, term in terms[:3])
+        table.add_row(phase.name, short_bytes(phase.device_bytes), short_bytes(phase.host_bytes), largest)
+    return table
 
 
 @rank_zero_only

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
+from typing import Any
 
 from lightning_protrain.planner.chunks import pack_chunks, users_of
 from lightning_protrain.planner.explain import short_bytes
@@ -69,6 +70,11 @@ class FSDPRanks:
     def num_ranks(self) -> int:
         """Ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"FSDP2 over {self.num_ranks} ranks" if self.num_ranks > 1 else "FSDP2 on one rank"
 
     @property
     def meshes(self) -> tuple[FSDPRanks, ...]:
@@ -149,12 +155,14 @@ class FSDPMemory:
         phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`: bytes of one rank by what they are.
         ranks: Who they are.
         checkpointed: Names of the blocks that recompute.
+        num_blocks: Blocks that can.
         counts_activations: Whether they are known.
     """
 
     phases: tuple[PhasePrediction, ...]
     ranks: FSDPRanks
     checkpointed: tuple[str, ...]
+    num_blocks: int
     counts_activations: bool
 
     @property
@@ -177,18 +185,25 @@ class FSDPMemory:
         """The most on the host of a node, for all its ranks."""
         return self.ranks.ranks_per_node * self.host_bytes
 
-    def describe(self, num_blocks: int) -> str:
-        """Return one sentence for the user: bytes of a rank and of a node, the mesh, and what recomputes.
-
-        Args:
-            num_blocks: Blocks of the model.
-        """
+    def describe(self) -> str:
+        """Return one sentence for the user: bytes of a rank and of a node, the mesh, and what recomputes."""
         unknown = "" if self.counts_activations else ", activations not counted"
         return (
             f'strategy="protrain_fsdp2" takes {format_bytes(self.device_bytes)} on each device and '
             f"{format_bytes(self.node_host_bytes)} on the host of each node at most ({self.ranks.describe()}, "
-            f"{len(self.checkpointed)} of {num_blocks} blocks recomputed{unknown})."
+            f"{len(self.checkpointed)} of {self.num_blocks} blocks recomputed{unknown})."
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold of it."""
+        return {
+            "mesh": [self.ranks.num_ranks // self.ranks.divisor, self.ranks.divisor],
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "node_host_bytes": self.node_host_bytes,
+            "checkpointed": list(self.checkpointed),
+            "phases": {phase.name: {"device": dict(phase.device), "host": dict(phase.host)} for phase in self.phases},
+        }
 
 
 def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPMemory:
@@ -236,7 +251,7 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
         states = shards if name == "step" else during
         phases.append(PhasePrediction(name, "", {**states, **peak}, host))
     kept = tuple(name for name in problem.block_names if name in names)
-    return FSDPMemory(tuple(phases), problem.ranks, kept, problem.profile is not None)
+    return FSDPMemory(tuple(phases), problem.ranks, kept, len(problem.block_names), problem.profile is not None)
 
 
 def fit_fsdp(
@@ -277,8 +292,8 @@ def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None,
     if host_bytes is not None and found.node_host_bytes > host_bytes:
         offloads = "Leave cpu_offload out, train" if problem.ranks.cpu_offload else "Train"
         raise FSDPTooLarge(
-            f"FSDP2 over {problem.ranks.num_ranks} ranks ({problem.ranks.describe()}) needs "
-            f"{format_bytes(found.node_host_bytes)} on the host of each node, {format_bytes(host_bytes)} are there. "
+            f"{problem.ranks.name} needs {format_bytes(found.node_host_bytes)} on the host of each node, "
+            f"{format_bytes(host_bytes)} are there. "
             f"{offloads} on more nodes, or with fewer ranks on each."
         )
     return found
@@ -293,7 +308,7 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
         host_bytes: As in `fit_fsdp`.
     """
     try:
-        return fit_fsdp(problem, device_bytes, host_bytes).describe(len(problem.block_names))
+        return fit_fsdp(problem, device_bytes, host_bytes).describe()
     except FSDPTooLarge as error:
         return f'strategy="protrain_fsdp2" does not fit either: {error}'
 
@@ -343,7 +358,7 @@ def _refusal(problem: FSDPProblem, found: FSDPMemory, device_bytes: int) -> str:
     fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
     remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
     return (
-        f"FSDP2 over {problem.ranks.num_ranks} ranks needs {format_bytes(found.device_bytes)} on each device with "
+        f"{problem.ranks.name} needs {format_bytes(found.device_bytes)} on each device with "
         f"{_count(found, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
         f"allowed. {remedy}"
     )
