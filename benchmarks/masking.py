@@ -32,7 +32,7 @@ from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.markers import Marker, Markers, RoleMarkers
 from lightning_protrain.data.chat.mask import MaskOptions, find_turns, mask_turns, trained_tokens
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.sources.load import stdlib_conversations
@@ -279,7 +279,7 @@ def preparations(rounds: int) -> list[Preparation]:
         Conversation(messages=[message for row in short[at : at + 40] for message in row["messages"]])
         for at in range(0, len(short) - 39, 40)
     ]
-    encoder = Chats(train_tokenizer(short, 32_000), None).encoder(ChatSettings(max_length=1 << 20))
+    encoder = ChatEncoders(train_tokenizer(short, 32_000), None).encoder(ChatSettings(max_length=1 << 20))
     return [prepare("short", short, encoder, rounds), prepare("long", long, encoder, rounds)]
 
 

@@ -353,7 +353,7 @@ def file_command(arguments: Sequence[str]) -> int:
         )
     try:
         if hasattr(given, "take"):
-            given.checkpoint = discover.take(given.checkpoint, given.take)
+            given.checkpoint = discover.checkpoint_at(given.checkpoint, given.take)
         if given.command == "consolidate":
             consolidation.consolidate(given.checkpoint, given.file, source=given.source)
             _say_written(given.checkpoint, given.file)

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.samples import InitialValidation
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lightning_protrain.data.sources.load import stdlib_conversations
@@ -105,7 +105,7 @@ def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
     if name == "chat":
         options.append("--data.num_workers=0")
     cli = ProTrainCLI(["fit", f"--config={config}", "--trainer.accelerator=cpu", *options])
-    assert find(Path("checkpoints") / name).found[0].manifest.step == cli.trainer.global_step
+    assert find_checkpoints(Path("checkpoints") / name).found[0].manifest.step == cli.trainer.global_step
     kind = AutoModelForCausalLM if name == "chat" else AutoPeftModelForCausalLM
     tokens = torch.arange(6)[None]
     assert isinstance(cli.model.model, torch.nn.Module)

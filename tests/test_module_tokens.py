@@ -13,7 +13,7 @@ import torch.distributed
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
-from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator, Row, TrainLoader
+from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, BatchRow, Collator, TrainLoader
 from lightning_protrain.data.batches.pack import pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.models.module import CausalLMModule
@@ -80,7 +80,7 @@ def mean_loss(module: CausalLMModule, weights: bool = False) -> float:
     """The mean over all trained tokens, from the logits of transformers."""
     total, count = 0.0, 0.0
     for index, row in enumerate(ROWS):
-        batch = Collator(0, 64, weighted=weights)([Row((weighted(row, index) if weights else row,))])
+        batch = Collator(0, 64, weighted=weights)([BatchRow((weighted(row, index) if weights else row,))])
         logits = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         labels = batch["labels"][:, 1:].flatten()
         losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="none").double()
@@ -132,7 +132,7 @@ def test_packed_rows_make_the_step_of_single_ones() -> None:
 
 
 def test_a_window_of_one_batch_is_what_it_was_bitwise() -> None:
-    batch = Collator(0, 64)([Row((row,)) for row in ROWS])
+    batch = Collator(0, 64)([BatchRow((row,)) for row in ROWS])
     before = built()
     before.log = lambda *args, **options: None
     before.training_step(batch).backward()
@@ -151,7 +151,7 @@ def test_two_windows_are_two_steps() -> None:
         for start in (0, 6):
             again.log = lambda *args, **options: None
             again.zero_grad()
-            again.training_step(Collator(0, 64)([Row((row,)) for row in ROWS[start : start + 6]])).backward()
+            again.training_step(Collator(0, 64)([BatchRow((row,)) for row in ROWS[start : start + 6]])).backward()
             torch.optim.SGD(again.parameters(), lr=1.0).step()
     close(again.state_dict(), module.state_dict())
 
@@ -172,7 +172,7 @@ def test_a_second_fit_counts_anew() -> None:
 def test_a_batch_without_trained_tokens_is_a_zero_with_a_graph(weights: bool) -> None:
     module = built()
     module.log = lambda *args, **options: None
-    rows = [Row((weighted(row, 1) if weights else row,)) for row in (ROWS[2].untrained(), ROWS[3].untrained())]
+    rows = [BatchRow((weighted(row, 1) if weights else row,)) for row in (ROWS[2].untrained(), ROWS[3].untrained())]
     loss = module.training_step(Collator(0, 64, weighted=weights)(rows))
     assert loss.item() == 0
     loss.backward()
@@ -184,7 +184,7 @@ def test_weights_matter_and_are_normalised() -> None:
     plain, _ = fitted(12)
     changed, _ = fitted(12, weights=True)
     assert any(not torch.allclose(plain[name], changed[name], atol=1e-4) for name in plain)
-    batch = Collator(0, 64, weighted=True)([Row((weighted(row, index),)) for index, row in enumerate(ROWS)])
+    batch = Collator(0, 64, weighted=True)([BatchRow((weighted(row, index),)) for index, row in enumerate(ROWS)])
     module = built()
     module.log = lambda *args, **options: None
     loss = module.training_step(batch)
@@ -194,7 +194,7 @@ def test_weights_matter_and_are_normalised() -> None:
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_weights_reach_the_loss_unrounded_in_every_precision(precision: str) -> None:
     row = encoded(12, weights=np.full(12, 0.3, np.float32), trained=np.arange(12) > 4)
-    batch = Collator(0, 64, weighted=True)([Row((row,))])
+    batch = Collator(0, 64, weighted=True)([BatchRow((row,))])
     trainer = Trainer(accelerator="cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False)
     given = trainer.precision_plugin.convert_input(batch)
     weights = given["loss_weights"][given["labels"] != -100].float() / WEIGHT_UNITS
@@ -204,7 +204,7 @@ def test_weights_reach_the_loss_unrounded_in_every_precision(precision: str) -> 
 def test_no_copy_of_all_logits_is_made() -> None:
     """A batch is flattened into one row for flash attention alone, and what the head gives is viewed, not copied."""
     module = built(loss_chunk_tokens=None)
-    batch = Collator(0, 64)([Row((row,), packed=True) for row in ROWS])
+    batch = Collator(0, 64)([BatchRow((row,), packed=True) for row in ROWS])
     inside: list[Tensor] = []
     module.model.register_forward_hook(lambda _, args, output: inside.append(output.logits))
     scores, _, _ = module._scores(batch)

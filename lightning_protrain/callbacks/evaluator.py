@@ -25,7 +25,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
-from lightning_protrain.callbacks.trainer_events import HearsOfEvaluations
+from lightning_protrain.callbacks.trainer_events import EvaluationListener
 from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together
 
 Loader = Iterable[Any]
@@ -174,7 +174,7 @@ class Evaluator(Callback):
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
         for callback in _callbacks(trainer):
-            if isinstance(callback, HearsOfEvaluations):
+            if isinstance(callback, EvaluationListener):
                 callback.on_evaluated(trainer, logged.keys())
 
     def _evaluate(

@@ -23,14 +23,14 @@ from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 PREFIX = "protrain/"
 
 
-class Overlapped(Protocol):
+class HasOverlap(Protocol):
     """How a strategy overlaps the host's optimizer steps; `lightning_protrain.overlap.OverlapPlan` is one."""
 
     def describe(self, threads: int | None) -> str:
         """A sentence for the user."""
 
 
-class Reached(Protocol):
+class HasPeerAccess(Protocol):
     """How devices reach each other; `lightning_protrain.peers.PeerAccess` is one."""
 
     def describe(self) -> str:
@@ -38,7 +38,7 @@ class Reached(Protocol):
 
 
 @runtime_checkable
-class Planned(Protocol):
+class HasPlan(Protocol):
     """What `PlanMonitor` asks of a strategy; `ProTrainStrategy` has it."""
 
     @property
@@ -58,16 +58,16 @@ class Planned(Protocol):
         """Bytes of the device that the plan may use; None where there is no limit."""
 
     @property
-    def overlap(self) -> Overlapped:
+    def overlap(self) -> HasOverlap:
         """How the host's optimizer steps are overlapped."""
 
     @property
-    def peers(self) -> Reached | None:
+    def peers(self) -> HasPeerAccess | None:
         """How the devices of a machine reach each other; None where that is not known."""
 
 
 def render_plan(
-    plan: Plan, budget: int | None = None, overlap: Overlapped | None = None, peers: Reached | None = None
+    plan: Plan, budget: int | None = None, overlap: HasOverlap | None = None, peers: HasPeerAccess | None = None
 ) -> Group:
     """The plan as two tables: what every unit gets, and what that takes of the device's memory.
 
@@ -125,12 +125,12 @@ class PlanMonitor(Callback):
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
         self._uploaded = None
         strategy = trainer.strategy
-        if isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
+        if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap, strategy.peers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes down what an evaluation before the first batch has uploaded."""
-        if isinstance(trainer.strategy, Planned):
+        if isinstance(trainer.strategy, HasPlan):
             self._uploaded = trainer.strategy.counters.uploaded_bytes
 
     def on_train_batch_end(
@@ -138,7 +138,7 @@ class PlanMonitor(Callback):
     ) -> None:
         """Logs bytes and seconds; warns once if more memory is taken than was predicted, or if steps are too small."""
         strategy = trainer.strategy
-        if not isinstance(strategy, Planned) or strategy.plan is None:
+        if not isinstance(strategy, HasPlan) or strategy.plan is None:
             return
         if self._uploaded is not None:
             if strategy.counters.uploaded_bytes > self._uploaded:
@@ -166,7 +166,7 @@ class PlanMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary, on rank zero, unless a finished run was resumed and no batch was trained."""
         strategy, trained = trainer.strategy, self._uploaded is None
-        if trained and isinstance(strategy, Planned) and strategy.plan is not None and trainer.is_global_zero:
+        if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
 
     def _time_step(self, step: int) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 
 @runtime_checkable
-class EvaluatesBeside(Protocol):
+class EvaluatesOutsideValidation(Protocol):
     """A callback that evaluates beside the validation; `Evaluator` is one."""
 
     @property
@@ -18,20 +18,20 @@ class EvaluatesBeside(Protocol):
 
 
 @runtime_checkable
-class HearsOfEvaluations(Protocol):
+class EvaluationListener(Protocol):
     """A callback that wants to know when one has ended; `ProTrainCheckpoint` is one."""
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
         """The metrics of these names have just been measured, and are in `trainer.callback_metrics`."""
 
 
-def is_measured_beside(name: str | None, trainer: Trainer) -> bool:
+def is_from_evaluator(name: str | None, trainer: Trainer) -> bool:
     """Whether a metric comes from an evaluation beside the validation, so that no validation measures it anew."""
     callbacks = getattr(trainer, "callbacks", [])
-    return any(isinstance(each, EvaluatesBeside) and name in each.names for each in callbacks)
+    return any(isinstance(each, EvaluatesOutsideValidation) and name in each.names for each in callbacks)
 
 
-def tries_only(trainer: Trainer) -> bool:
+def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether it is a run with `fast_dev_run`."""
     return bool(getattr(trainer, "fast_dev_run", False))
 

@@ -44,7 +44,7 @@ from typing import Any
 
 import psutil
 
-from lightning_protrain.checkpoint.discover import Listing, find, line_of
+from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of
 from lightning_protrain.checkpoint.manifest import (
     DEFAULT,
     MANIFEST,
@@ -408,13 +408,13 @@ def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], b
         ValueError: There is no checkpoint, or a process is writing one of the runs.
         OSError: The folder cannot be read.
     """
-    listing = find(root)
+    listing = find_checkpoints(root)
     if not listing.found:
         raise ValueError(f"{root} holds no checkpoint of ProTrainCheckpoint: there is nothing to prune.")
     lines, good = [], True
     for run in sorted({each.manifest.run for each in listing.found}):
         of_run = [each for each in listing.found if each.manifest.run == run]
-        line = line_of(Listing(tuple(of_run)))
+        line = lineage_of(Listing(tuple(of_run)))
         gone = [
             (each.path, "the newest checkpoint of its run does not continue from it", _nbytes(each.path))
             for each in of_run

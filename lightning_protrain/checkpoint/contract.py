@@ -31,7 +31,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Drift:
+class ContractDifference:
     """One difference.
 
     Attributes:
@@ -51,7 +51,7 @@ class Drift:
         return f"{name}: saved {self.saved}, now {self.current}"
 
 
-def check_terms(names: Collection[str], argument: str) -> frozenset[str]:
+def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
     """The names, if they are terms.
 
     Raises:
@@ -65,7 +65,7 @@ def check_terms(names: Collection[str], argument: str) -> frozenset[str]:
 
 def compare(
     saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str] = ()
-) -> tuple[list[Drift], list[Drift]]:
+) -> tuple[list[ContractDifference], list[ContractDifference]]:
     """Where two contracts differ.
 
     Args:
@@ -76,16 +76,16 @@ def compare(
     Returns:
         The differences that are not allowed, and those that are.
     """
-    refused: list[Drift] = []
-    passed: list[Drift] = []
+    refused: list[ContractDifference] = []
+    passed: list[ContractDifference] = []
     for term in TERMS:
         if saved.get(term) is not None and current.get(term) is not None:
-            found = [Drift(term, *each) for each in _differences("", saved[term], current[term])]
+            found = [ContractDifference(term, *each) for each in _differences("", saved[term], current[term])]
             (passed if term in allowed else refused).extend(found)
     return refused, passed
 
 
-def describe(drifts: Collection[Drift]) -> str:
+def describe(drifts: Collection[ContractDifference]) -> str:
     """One line for each difference; of each term the first few."""
     lines = []
     for term in TERMS:
@@ -96,7 +96,7 @@ def describe(drifts: Collection[Drift]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def refusal(drifts: Collection[Drift], source: str) -> str:
+def refusal(drifts: Collection[ContractDifference], source: str) -> str:
     """The message for differences that are not allowed.
 
     Args:

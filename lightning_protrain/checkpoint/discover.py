@@ -18,7 +18,7 @@ _ROOM = 2000
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder with a valid manifest; whether its other files are good is another question."""
 
     path: Path
@@ -27,14 +27,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Listing:
-    """What `find` found.
+    """What `find_checkpoints` found.
 
     Attributes:
         found: Newest first, each save once, whatever its copies are called.
         broken: Folders that were checkpoints and have no valid manifest, with the reason.
     """
 
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundCheckpoint, ...] = ()
     broken: tuple[tuple[Path, str], ...] = ()
 
 
@@ -47,7 +47,7 @@ class Newest:
         skipped: Newer ones that are not good, with the reason, and all whose manifest is not valid.
     """
 
-    chosen: Found | None
+    chosen: FoundCheckpoint | None
     skipped: tuple[tuple[Path, str], ...] = field(default=())
 
     def message(self) -> str:
@@ -59,14 +59,14 @@ class Newest:
         )
 
 
-def find(root: Path, run: str | None = None) -> Listing:
+def find_checkpoints(root: Path, run: str | None = None) -> Listing:
     """All checkpoints in `root`, by their manifests; follows no link, changes nothing.
 
     Args:
         root: The folder that holds them; none is found if it is not there.
         run: Only those of this run; None: of all.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, FoundCheckpoint] = {}
     broken = []
     for path in _folders(root, run):
         try:
@@ -75,12 +75,12 @@ def find(root: Path, run: str | None = None) -> Listing:
             broken.append((path, str(error).removeprefix(f"{path}: ")))
             continue
         if run is None or manifest.run == run:
-            found.setdefault(manifest.identity, Found(path, manifest))
+            found.setdefault(manifest.identity, FoundCheckpoint(path, manifest))
     ordered = sorted(found.values(), key=lambda each: _order(each.manifest), reverse=True)
     return Listing(tuple(ordered), tuple(broken))
 
 
-def line_of(listing: Listing, head: Manifest | None = None) -> list[Found]:
+def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundCheckpoint]:
     """Those that the latest one (or `head`) continues from, and itself, newest first; see [Note: Lines]."""
     if head is None:
         if not listing.found:
@@ -89,7 +89,9 @@ def line_of(listing: Listing, head: Manifest | None = None) -> list[Found]:
     return [each for each in listing.found if each.manifest.is_on_line_of(head)]
 
 
-def newest_good(root: Path, run: str | None = None, check: Callable[[Found], list[Fault]] | None = None) -> Newest:
+def newest_good(
+    root: Path, run: str | None = None, check: Callable[[FoundCheckpoint], list[Fault]] | None = None
+) -> Newest:
     """The newest checkpoint of which every byte is right, on the line of the latest one.
 
     Args:
@@ -101,13 +103,13 @@ def newest_good(root: Path, run: str | None = None, check: Callable[[Found], lis
         ValueError: There are several runs and none is named, or there are checkpoints and none of them is good: a run
             that was meant to go on never begins anew in silence.
     """
-    listing = find(root, run)
+    listing = find_checkpoints(root, run)
     runs = sorted({each.manifest.run for each in listing.found})
     if len(runs) > 1:
         raise ValueError(f"{root} has checkpoints of the runs {', '.join(runs)}: say which one, or give a path.")
     check = check or (lambda each: verify_files(each.path, each.manifest))
     skipped = list(listing.broken)
-    for each in line_of(listing):
+    for each in lineage_of(listing):
         faults = check(each)
         if not faults:
             return Newest(each, tuple(skipped))
@@ -204,20 +206,22 @@ class Ranking:
             return None
         return float(score) if math.isfinite(score) else None
 
-    def best(self, line: Sequence[Found]) -> Found | None:
+    def best(self, line: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
         """The best checkpoint of a line that is given newest first."""
         return next(reversed(self._bests(line)), None)
 
-    def _bests(self, line: Sequence[Found]) -> list[Found]:
+    def _bests(self, line: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Those that were the best when they were made, oldest first."""
-        chosen: list[Found] = []
+        chosen: list[FoundCheckpoint] = []
         for each in reversed(line):
             best = self.score_of(chosen[-1].manifest) if chosen else None
             if self.is_better(self.score_of(each.manifest), best):
                 chosen.append(each)
         return chosen
 
-    def surplus(self, line: Sequence[Found], keep: int, protected: Collection[str] = ()) -> list[Found]:
+    def surplus(
+        self, line: Sequence[FoundCheckpoint], keep: int, protected: Collection[str] = ()
+    ) -> list[FoundCheckpoint]:
         """What may go of a line that is given newest first.
 
         The best of those that stay is the best of all: by `min_delta` one that stays may be no better than another one
@@ -247,7 +251,7 @@ class Ranking:
         return [each for each in line if each.manifest.identity not in stay]
 
 
-def take(path: Path, which: Literal["last", "best"]) -> Path:
+def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
     """Return the checkpoint at `path`, or, where it is the folder of a run, the last or the best one in it.
 
     The last one is the newest of which every byte is right; newer ones that are not are named in a warning.
@@ -268,7 +272,7 @@ def take(path: Path, which: Literal["last", "best"]) -> Path:
         if newest.skipped:
             warnings.warn(newest.message(), stacklevel=2)
         return newest.chosen.path
-    line = line_of(find(path))
+    line = lineage_of(find_checkpoints(path))
     record = next((each.manifest.record for each in line if "score" in each.manifest.record), None)
     best = None if record is None else Ranking(record["monitor"], record["mode"]).best(line)
     if best is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_protrain.checkpoint.atomic import leftovers
-from lightning_protrain.checkpoint.discover import Listing, find
+from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 
@@ -31,7 +31,7 @@ def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
     if is_remains(path):
         lines, good = _one(path, check)
         return "\n".join(lines), good
-    listing = find(path)
+    listing = find_checkpoints(path)
     if not listing.found and not listing.broken:
         raise ValueError(f"{path} is no checkpoint, and holds none: there is no {MANIFEST}.")
     lines = list(_table(listing))

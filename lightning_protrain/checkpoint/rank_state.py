@@ -75,7 +75,7 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
     return []
 
 
-def derive(state: dict[str, Any], number: int, device: torch.device) -> dict[str, Any]:
+def derive_state(state: dict[str, Any], number: int, device: torch.device) -> dict[str, Any]:
     """States for a rank that there was not when `state` was captured: others, but the same ones every time.
 
     Args:
@@ -101,7 +101,7 @@ RANDOM, DATA, OTHERS = "random", "data", "others"
 _PROGRESS = "epoch_loop.batch_progress"
 
 
-def own_state(states: Sequence[Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
+def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
     """What a rank goes on with, by [Note: Other ranks].
 
     Args:
@@ -119,12 +119,12 @@ def own_state(states: Sequence[Any], rank: int, world_size: int, device: torch.d
     if len(states) == world_size:
         return own
     others = own.get(OTHERS, {}) if rank < len(states) else {}
-    random = own[RANDOM] if rank < len(states) else derive(own[RANDOM], rank, device)
+    random = own[RANDOM] if rank < len(states) else derive_state(own[RANDOM], rank, device)
     data = own.get(DATA)
     return {RANDOM: random, DATA: None if data is None else {**data, "moved": True}, OTHERS: others}
 
 
-def without_copies(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same states, of which those of others are kept only where they are not those of rank 0.
 
     Args:
@@ -173,7 +173,7 @@ def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     if not isinstance(states, list) or not states:
         raise ValueError("The checkpoint has nothing that belongs to single ranks: any number of ranks resumes it.")
     cpu = torch.device("cpu")
-    new = [own_state(states, rank, world_size, cpu) for rank in range(world_size)]
+    new = [state_of_rank(states, rank, world_size, cpu) for rank in range(world_size)]
     loops, _ = rescale(content["loops"]["fit_loop"], len(states), world_size)
     return {**content, RANK_STATES: new, "loops": {**content["loops"], "fit_loop": loops}}
 

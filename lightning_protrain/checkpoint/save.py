@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.checkpoint.atomic import Files, check_space, open_draft
-from lightning_protrain.checkpoint.discover import Listing, find
+from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
 from lightning_protrain.checkpoint.manifest import DEFAULT, Manifest
 from lightning_protrain.checkpoint.serialize import Payload, shared_names, split
 
@@ -220,7 +220,7 @@ def save_payload(
     """
     parent = parent if parent is not None and parent.run == run else None
     check_space(target.parent, payload.nbytes)
-    place = next_place(find(target.parent, run), parent)
+    place = next_place(find_checkpoints(target.parent, run), parent)
     with open_draft(target, run, files, digest) as draft:
         payload.write(draft)
         manifest = Manifest(

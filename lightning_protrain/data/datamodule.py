@@ -17,15 +17,15 @@ from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import Encoded, EncodedRows, HasImages, OnUntrainable, encode_rows
-from lightning_protrain.data.batches.loader import Batch, Collator, Row, Rows, TrainLoader, count_trained
+from lightning_protrain.data.batches.loader import Batch, BatchRow, BatchRows, Collator, TrainLoader, count_trained
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
-from lightning_protrain.data.batches.preview import Shown, show
+from lightning_protrain.data.batches.preview import PreviewedConversation, show
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
 from lightning_protrain.data.batches.token_cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
 from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
 from lightning_protrain.data.batches.vision import ImageRows, image_rows
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import split_indices
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source
@@ -149,7 +149,7 @@ class ChatDataModule(LightningDataModule):
         self.examples: dict[str, list[Sequence[Encoded]]] = {}
         self._trained_folder: Path | None = None
         self._tokenizer_digest = ""
-        self._chats: Chats | None = None
+        self._chats: ChatEncoders | None = None
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] = {}
 
@@ -221,23 +221,23 @@ class ChatDataModule(LightningDataModule):
         # Packed rows share no batch with others.
         order = order[(blocks.packed[order] == blocks.packed[longest]) & (order != longest)]
         others = order if len(order) < count or media.any() else [*order[: count - 2], order[-1]]
-        rows = Rows(self._joined("train"), blocks)
+        rows = BatchRows(self._joined("train"), blocks)
         batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
-    def val_dataloader(self) -> DataLoader[Row]:
+    def val_dataloader(self) -> DataLoader[BatchRow]:
         """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
         return self._in_order("validation")
 
-    def test_dataloader(self) -> DataLoader[Row]:
+    def test_dataloader(self) -> DataLoader[BatchRow]:
         """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
         return self._in_order("test")
 
-    def predict_dataloader(self) -> DataLoader[Row]:
+    def predict_dataloader(self) -> DataLoader[BatchRow]:
         """The batches of `test_dataloader`."""
         return self._in_order("test")
 
-    def show(self, num: int) -> list[Shown]:
+    def show(self, num: int) -> list[PreviewedConversation]:
         """The first training conversations of each data set, for people to look at.
 
         Args:
@@ -258,7 +258,7 @@ class ChatDataModule(LightningDataModule):
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder())
             self._tokenizer_digest = tokenizer_digest(self.tokenizer)
-            self._chats = Chats(self.tokenizer, self.tokenizer_name)
+            self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name)
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
                 continue
@@ -351,9 +351,9 @@ class ChatDataModule(LightningDataModule):
         weighted = any(getattr(part, "is_weighted", False) for part in self.examples[split])
         return Collator(0 if pad is None else int(pad), self.max_length, weighted=weighted)
 
-    def _in_order(self, split: str) -> DataLoader[Row]:
+    def _in_order(self, split: str) -> DataLoader[BatchRow]:
         rank, world_size = self._place
-        rows = Rows(self._joined(split), self._blocks(split))
+        rows = BatchRows(self._joined(split), self._blocks(split))
         return DataLoader(
             rows,
             batch_size=self.batch_size,

@@ -23,7 +23,7 @@ from benchmarks.masking import (
 )
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.chat.check_turns import JOINED
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.load import stdlib_conversations
 
 SMALL = (Shape("small", "chatml", 5, 2, 64), Shape("small", "llama3", 20, 3, 80))
@@ -81,7 +81,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 def test_the_preparation_of_rows_is_measured() -> None:
     rows = stdlib_conversations()[:60]
-    encoder = Chats(train_tokenizer(rows, 400), None).encoder(ChatSettings(max_length=10_000))
+    encoder = ChatEncoders(train_tokenizer(rows, 400), None).encoder(ChatSettings(max_length=10_000))
     entry = prepare("some", rows, encoder, 2)
     assert entry.tokens > 10
     assert 0 < entry.checked < entry.encode

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import Agreement
+from lightning_protrain.callbacks.checkpoint.rendezvous import StepFlags
 from tests.ranks import BOUND, kill_this_rank, run_ranks, values
 
 
 def test_one_rank_has_its_own_word() -> None:
     facts = [False, True]
-    agreement = Agreement(lambda: facts)
+    agreement = StepFlags(lambda: facts)
     agreement.open()
     agreement.ask()
     assert agreement.answer() == [False, True]
@@ -24,7 +24,7 @@ def test_one_rank_has_its_own_word() -> None:
 
 def _answers(rank: int) -> list[list[bool]]:
     facts = [False, False]
-    agreement = Agreement(lambda: facts)
+    agreement = StepFlags(lambda: facts)
     agreement.open()
     agreement.open()
     answers = [agreement.answer()]
@@ -46,7 +46,7 @@ def test_all_ranks_get_what_one_knew_when_it_was_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rank_that_has_gone_does_not_answer(tmp_path: Path, asked: bool) -> None:
     def wait(rank: int) -> None:
-        agreement = Agreement(lambda: [False])
+        agreement = StepFlags(lambda: [False])
         agreement.open()
         agreement.answer()
         if rank == 1:
@@ -66,7 +66,7 @@ def test_a_rank_that_has_gone_does_not_answer(tmp_path: Path, asked: bool) -> No
 
 def test_a_question_that_others_never_hear_keeps_nobody_from_leaving(tmp_path: Path) -> None:
     def leave(rank: int) -> int:
-        agreement = Agreement(lambda: [False])
+        agreement = StepFlags(lambda: [False])
         agreement.open()
         if rank == 0:
             agreement.ask()

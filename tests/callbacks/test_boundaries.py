@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import RunLock
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
@@ -84,7 +84,7 @@ def test_the_folder_is_the_same_as_without(tmp_path: Path, options: dict[str, An
     _, other = _behind(folders[1], **options)
     assert _steps(folders[0]) == _steps(folders[1])
     assert sorted(os.listdir(folders[0])) == sorted(os.listdir(folders[1]))
-    for here, there in zip(find(folders[0]).found, find(folders[1]).found, strict=True):
+    for here, there in zip(find_checkpoints(folders[0]).found, find_checkpoints(folders[1]).found, strict=True):
         assert (here.path.name, here.manifest.record) == (there.path.name, there.manifest.record)
         assert (here.manifest.sequence, here.manifest.branch) == (there.manifest.sequence, there.manifest.branch)
         assert same(load(here.path)["state_dict"], load(there.path)["state_dict"])
@@ -105,7 +105,7 @@ def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, pl
         strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear])
         trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, callbacks=[saver], **quiet)
         trainer.fit(Noisy(), datamodule=Data())
-    behind, at_once = (find(tmp_path / name).found for name in ("True", "False"))
+    behind, at_once = (find_checkpoints(tmp_path / name).found for name in ("True", "False"))
     assert [each.manifest.step for each in behind] == [18, 15, 12, 9, 6, 3]
     for one, other in zip(behind, at_once, strict=True):
         # Everything: weights, moments, schedules, counters, random numbers, the place in the data.
@@ -117,7 +117,7 @@ def test_the_training_goes_on_and_nothing_names_what_is_not_there_yet(tmp_path: 
     seen: list[tuple[int, list[int], str]] = []
 
     def look(trainer: L.Trainer, step: int) -> None:
-        seen.append((step, [each.manifest.step for each in find(tmp_path).found], saver().last_model_path))
+        seen.append((step, [each.manifest.step for each in find_checkpoints(tmp_path).found], saver().last_model_path))
         if step == 5:
             held.gate.set()
 

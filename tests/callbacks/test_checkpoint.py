@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -80,9 +80,9 @@ def _fit(
 
 
 def _steps(folder: Path, run: str = "run") -> list[int]:
-    assert all(verify(each.path) == [] for each in find(folder, run).found)
+    assert all(verify(each.path) == [] for each in find_checkpoints(folder, run).found)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
-    return sorted(each.manifest.step for each in find(folder, run).found)
+    return sorted(each.manifest.step for each in find_checkpoints(folder, run).found)
 
 
 def _weight(path: str | Path) -> float:
@@ -158,7 +158,7 @@ def test_no_stale_metric_names_or_ranks_a_checkpoint(tmp_path: Path) -> None:
         [f"step={step}-val_loss={loss}.ckpt" for step, loss in zip((2, 4, 6, 8), LOSSES, strict=True)]
         + [f"epoch={(step - 1) // 4}-step={step}.ckpt" for step in (1, 3, 5, 7)]
     )
-    scores = {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found}
+    scores = {each.manifest.step: each.manifest.record.get("score") for each in find_checkpoints(tmp_path).found}
     assert scores == {1: None, 2: 5.0, 3: None, 4: 2.0, 5: None, 6: 3.0, 7: None, 8: 4.0}
 
 
@@ -195,7 +195,7 @@ def test_an_evaluation_that_logs_no_score_is_not_better_and_is_named_once(
         _, saver = _fit(tmp_path, losses, every_n_train_steps=1, save_top_k=-1, filename="{step}-{val_loss:.1f}")
     assert sum("was not logged" in str(each.message) for each in warned) == 1
     assert _weight(saver.best_model_path) == best
-    scores = {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found}
+    scores = {each.manifest.step: each.manifest.record.get("score") for each in find_checkpoints(tmp_path).found}
     assert scores == {step: losses[step // 2 - 1] if step % 2 == 0 else None for step in range(1, 9)}
     # No name holds the loss of an earlier evaluation.
     assert {path.name for path in tmp_path.iterdir() if "val_loss" in path.name} == {
@@ -205,7 +205,7 @@ def test_an_evaluation_that_logs_no_score_is_not_better_and_is_named_once(
 
 def test_save_on_train_epoch_end_takes_the_score_of_the_same_step(tmp_path: Path) -> None:
     _fit(tmp_path, LOSSES, save_on_train_epoch_end=True, save_top_k=-1)
-    assert {each.manifest.step: each.manifest.record.get("score") for each in find(tmp_path).found} == {
+    assert {each.manifest.step: each.manifest.record.get("score") for each in find_checkpoints(tmp_path).found} == {
         2: 5.0,
         4: 2.0,
         8: 4.0,
@@ -224,7 +224,7 @@ def test_last_goes_on_from_the_newest_and_keeps_the_best(tmp_path: Path) -> None
     assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (4, 2.0)
     # The one it was resumed from stays, and belongs to the same line.
     assert _steps(tmp_path) == [4, 6, 8]
-    assert {each.manifest.branch for each in find(tmp_path).found} == {0}
+    assert {each.manifest.branch for each in find_checkpoints(tmp_path).found} == {0}
 
 
 def test_another_process_finds_the_best_and_the_last(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_second_fit_goes_on_in_the_same_line(tmp_path: Path) -> None:
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(trainer.model)
     assert (trainer.global_step, float(saver.best_model_score)) == (6, 2.0)
-    assert {each.manifest.branch for each in find(tmp_path).found} == {0}
+    assert {each.manifest.branch for each in find_checkpoints(tmp_path).found} == {0}
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 6}, {"epochs": 1}])
@@ -332,7 +332,9 @@ def test_it_is_not_resumed_from_between_two_steps(tmp_path: Path) -> None:
     module = Counter((1.0,))
     module.validation_step = lambda batch, batch_idx: module.log("val_loss", float(module.trainer.fit_loop.batch_idx))
     _fit(tmp_path, module=module, monitor="val_loss", accumulate_grad_batches=2, val_check_interval=1, epochs=1)
-    marked = {each.manifest.step: each.manifest.record.get("accumulating", False) for each in find(tmp_path).found}
+    marked = {
+        each.manifest.step: each.manifest.record.get("accumulating", False) for each in find_checkpoints(tmp_path).found
+    }
     assert marked == {0: True, 2: False}
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 ROWS = 16
@@ -80,7 +80,7 @@ def _fit(root: Path, path: Any = None, module: Configured | None = None, **optio
 
 def _saved(root: Path, **options: Any) -> Path:
     _fit(root, **{"max_steps": 3, **options})
-    return find(root).found[0].path
+    return find_checkpoints(root).found[0].path
 
 
 DRIFTS: list[tuple[str, dict[str, Any], str]] = [
@@ -176,7 +176,7 @@ def test_another_optimizer_begins_anew_if_it_is_allowed(tmp_path: Path) -> None:
     module = Configured(optimizer=torch.optim.SGD)
     with pytest.warns(UserWarning, match="which is allowed:\n  optimizer"):
         _fit(tmp_path, path, module, allow_drift=["optimizer"], max_steps=4)
-    last = ProTrainCheckpointIO().load_checkpoint(find(tmp_path).found[0].path)
+    last = ProTrainCheckpointIO().load_checkpoint(find_checkpoints(tmp_path).found[0].path)
     assert (last["global_step"], last["optimizer_states"][0]["state"]) == (4, {})
 
 
@@ -185,7 +185,7 @@ def test_weights_and_counters_are_all_that_is_taken_if_asked(tmp_path: Path) -> 
     saved = ProTrainCheckpointIO().load_checkpoint(path)
     other = _Watched(optimizer=torch.optim.SGD, schedule=_function)
     _fit(tmp_path / "new", path, other, batch_size=4, rows=32, max_steps=4, weights_and_counters_only=True)
-    last = ProTrainCheckpointIO().load_checkpoint(find(tmp_path / "new").found[0].path)
+    last = ProTrainCheckpointIO().load_checkpoint(find_checkpoints(tmp_path / "new").found[0].path)
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in other.found.items())
     assert (last["global_step"], last["lr_schedulers"][0]["last_epoch"]) == (4, 1)
     with pytest.raises(ValueError, match=r"model layers\.0\.weight\[0\]: saved 3, now 5"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
@@ -108,9 +108,9 @@ def _run(
 
 def _resumes(root: Path, case: Case, cuts: Sequence[int] | None = None, **options: Any) -> None:
     module, expected = _run(root / "whole", case, **options)
-    steps = [each.manifest.step for each in find(root / "whole").found]
+    steps = [each.manifest.step for each in find_checkpoints(root / "whole").found]
     assert steps == list(range(steps[0], 0, -1))
-    for each in find(root / "whole").found[1:]:
+    for each in find_checkpoints(root / "whole").found[1:]:
         step = each.manifest.step
         if cuts is None or step in cuts:
             resumed, last = _run(root / str(step), case, each.path, every=steps[0], **options)
@@ -146,7 +146,7 @@ def _resumes_on_two_ranks(folder: Path, case: Case, cuts: Sequence[int] | None =
 
     whole = run("whole", None, 1)
     assert whole[0][0][0] != whole[1][0][0]
-    found = find(folder / "whole").found
+    found = find_checkpoints(folder / "whole").found
     for each in found[1:]:
         step = each.manifest.step
         if cuts is None or step in cuts:
@@ -188,7 +188,7 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
 
     module, expected = run("whole", None, 1)
     for step in (4, 6, 10, 14):
-        path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == step)
+        path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == step)
         resumed, last = run(str(step), path, 20)
         assert resumed.given == module.given[step:]
         assert _differences(last["state_dict"], expected["state_dict"]) == []
@@ -209,7 +209,7 @@ def test_a_schedule_that_asks_for_the_number_of_steps_changes_nothing(tmp_path: 
         options = {"data": Data() if kind == "stateful" else None}
         whole, expected = _run(tmp_path / kind, (1, 0, kind), module=Asks(), **options)
         for step in (3, 10, 13):
-            path = next(each.path for each in find(tmp_path / kind).found if each.manifest.step == step)
+            path = next(each.path for each in find_checkpoints(tmp_path / kind).found if each.manifest.step == step)
             options = {"data": Data() if kind == "stateful" else None}
             resumed, last = _run(tmp_path / f"{kind}{step}", (1, 0, kind), path, 20, module=Asks(), **options)
             assert resumed.given == whole.given[step:]
@@ -225,7 +225,7 @@ def test_without_a_replay_it_does_not(tmp_path: Path, control: str, monkeypatch:
     else:
         monkeypatch.setattr(ResumableLoader, "__iter__", CombinedLoader.__iter__)
         monkeypatch.setattr(ResumableLoader, "__next__", CombinedLoader.__next__)
-    path = find(tmp_path / "whole").found[16].path
+    path = find_checkpoints(tmp_path / "whole").found[16].path
     resumed, _ = _run(tmp_path / "resumed", (1, 0, "plain"), path, 20, **options)
     assert resumed.given != module.given[4:]
 
@@ -237,7 +237,7 @@ def test_a_stateful_loader_may_be_replayed_with_the_random_numbers_of_its_worker
         return stateful.StatefulDataLoader(Samples(20), batch_size=2, shuffle=True, num_workers=2)
 
     module, _ = _run(tmp_path / "whole", (1, 2, "noisy"), loader=loader())
-    path = find(tmp_path / "whole").found[16].path
+    path = find_checkpoints(tmp_path / "whole").found[16].path
     for replay, same in ((True, True), (None, False)):
         resumed, _ = _run(tmp_path / f"{replay}", (1, 2, "noisy"), path, 20, loader=loader(), replay=replay)
         assert (resumed.given == module.given[4:]) is same
@@ -255,7 +255,7 @@ def _stream() -> DataLoader:
 
 def test_endless_data_without_a_position_is_refused_in_the_middle_of_it(tmp_path: Path) -> None:
     _run(tmp_path / "a", (1, 0, "endless"), loader=_stream(), max_steps=3, max_epochs=-1)
-    path = find(tmp_path / "a").found[0].path
+    path = find_checkpoints(tmp_path / "a").found[0].path
     module = Recorded()
     with pytest.raises(ValueError, match=r"saved after batch 3 of an epoch.*neither a length.*nor a position"):
         _run(tmp_path / "b", (1, 0, "endless"), path, loader=_stream(), max_steps=5, max_epochs=-1, module=module)
@@ -275,7 +275,7 @@ def test_endless_data_without_a_position_is_refused_in_the_middle_of_it(tmp_path
 def test_data_that_is_limited_has_a_length(tmp_path: Path) -> None:
     options = {"limit_train_batches": 10, "max_epochs": 2}
     whole, expected = _run(tmp_path / "a", (1, 0, "endless"), loader=_stream(), **options)
-    path = find(tmp_path / "a").found[-4].path
+    path = find_checkpoints(tmp_path / "a").found[-4].path
     resumed, last = _run(tmp_path / "b", (1, 0, "endless"), path, 20, loader=_stream(), **options)
     assert resumed.given == whole.given[4:]
     assert _unexplained(last, expected) == []
@@ -370,7 +370,7 @@ def test_our_own_data_goes_on_where_it_was(tmp_path: Path, plan: str | None) -> 
 
     module, expected = run("whole", None)
     count = len(module.given)
-    for found in find(tmp_path / "whole").found[1:]:
+    for found in find_checkpoints(tmp_path / "whole").found[1:]:
         trained = ProTrainCheckpointIO().load_checkpoint(found.path)["loops"]["fit_loop"]
         total = trained["epoch_loop.batch_progress"]["total"]["ready"]
         resumed, last = run(f"from{found.manifest.step}", found.path)
@@ -414,7 +414,7 @@ def test_a_stream_of_unknown_length_loses_no_batch(
     module, expected = run("whole", None, 1)
     assert len(module.given) == 2 * BATCHES
     for step in (1, 4, 9, 10, 13) if ahead else (4,):
-        path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == step)
+        path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == step)
         resumed, last = run(str(step), path, 20)
         assert (resumed.given == module.given[step:]) is ahead, step
         # With a batch lost there is no last step.

@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discover import find, newest_good
+from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.callbacks.test_checkpoint_resume import BATCHES
@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
         durable, _, saving = life.told
         kills, within = kills + (not ended), within + (not ended and saving)
         where = f"seed {seed}, life {lives}, killed after {after:.3f} s"
-        listing = find(root)
+        listing = find_checkpoints(root)
         assert listing.broken == (), where
         assert [verify(each.path) for each in listing.found] == [[]] * len(listing.found), where
         assert max((each.manifest.step for each in listing.found), default=0) >= durable, where
@@ -171,8 +171,8 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
     assert all(torch.equal(value, found["weights"][name]) for name, value in whole.state_dict().items())
     assert found["best"] == pytest.approx(float(best.best_model_score or 0), rel=1e-6)
     assert newest_good(root).chosen is not None
-    assert len(entries(root)) == len(find(root).found) <= MOST_KEPT
-    assert {each.manifest.branch for each in find(root).found} == {0}
+    assert len(entries(root)) == len(find_checkpoints(root).found) <= MOST_KEPT
+    assert {each.manifest.branch for each in find_checkpoints(root).found} == {0}
     assert kills >= FEWEST
     assert within > 0
 

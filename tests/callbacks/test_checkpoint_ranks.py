@@ -16,7 +16,7 @@ import torch
 from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks.checkpoint import rendezvous
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter
@@ -56,8 +56,8 @@ def test_both_ranks_know_the_same_best_and_newest(tmp_path: Path) -> None:
     one, other = values(run_ranks(_counts, 2, tmp_path, root))
     assert one == other
     assert one[0] == str(root / "epoch=0-step=4.ckpt")
-    assert [each.manifest.step for each in find(root).found] == [6, 4]
-    assert all(verify(each.path) == [] for each in find(root).found)
+    assert [each.manifest.step for each in find_checkpoints(root).found] == [6, 4]
+    assert all(verify(each.path) == [] for each in find_checkpoints(root).found)
     assert sorted(os.listdir(root)) == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt"]
 
 
@@ -80,7 +80,7 @@ def test_two_ranks_with_random_numbers_of_their_own_resume_to_the_bit(tmp_path: 
     for step in (3, 10, 17):
         folder = tmp_path / f"b{step}"
         folder.mkdir()
-        path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == step)
+        path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == step)
         resumed = values(run_ranks(_noisy, 2, folder, folder / "root", path, 20))
         for rank in range(2):
             assert resumed[rank] == whole[rank][step:]
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     assert outcomes[1].error == "killed"
     assert "rank 1 has given no sign of life" in (outcomes[0].error or "")
     assert outcomes[0].seconds < 2 * BOUND
-    assert [each.manifest.step for each in find(root).found] == [2]
+    assert [each.manifest.step for each in find_checkpoints(root).found] == [2]
 
 
 @pytest.mark.filterwarnings("ignore:.* was saved by 1 ranks")

@@ -12,7 +12,7 @@ import torch
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.manifest import MANIFEST, STATE, Manifest
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank_file
@@ -117,7 +117,7 @@ def test_in_a_run_each_rank_reads_its_part(tmp_path: Path, ranks: int) -> None:
         read = values(run_ranks(_fit, ranks, meeting, ranks, root, steps, path))
         if path is None:
             assert read == [0] * ranks
-    newest, resumed = find(root).found
+    newest, resumed = find_checkpoints(root).found
     assert newest.manifest.step == 2
     # What rank 0 has is in the files that all share.
     assert all(resumed.manifest.files[rank_file(rank)].size > OWN for rank in range(1, ranks))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.resume import Resumption
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
 
@@ -141,7 +141,7 @@ def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
     tmp_path: Path, accumulate: int, steps: int, plan: str | None
 ) -> None:
     module, expected = _run(tmp_path / "whole", accumulate, plan)
-    found = find(tmp_path / "whole").found
+    found = find_checkpoints(tmp_path / "whole").found
     assert [each.manifest.step for each in found] == list(range(steps, 0, -1))
     for each in found[1:]:
         step = each.manifest.step
@@ -153,8 +153,8 @@ def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
 
 def test_without_the_random_numbers_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = _run(tmp_path / "whole", 1, None)
-    monkeypatch.setattr(Resumption, "restore", lambda self, trainer: None)
-    _, last = _run(tmp_path / "resumed", 1, None, find(tmp_path / "whole").found[5].path)
+    monkeypatch.setattr(ResumedFit, "restore", lambda self, trainer: None)
+    _, last = _run(tmp_path / "resumed", 1, None, find_checkpoints(tmp_path / "whole").found[5].path)
     assert _differences(last["state_dict"], expected["state_dict"])
 
 
@@ -168,7 +168,7 @@ def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
         path = "last"
     _, last = _run(tmp_path / "chain", 1, None, "last")
     assert _unexplained(last, expected) == []
-    assert {each.manifest.branch for each in find(tmp_path / "chain").found} == {0}
+    assert {each.manifest.branch for each in find_checkpoints(tmp_path / "chain").found} == {0}
 
 
 @pytest.mark.parametrize("saves", [{"every_n_train_steps": 100, "save_last": True}, {"every_n_epochs": 1}], ids=str)
@@ -178,7 +178,7 @@ def test_an_epoch_that_max_steps_has_ended_goes_on_in_its_middle(
 ) -> None:
     module, expected = _run(tmp_path / "whole", 1, None)
     _run(tmp_path / "two", 1, None, saves=saves, max_steps=stop)
-    assert find(tmp_path / "two").found[0].path.name == name
+    assert find_checkpoints(tmp_path / "two").found[0].path.name == name
     resumed, last = _run(tmp_path / "two", 1, None, "last", saves=saves)
     assert resumed.losses == module.losses[stop:]
     assert last["global_step"] == 20

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_protrain.callbacks.checkpoint import rendezvous
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.strategy import ProTrainStrategy
@@ -85,7 +85,7 @@ def test_what_only_a_rank_has_is_in_its_own_file(tmp_path: Path, asynchronous: b
         _fit(rank, 2, tmp_path / "root", callbacks=[Mine()], max_steps=2, asynchronous=asynchronous)
 
     values(_run(tmp_path, act, 2))
-    [newest, _] = find(tmp_path / "root").found
+    [newest, _] = find_checkpoints(tmp_path / "root").found
     assert sorted(newest.manifest.files) == [
         "rank00000.pt",
         "rank00001.pt",
@@ -108,7 +108,7 @@ def test_each_rank_gets_its_own_back_and_reads_no_other(tmp_path: Path) -> None:
         sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
         mine, seen = Mine(), []
         mine.on_train_start = lambda *_: seen.append(dict(mine.seen))  # type: ignore[method-assign]
-        _fit(rank, 2, tmp_path / "new", find(root).found[0].path, callbacks=[mine], max_steps=4)
+        _fit(rank, 2, tmp_path / "new", find_checkpoints(root).found[0].path, callbacks=[mine], max_steps=4)
         return seen, sorted({Path(each).name for each in opened if ".ckpt/rank" in each and "/root/" in each})
 
     assert values(_run(tmp_path, act, 2)) == [
@@ -123,7 +123,7 @@ def test_each_rank_gets_its_own_back_and_reads_no_other(tmp_path: Path) -> None:
 def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> None:
     root = tmp_path / "root"
     values(_run(tmp_path, _saves, 2, root, 2, 3))
-    torn, good = (each.path for each in find(root).found[:2])
+    torn, good = (each.path for each in find_checkpoints(root).found[:2])
     flip(torn / file, 300)
 
     def act(rank: int) -> tuple:
@@ -138,13 +138,13 @@ def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> Non
     assert message.startswith(str(good))
     assert torn.name in message
     assert file in message
-    assert find(root).found[0].manifest.step == 4
+    assert find_checkpoints(root).found[0].manifest.step == 4
 
 
 def test_with_none_good_no_rank_begins_anew(tmp_path: Path) -> None:
     root = tmp_path / "root"
     values(_run(tmp_path, _saves, 2, root, 2, 2))
-    for each in find(root).found:
+    for each in find_checkpoints(root).found:
         (each.path / "rank00001.pt").unlink()
 
     def act(rank: int) -> None:
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_in_any_phase_of_a_save_ends_the_others_in_time(tmp_pat
     assert f"rank {dies} has given no sign of life" in (outcomes[1 - dies].error or "")
     assert "Saving " in (outcomes[1 - dies].error or "")
     assert outcomes[1 - dies].seconds < BOUND + 5
-    good = [each for each in find(root).found if verify(each.path) == []]
+    good = [each for each in find_checkpoints(root).found if verify(each.path) == []]
     assert good[-1].manifest.step == 1
 
 
@@ -220,11 +220,11 @@ def test_an_exception_is_saved_if_all_ranks_end_with_it(tmp_path: Path, where: s
     assert "of the user on rank 1" in (outcomes[1].error or "")
     if where == "everywhere":
         assert "of the user on rank 0" in (outcomes[0].error or "")
-        assert [each.manifest.step for each in find(root).found] == [3]
-        assert sorted(find(root).found[0].manifest.files)[:2] == ["rank00000.pt", "rank00001.pt"]
+        assert [each.manifest.step for each in find_checkpoints(root).found] == [3]
+        assert sorted(find_checkpoints(root).found[0].manifest.files)[:2] == ["rank00000.pt", "rank00001.pt"]
     else:
         assert outcomes[0].error is not None
-        assert find(root).found == ()
+        assert find_checkpoints(root).found == ()
     assert max(outcome.seconds for outcome in outcomes) < 2 * BOUND
 
 
@@ -269,7 +269,7 @@ def _saved(path: Path) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:.*was saved by")
 def test_weights_and_moments_go_from_two_ranks_to_one_to_four(tmp_path: Path) -> None:
     values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
-    two = find(tmp_path / "two").found[0].path
+    two = find_checkpoints(tmp_path / "two").found[0].path
 
     def one(rank: int) -> tuple:
         module = Looks()
@@ -278,7 +278,7 @@ def test_weights_and_moments_go_from_two_ranks_to_one_to_four(tmp_path: Path) ->
 
     [(found, given)] = values(_run(tmp_path, one, 1))
     assert found == _saved(two)
-    middle = find(tmp_path / "one").found[0].path
+    middle = find_checkpoints(tmp_path / "one").found[0].path
 
     def four(rank: int) -> tuple:
         module = Looks()
@@ -304,7 +304,7 @@ def test_the_samples_of_an_epoch_are_trained_once_by_whatever_ranks(tmp_path: Pa
         return module.given
 
     first = trained(_run(tmp_path, run, 2, 2, tmp_path / "two", None, 6))
-    rest = trained(_run(tmp_path, run, 4, 4, tmp_path / "four", find(tmp_path / "two").found[0].path, 100))
+    rest = trained(_run(tmp_path, run, 4, 4, tmp_path / "four", find_checkpoints(tmp_path / "two").found[0].path, 100))
     assert len(first) == 24
     assert sorted(first + rest) == list(range(COUNT))
 
@@ -312,7 +312,7 @@ def test_the_samples_of_an_epoch_are_trained_once_by_whatever_ranks(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:.*was saved by")
 def test_new_ranks_draw_numbers_of_their_own_and_old_ones_go_on(tmp_path: Path) -> None:
     values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
-    path = find(tmp_path / "two").found[0].path
+    path = find_checkpoints(tmp_path / "two").found[0].path
 
     def drawn(rank: int, ranks: int) -> list[float]:
         numbers: list[float] = []
@@ -336,7 +336,7 @@ def test_at_the_end_of_an_epoch_the_next_one_begins(tmp_path: Path) -> None:
         _fit(rank, 2, tmp_path / "two", max_epochs=1)
 
     values(_run(tmp_path, saves, 2))
-    path = find(tmp_path / "two").found[0].path
+    path = find_checkpoints(tmp_path / "two").found[0].path
 
     def one(rank: int) -> list:
         module = Recorded()
@@ -360,6 +360,6 @@ def test_ranks_under_a_plan_end_with_the_same_bits(tmp_path: Path, plan: str) ->
         return module.given, module.losses, [value.tolist() for value in module.state_dict().values()]
 
     whole = values(_run(tmp_path, act, 2, tmp_path / "whole", None))
-    path = next(each.path for each in find(tmp_path / "whole").found if each.manifest.step == 5)
+    path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == 5)
     for one, other in zip(values(_run(tmp_path, act, 2, tmp_path / "resumed", path)), whole, strict=True):
         assert one == (other[0][5:], other[1][5:], other[2])

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.setup import KeepsCopy, copied_bytes, copy_of, stored
+from lightning_protrain.callbacks.checkpoint.setup import HoldsHostCopy, copied_bytes, copy_of, stored
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.planner.explain import short_bytes
@@ -201,7 +201,7 @@ def test_weights_alone_are_less(base: str, tmp_path: Path) -> None:
 def test_only_callbacks_that_keep_one_are_asked(tmp_path: Path) -> None:
     module = Tied()
     saver = ProTrainCheckpoint(tmp_path, asynchronous=True)
-    assert isinstance(saver, KeepsCopy)
+    assert isinstance(saver, HoldsHostCopy)
     trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[L.Callback(), saver])
     assert copied_bytes(trainer, [], 8.0) == copy_of(module, (), (), 8.0)
     assert copied_bytes(SimpleNamespace(callbacks=[L.Callback()]), [], 8.0) == 0  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
 from tests.ranks import kill_this_rank, run_ranks, values
 
 SHORT = 1.5
@@ -20,7 +20,7 @@ SHORT = 1.5
 
 def test_alone_it_is_nothing() -> None:
     threads = threading.active_count()
-    exchange = Exchange.open("x")
+    exchange = Rendezvous.open("x")
     assert exchange.gather(5, "Counting") == [5]
     assert exchange.broadcast("a", "Telling") == "a"
     with exchange.together("Trying"):
@@ -32,13 +32,13 @@ def test_alone_it_is_nothing() -> None:
 
 
 def _speak(rank: int) -> list[Any]:
-    exchange = Exchange.open("x")
+    exchange = Rendezvous.open("x")
     found: list[Any] = [exchange.gather((rank, b"\xff"), f"Round {number}") for number in range(3)]
     found.append(exchange.broadcast(f"of {rank}", "Telling"))
     with exchange.together("Trying"):
         pass
     exchange.close()
-    again = Exchange.open("x")  # What the first one has left does not count.
+    again = Rendezvous.open("x")  # What the first one has left does not count.
     found.append(again.gather(rank, "Again"))
     again.close()
     return found
@@ -54,7 +54,7 @@ def test_values_come_in_the_order_of_the_ranks(tmp_path: Path, world_size: int) 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, failing: int) -> None:
     def act(rank: int) -> list:
-        exchange = Exchange.open("x")
+        exchange = Rendezvous.open("x")
         try:
             with exchange.together("Saving"):
                 if rank == failing:
@@ -76,7 +76,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, faili
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int) -> None:
     def act(rank: int) -> Any:
-        exchange = Exchange.open("x", SHORT)
+        exchange = Rendezvous.open("x", SHORT)
         exchange.gather(rank, "Meeting")
         if rank == dies:
             kill_this_rank()
@@ -98,7 +98,7 @@ def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int
 
 def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
     def act(rank: int) -> list[int]:
-        exchange = Exchange.open("x", SHORT)
+        exchange = Rendezvous.open("x", SHORT)
         if rank == 1:
             time.sleep(2 * SHORT)
         found = exchange.gather(rank, "Saving")
@@ -115,10 +115,10 @@ def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path
 
 
 def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Exchange, "_beat", lambda self: None)
+    monkeypatch.setattr(Rendezvous, "_beat", lambda self: None)
 
     def act(rank: int) -> None:
-        exchange = Exchange.open("x", 0.3)
+        exchange = Rendezvous.open("x", 0.3)
         time.sleep(rank)
         exchange.gather(rank, "Saving")
 
@@ -127,7 +127,7 @@ def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, m
 
 def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     def act(rank: int) -> Any:
-        exchange = Exchange.open("x")
+        exchange = Rendezvous.open("x")
         if rank == 1:
             exchange.close("has failed with KeyError: 'x'")
             dist.barrier()
@@ -143,7 +143,7 @@ def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
     def act(rank: int) -> None:
-        Exchange.open("x").gather(rank, ("Saving", "Loading")[rank])
+        Rendezvous.open("x").gather(rank, ("Saving", "Loading")[rank])
 
     for outcome in run_ranks(act, 2, tmp_path):
         assert "Ranks do different things: rank 0 'Saving', rank 1 'Loading'" in (outcome.error or "")
@@ -152,7 +152,7 @@ def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
 def test_nothing_piles_up_in_the_store(tmp_path: Path) -> None:
     def act(rank: int) -> int:
         store = dist.distributed_c10d._get_default_store()
-        exchange = Exchange.open("x")
+        exchange = Rendezvous.open("x")
         for _ in range(3):
             exchange.gather(rank, "Meeting")
         before = store.num_keys()

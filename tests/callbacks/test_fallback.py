@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain.callbacks.checkpoint import resume
-from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, newest_listed, newest_of_all
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.manifest import MANIFEST
@@ -28,7 +28,7 @@ def _save(root: Path, *steps: int, **record: Any) -> None:
 
 
 def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
-    exchange = Exchange.open("x")
+    exchange = Rendezvous.open("x")
     newest = newest_of_all(exchange, rank, root, "run")
     exchange.close()
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]

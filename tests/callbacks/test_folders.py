@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
-from lightning_protrain.callbacks.checkpoint.setup import install_io, io_of, prepare_folder
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.setup import install_io, installed_io, prepare_folder
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 
@@ -22,8 +22,8 @@ def _trainer(*plugins: object) -> L.Trainer:
 @pytest.mark.parametrize("given", [None, "run", "a"])
 def test_folders_of_the_run_are_saved(given: str | None) -> None:
     trainer = _trainer(*([] if given is None else [ProTrainCheckpointIO(given)]))
-    checkpoints = install_io(trainer, "a", exchange := Exchange(None))
-    assert io_of(trainer) is trainer.strategy.checkpoint_io is checkpoints
+    checkpoints = install_io(trainer, "a", exchange := Rendezvous(None))
+    assert installed_io(trainer) is trainer.strategy.checkpoint_io is checkpoints
     assert (checkpoints.run, checkpoints.rank, checkpoints.together) == ("a", 0, exchange.together)
 
 
@@ -37,13 +37,13 @@ def test_folders_of_the_run_are_saved(given: str | None) -> None:
 )
 def test_what_saves_something_else_is_refused(plugin: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        install_io(_trainer(plugin), "a", Exchange(None))
+        install_io(_trainer(plugin), "a", Rendezvous(None))
 
 
 def test_the_folder_is_made_locked_and_swept(tmp_path: Path) -> None:
     trainer, module = _trainer(), L.LightningModule()
     module.layer = nn.Linear(1, 1)
-    checkpoints = install_io(trainer, "a", exchange := Exchange(None))
+    checkpoints = install_io(trainer, "a", exchange := Rendezvous(None))
     root = tmp_path / "made"
     prepare_folder(trainer, 1, root, exchange)
     assert os.listdir(root) == [".a.lock"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, prune, usable
-from lightning_protrain.checkpoint.discover import Ranking, find
+from lightning_protrain.checkpoint.discover import Ranking, find_checkpoints
 from tests.checkpoint.contents import flip, save
 
 
@@ -26,7 +26,7 @@ def test_the_best_the_newest_and_the_protected_stay(
 ) -> None:
     _chain(tmp_path, [4.0, 1.0, 2.0, 3.0])
     save(tmp_path, 9, run="other")
-    found = {each.manifest.step: each for each in find(tmp_path, "run").found}
+    found = {each.manifest.step: each for each in find_checkpoints(tmp_path, "run").found}
     removed: list[Path] = []
     names = [found[step].manifest.identity for step in protected]
     kept = prune(tmp_path, found[3].manifest, "me", Ranking("loss", "min", 0.0), top, names, removed.append)
@@ -36,7 +36,7 @@ def test_the_best_the_newest_and_the_protected_stay(
 
 def test_what_cannot_be_removed_warns_stays_in_the_line_and_is_tried_again(tmp_path: Path) -> None:
     _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
-    head, tried = find(tmp_path, "run").found[0].manifest, []
+    head, tried = find_checkpoints(tmp_path, "run").found[0].manifest, []
 
     def refuse(path: Path) -> None:
         tried.append(path.name)
@@ -51,7 +51,7 @@ def test_what_cannot_be_removed_warns_stays_in_the_line_and_is_tried_again(tmp_p
 
 def test_what_another_callback_has_saved_stays(tmp_path: Path) -> None:
     _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
-    head = find(tmp_path, "run").found[0].manifest
+    head = find_checkpoints(tmp_path, "run").found[0].manifest
     removed: list[Path] = []
     kept = prune(tmp_path, head, "you", Ranking("loss", "min", 0.0), 1, [], removed.append)
     assert (len(kept), removed) == (4, [])
@@ -69,7 +69,7 @@ def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:
 def test_what_is_torn_or_between_two_steps_is_not_gone_on_from(tmp_path: Path) -> None:
     save(tmp_path, 1, record={ACCUMULATING: True})
     save(tmp_path, 2)
-    two, one = find(tmp_path, "run").found
+    two, one = find_checkpoints(tmp_path, "run").found
     assert "between two steps" in str(usable(one)[0])
     assert usable(two) == []
     flip(two.path / "weights.safetensors", 900)

@@ -59,12 +59,12 @@ def test_no_validation_at_all() -> None:
 @pytest.mark.parametrize("tries", [True, False])
 def test_a_try(tries: bool) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=tries, **QUIET)
-    assert trainer_events.tries_only(trainer) == tries
+    assert trainer_events.is_fast_dev_run(trainer) == tries
 
 
 def test_who_evaluates_and_who_hears_of_it() -> None:
-    assert isinstance(Evaluator({"a": []}), trainer_events.EvaluatesBeside)
-    assert isinstance(ProTrainCheckpoint("x"), trainer_events.HearsOfEvaluations)
-    assert not isinstance(ModelCheckpoint(), trainer_events.HearsOfEvaluations)
+    assert isinstance(Evaluator({"a": []}), trainer_events.EvaluatesOutsideValidation)
+    assert isinstance(ProTrainCheckpoint("x"), trainer_events.EvaluationListener)
+    assert not isinstance(ModelCheckpoint(), trainer_events.EvaluationListener)
     trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[Evaluator({"a": []})], **QUIET)
-    assert not trainer_events.is_measured_beside("a_loss", trainer)  # it is not set up
+    assert not trainer_events.is_from_evaluator("a_loss", trainer)  # it is not set up

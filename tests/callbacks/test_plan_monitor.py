@@ -19,8 +19,8 @@ from rich.console import Console
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.callbacks.plan_monitor import (
+    HasPlan,
     PlanMonitor,
-    Planned,
     device_bytes,
     render_plan,
     summary,
@@ -141,7 +141,7 @@ def test_how_gpus_reach_each_other_is_said_where_it_is_known() -> None:
 
 def test_the_strategy_has_what_is_asked_of_it() -> None:
     strategy = ProTrainStrategy()
-    assert isinstance(strategy, Planned)
+    assert isinstance(strategy, HasPlan)
     assert strategy.overlap == OverlapPlan()
     with pytest.raises(AttributeError):
         strategy.overlap = OverlapPlan(Overlap.FORWARD)

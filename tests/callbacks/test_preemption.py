@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemption
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy
@@ -153,7 +153,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def _assert_goes_on(whole: Whole, world: int, folder: Path, root: Path, step: int, accumulate: int = 1) -> None:
     """The run in `root` was preempted at a step, and ends with the bits of one that was not."""
-    found = find(root).found
+    found = find_checkpoints(root).found
     assert found[0].manifest.step == step
     assert all(verify(each.path) == [] for each in found)
     assert not [name for name in os.listdir(root) if name.startswith(".")]
@@ -223,7 +223,7 @@ class Twice(Signals):
 def test_a_second_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
     (outcome,) = _ranks(1, tmp_path / "first", tmp_path / "root", sent={0: Twice("start", 5)})
     assert outcome.error == "killed"
-    assert [each.manifest.step for each in find(tmp_path / "root").found] == [4]
+    assert [each.manifest.step for each in find_checkpoints(tmp_path / "root").found] == [4]
 
 
 def test_signals_that_a_shell_has_ignored_stay_ignored(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_signals_that_a_shell_has_ignored_stay_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "first"
     folder.mkdir()
     values(run_ranks(fit, 1, folder))
-    assert find(tmp_path / "root").found[0].manifest.step == 4
+    assert find_checkpoints(tmp_path / "root").found[0].manifest.step == 4
 
 
 @pytest.mark.parametrize("who", [(0,), (1,), pytest.param((0, 1), marks=pytest.mark.slow)])
@@ -282,7 +282,7 @@ def test_a_signal_that_lightning_has_heard_before_training_is_not_lost(tmp_path:
     folder.mkdir()
     (outcome,) = run_ranks(fit, 1, folder)
     assert outcome.error == PREEMPTED
-    assert [each.manifest.step for each in find(tmp_path / "root").found] == [1]
+    assert [each.manifest.step for each in find_checkpoints(tmp_path / "root").found] == [1]
 
 
 def test_without_it_lightning_ends_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_without_it_lightning_ends_the_run_and_nothing_is_saved(tmp_path: Path) 
     (outcome,) = _ranks(1, tmp_path / "first", tmp_path / "root", **options)
     assert outcome.error is not None
     assert outcome.error.startswith("SIGTERMException")
-    assert [each.manifest.step for each in find(tmp_path / "root").found] == []
+    assert [each.manifest.step for each in find_checkpoints(tmp_path / "root").found] == []
 
 
 def test_the_handlers_of_before_are_put_back(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_ten_preemptions_in_a_row_change_nothing(tmp_path: Path, whole: Whole, w
     root, path = tmp_path / "root", None
     ended = 0
     for number in range(10):
-        done = max((each.manifest.step for each in find(root).found), default=0)
+        done = max((each.manifest.step for each in find_checkpoints(root).found), default=0)
         sent = {chance.randrange(world): _random_place(chance, 2 * BATCHES - done)}
         outcomes = _ranks(world, tmp_path / str(number), root, path, sent=sent)
         path = "last"
@@ -349,7 +349,7 @@ def test_ten_preemptions_in_a_row_change_nothing(tmp_path: Path, whole: Whole, w
     resumed = values(_ranks(world, tmp_path / "resumed", root, "last"))
     for one, other in zip(whole(world), resumed, strict=True):
         assert other == [one[0][len(one[0]) - len(other[0]) :], one[1], one[2]]
-    assert {each.manifest.branch for each in find(root).found} == {0}
+    assert {each.manifest.branch for each in find_checkpoints(root).found} == {0}
 
 
 SCRIPT = """
@@ -382,7 +382,7 @@ def test_the_process_says_143(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == EXIT_CODE
     assert time.monotonic() - begin < BOUND
-    assert find(tmp_path / "root").found[0].manifest.step >= 5
+    assert find_checkpoints(tmp_path / "root").found[0].manifest.step >= 5
 
 
 @pytest.mark.slow
@@ -396,4 +396,4 @@ def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path) -> None:
         told += os.read(terminal, 4096)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
-    assert find(tmp_path / "root").found[0].manifest.step >= 5
+    assert find_checkpoints(tmp_path / "root").found[0].manifest.step >= 5

@@ -18,8 +18,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Shield
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.callbacks.checkpoint.preemption import Preemption, SignalShield
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.callbacks.test_preemption import PREEMPTED, Signals
 from tests.ranks import BOUND, run_ranks, values
@@ -65,7 +65,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_workers_away(
     folder = tmp_path / "first"
     folder.mkdir()
     (outcome,) = run_ranks(fit, 1, folder)
-    found = [each.manifest.step for each in find(tmp_path / "root").found]
+    found = [each.manifest.step for each in find_checkpoints(tmp_path / "root").found]
     alive = int((tmp_path / "alive").read_text(encoding="utf-8"))
     if shielded:
         assert (outcome.error, found, alive) == (PREEMPTED, [3], 2)
@@ -83,7 +83,7 @@ def _sleeping() -> multiprocessing.process.BaseProcess:
 
 def test_a_worker_ends_if_its_parent_ends_it() -> None:
     preemption = Preemption()
-    preemption._shield = Shield({signal.SIGTERM})
+    preemption._shield = SignalShield({signal.SIGTERM})
     process = _sleeping()
     process.join(0.3)
     assert process.is_alive()
@@ -127,7 +127,7 @@ def test_a_job_of_slurm_is_saved_at_the_end_of_the_step_and_queued_again_if_that
     folder.mkdir()
     (outcome,) = run_ranks(_slurm_fit, 1, folder, root, requeue, number)
     assert outcome.error == PREEMPTED
-    assert [each.manifest.step for each in find(root).found] == [3]
+    assert [each.manifest.step for each in find_checkpoints(root).found] == [3]
     # Lightning saves within the backward pass, and resumes from that.
     assert not list(root.glob("hpc_ckpt*"))
     asked = requeue and number == signal.SIGUSR1

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.callbacks.checkpoint.resume import MOST_COMPARED, small_states, take_own
+from lightning_protrain.callbacks.checkpoint.resume import MOST_COMPARED, restore_own_states, small_states
 from lightning_protrain.checkpoint.rank_state import capture
 from lightning_protrain.checkpoint.serialize import RANK_STATES
 
@@ -47,7 +47,7 @@ def test_a_rank_gets_what_was_its_own() -> None:
     own = small_states(_trainer(data=Data()), {"callbacks": {"A": {"x": 7}}, "Data": {"at": 9}})
     for rank, expected in ((0, (0, 0)), (1, (7, 9))):
         content = _content(**own)
-        assert take_own(_trainer(rank), content, "x") is content[RANK_STATES][rank]
+        assert restore_own_states(_trainer(rank), content, "x") is content[RANK_STATES][rank]
         assert (content["callbacks"]["A"]["x"], content["Data"]["at"]) == expected
         assert content["callbacks"]["B"] == 5
 
@@ -55,11 +55,11 @@ def test_a_rank_gets_what_was_its_own() -> None:
 def test_another_number_of_ranks_is_told() -> None:
     content = _content()
     with pytest.warns(UserWarning, match=r"x was saved by 2 ranks, and there are 4\..*4/2 of what they were"):
-        take_own(_trainer(3, 4), content, "x")
+        restore_own_states(_trainer(3, 4), content, "x")
     assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
     with pytest.warns(UserWarning, match="falls between two batches"):
-        take_own(_trainer(0, 3), _content(), "x")
+        restore_own_states(_trainer(0, 3), _content(), "x")
 
 
 def test_a_checkpoint_without_them_has_none() -> None:
-    assert take_own(_trainer(), {}, "x") is None
+    assert restore_own_states(_trainer(), {}, "x") is None

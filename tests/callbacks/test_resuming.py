@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
-from lightning_protrain.callbacks.checkpoint.resume import Resumption
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
 from tests.ranks import run_ranks, values
 
 
@@ -37,9 +37,9 @@ def _module() -> Any:
     return module
 
 
-def _resumed(saved: dict[str, Any], trainer: Any) -> Resumption:
-    resumption = Resumption()
-    resumption.begin(trainer, Exchange.open("x"))
+def _resumed(saved: dict[str, Any], trainer: Any) -> ResumedFit:
+    resumption = ResumedFit()
+    resumption.begin(trainer, Rendezvous.open("x"))
     resumption.accept(trainer, {"state_dict": trainer.lightning_module.state_dict(), **saved}, "x")
     return resumption
 
@@ -47,7 +47,7 @@ def _resumed(saved: dict[str, Any], trainer: Any) -> Resumption:
 def test_random_numbers_go_on_when_training_starts_and_not_before() -> None:
     saved: dict[str, Any] = {}
     trainer = _trainer(module=_module())
-    Resumption().save(trainer, saved)
+    ResumedFit().save(trainer, saved)
     expected = torch.rand(3)
     resumption = _resumed(saved, trainer)
     assert not torch.equal(torch.rand(3), expected)
@@ -59,14 +59,14 @@ def test_random_numbers_go_on_when_training_starts_and_not_before() -> None:
 
 def test_a_checkpoint_without_them_is_said() -> None:
     with pytest.warns(UserWarning, match="has no states of random numbers"):
-        Resumption().restore(_trainer())
+        ResumedFit().restore(_trainer())
 
 
 def _saves_and_restores(rank: int) -> bool:
     torch.manual_seed(rank)
     saved: dict[str, Any] = {}
-    resumption, trainer = Resumption(), _trainer(rank, 2, module=_module())
-    resumption.begin(trainer, Exchange.open("y"))
+    resumption, trainer = ResumedFit(), _trainer(rank, 2, module=_module())
+    resumption.begin(trainer, Rendezvous.open("y"))
     resumption.save(trainer, saved)
     resumption.gather(saved, "Saving")
     expected = torch.rand(3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.callbacks.checkpoint.saving_points import Scores
+from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores
 from lightning_protrain.checkpoint.discover import Ranking
 
 
@@ -23,7 +23,7 @@ def _trainer(step: int, **metrics: float) -> Any:
 
 
 def test_an_evaluation_counts_for_its_own_step_only() -> None:
-    scores = Scores(Ranking("loss"))
+    scores = EvaluationScores(Ranking("loss"))
     assert scores.now(_trainer(0)) == (None, False)
     assert scores.note(_trainer(3, loss=2.0), None)
     assert scores.now(_trainer(3)) == (2.0, True)
@@ -31,7 +31,7 @@ def test_an_evaluation_counts_for_its_own_step_only() -> None:
 
 
 def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
-    scores = Scores(Ranking("loss"))
+    scores = EvaluationScores(Ranking("loss"))
     assert scores.note(_trainer(3, loss=2.0), None)
     scores.begin(known=True)
     assert scores.now(_trainer(3)) == (None, False)
@@ -39,19 +39,19 @@ def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
 
 @pytest.mark.parametrize(("score", "best", "better"), [(1.0, None, True), (1.0, 2.0, True), (2.0, 2.0, False)])
 def test_it_says_what_is_better(score: float, best: float | None, better: bool) -> None:
-    assert Scores(Ranking("loss")).note(_trainer(1, loss=score), best) is better
+    assert EvaluationScores(Ranking("loss")).note(_trainer(1, loss=score), best) is better
 
 
 def test_what_is_not_finite_is_said_and_never_better() -> None:
-    scores = Scores(Ranking("loss"))
+    scores = EvaluationScores(Ranking("loss"))
     with pytest.warns(UserWarning, match="loss is nan at step 7: that is never the best"):
         assert not scores.note(_trainer(7, loss=math.nan), None)
 
 
 def test_a_metric_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"monitor='los': no metric of that name was logged, but \['loss'\]"):
-        Scores(Ranking("los")).read(_trainer(1, loss=1.0), {"loss": torch.tensor(1.0)})
+        EvaluationScores(Ranking("los")).read(_trainer(1, loss=1.0), {"loss": torch.tensor(1.0)})
 
 
 def test_without_a_metric_there_is_no_score() -> None:
-    assert Scores(Ranking(None)).read(_trainer(1), {}) is None
+    assert EvaluationScores(Ranking(None)).read(_trainer(1), {}) is None

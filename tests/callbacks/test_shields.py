@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Shield
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.callbacks.checkpoint.preemption import Preemption, SignalShield
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from tests.callbacks.test_preemption import PREEMPTED, Signals, Validated
 from tests.ranks import run_ranks
 
@@ -36,7 +36,7 @@ class Own(SpawnContext):
 
 
 def test_loaders_are_covered_until_the_fit_ends() -> None:
-    shield = Shield({signal.SIGTERM})
+    shield = SignalShield({signal.SIGTERM})
     spawned, served, forked, alone = loader("spawn"), loader("forkserver"), loader("fork"), loader(None, 0)
     before = [each.multiprocessing_context for each in (spawned, served, forked)]
     shield.cover({"a": [spawned, served], "b": forked, "c": alone, "d": [[1], [2]]})
@@ -52,7 +52,7 @@ def test_loaders_are_covered_until_the_fit_ends() -> None:
 def test_a_context_of_the_user_is_left_alone() -> None:
     own = Own()
     given = DataLoader(torch.rand(4), num_workers=1, multiprocessing_context=own)
-    shield = Shield({signal.SIGTERM})
+    shield = SignalShield({signal.SIGTERM})
     shield.cover(given)
     assert given.multiprocessing_context is own
 
@@ -60,7 +60,7 @@ def test_a_context_of_the_user_is_left_alone() -> None:
 def test_the_default_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = loader(None)
     monkeypatch.setattr(multiprocessing, "get_context", lambda: SpawnContext())
-    shield = Shield({signal.SIGTERM})
+    shield = SignalShield({signal.SIGTERM})
     shield.cover(given)
     assert isinstance(given.multiprocessing_context, SpawnContext)
     shield.close()
@@ -74,10 +74,10 @@ def test_a_fit_covers_its_loaders_and_puts_back_where_they_come_from() -> None:
     sources = [loop._data_source for loop in loops]
     for source, given in zip(sources, loaders, strict=True):
         source.instance = given
-    shield = Shield({signal.SIGTERM})
+    shield = SignalShield({signal.SIGTERM})
     shield.cover_fit(trainer)
     assert [loop._data_source.dataloader() for loop in loops] == loaders
-    assert all(type(each.multiprocessing_context).__module__ == Shield.__module__ for each in loaders)
+    assert all(type(each.multiprocessing_context).__module__ == SignalShield.__module__ for each in loaders)
     assert all(loop._data_source.is_defined() for loop in loops)
     shield.close()
     assert [loop._data_source for loop in loops] == sources
@@ -99,7 +99,7 @@ def _begin_and_sleep(path: str) -> None:
 @pytest.mark.parametrize("shielded", [True, False])
 def test_a_worker_ends_if_its_parent_ends_it_and_for_nobody_else(tmp_path: Path, shielded: bool) -> None:
     given = loader("spawn")
-    shield = Shield({signal.SIGTERM})
+    shield = SignalShield({signal.SIGTERM})
     if shielded:
         shield.cover(given)
     context: Any = given.multiprocessing_context
@@ -169,7 +169,7 @@ def test_a_signal_to_the_whole_group_leaves_workers_alone(
     folder = tmp_path / "first"
     folder.mkdir()
     (outcome,) = run_ranks(fit, 1, folder)
-    found = [each.manifest.step for each in find(tmp_path / "root").found]
+    found = [each.manifest.step for each in find_checkpoints(tmp_path / "root").found]
     ended, workers = map(int, (tmp_path / "ended").read_text().split(" of "))
     assert workers == (2 if place == "validation" else 1)
     if shielded:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.checkpoint.discover import find, newest_good, resolve
+from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good, resolve
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, reserved_name
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from tests.checkpoint.contents import RUN, flip, save
@@ -49,7 +49,7 @@ def test_a_tree_that_was_copied_elsewhere_is_as_good(tmp_path: Path) -> None:
     _chain(tmp_path / "a", 1, 2)
     (tmp_path / "a" / "last").symlink_to("run-step=2")
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # Links become copies.
-    assert len(find(tmp_path / "b").found) == 2
+    assert len(find_checkpoints(tmp_path / "b").found) == 2
     assert newest_good(tmp_path / "b").chosen is not None
 
 
@@ -102,16 +102,16 @@ def test_between_its_two_renames_a_save_leaves_the_former_one_to_be_found(tmp_pa
     (tmp_path / "run-step=1").rename(tmp_path / old)
     (tmp_path / reserved_name("run-step=1", RUN, "staged")).mkdir()
     assert resolve(tmp_path / "run-step=1") == tmp_path / old
-    assert find(tmp_path, RUN).found[0].manifest == made[0]
+    assert find_checkpoints(tmp_path, RUN).found[0].manifest == made[0]
     (tmp_path / old).rename(tmp_path / other)
-    assert find(tmp_path, RUN).found == ()
+    assert find_checkpoints(tmp_path, RUN).found == ()
 
 
 @pytest.mark.parametrize("state", ["staged", "removed"])
 def test_what_was_never_published_or_is_being_removed_is_not_found(tmp_path: Path, state: str) -> None:
     _chain(tmp_path, 1)
     (tmp_path / "run-step=1").rename(tmp_path / reserved_name("run-step=1", RUN, state))  # type: ignore[arg-type]
-    assert find(tmp_path).found == ()
+    assert find_checkpoints(tmp_path).found == ()
     with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
         resolve(tmp_path / "run-step=1")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain.checkpoint.rank_state import capture, derive, restore
+from lightning_protrain.checkpoint.rank_state import capture, derive_state, restore
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_numbers_of_a_new_rank_are_its_own_every_time() -> None:
     state = capture(CPU)
     drawn = []
     for number in (1, 2, 1):
-        assert restore(derive(state, number, CPU), CPU) == []
+        assert restore(derive_state(state, number, CPU), CPU) == []
         drawn.append(_draws())
     restore(state, CPU)
     assert drawn[0] == drawn[2] != drawn[1]

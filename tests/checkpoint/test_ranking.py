@@ -11,24 +11,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.discover import Found, Ranking, take
+from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, checkpoint_at
 from lightning_protrain.checkpoint.manifest import Manifest
 from tests.checkpoint.contents import flip, save
 
 Mode = Literal["min", "max"]
 
 
-def _line(*scores: Any, monitor: str = "loss", mode: str = "min") -> list[Found]:
+def _line(*scores: Any, monitor: str = "loss", mode: str = "min") -> list[FoundCheckpoint]:
     """Newest first; the first score is that of the oldest."""
     found = []
     for number, score in enumerate(scores):
         record = {} if score is None else {"monitor": monitor, "mode": mode, "score": score}
         manifest = Manifest("run", number, number, f"{number:016x}", {}, record=record)
-        found.append(Found(Path(str(number)), manifest))
+        found.append(FoundCheckpoint(Path(str(number)), manifest))
     return found[::-1]
 
 
-def _names(line: list[Found]) -> list[int]:
+def _names(line: list[FoundCheckpoint]) -> list[int]:
     return sorted(each.manifest.step for each in line)
 
 
@@ -156,17 +156,17 @@ def _run_of(root: Path, scores: Sequence[float | None]) -> None:
 
 def test_of_the_folder_of_a_run_the_last_or_the_best_is_taken(tmp_path: Path) -> None:
     _run_of(tmp_path, [1.0, 3.0, 2.0, None])
-    assert take(tmp_path, "last") == tmp_path / "step=3"
-    assert take(tmp_path, "best") == tmp_path / "step=1"
-    assert take(tmp_path / "step=2", "best") == tmp_path / "step=2"
-    assert take(tmp_path / "gone.ckpt", "best") == tmp_path / "gone.ckpt"
+    assert checkpoint_at(tmp_path, "last") == tmp_path / "step=3"
+    assert checkpoint_at(tmp_path, "best") == tmp_path / "step=1"
+    assert checkpoint_at(tmp_path / "step=2", "best") == tmp_path / "step=2"
+    assert checkpoint_at(tmp_path / "gone.ckpt", "best") == tmp_path / "gone.ckpt"
 
 
 def test_the_last_is_the_newest_good_one(tmp_path: Path) -> None:
     _run_of(tmp_path, [1.0, 2.0])
     flip(tmp_path / "step=1" / "weights.safetensors", 300)
     with pytest.warns(UserWarning, match=r"step=0 \(step 0\) is the newest good checkpoint"):
-        assert take(tmp_path, "last") == tmp_path / "step=0"
+        assert checkpoint_at(tmp_path, "last") == tmp_path / "step=0"
 
 
 @pytest.mark.parametrize(
@@ -178,4 +178,4 @@ def test_where_there_is_none_to_take_it_is_said(
 ) -> None:
     _run_of(tmp_path, scores)
     with pytest.raises(ValueError, match=message):
-        take(tmp_path, which)
+        checkpoint_at(tmp_path, which)

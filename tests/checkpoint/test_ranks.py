@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.rank_state import capture, own_state, rescale, reshard_folder, without_copies
+from lightning_protrain.checkpoint.rank_state import capture, rescale, reshard_folder, state_of_rank, without_duplicates
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
@@ -36,15 +36,15 @@ def _loops(trained: int, ends: bool = False) -> dict[str, Any]:
 def test_the_same_number_of_ranks_has_its_own() -> None:
     states = [_state(0), _state(1)]
     for rank in range(2):
-        assert own_state(states, rank, 2, CPU) is states[rank]
+        assert state_of_rank(states, rank, 2, CPU) is states[rank]
     # A rank reads no other file than its own.
-    assert own_state([None, states[1]], 1, 2, CPU) is states[1]
+    assert state_of_rank([None, states[1]], 1, 2, CPU) is states[1]
 
 
 @pytest.mark.parametrize("now", [1, 3, 5])
 def test_another_number_of_ranks_has_what_there_is_and_new_numbers(now: int) -> None:
     states = [_state(0), _state(1)]
-    new: list[Any] = [own_state(states, rank, now, CPU) for rank in range(now)]
+    new: list[Any] = [state_of_rank(states, rank, now, CPU) for rank in range(now)]
     for rank, own in enumerate(new):
         assert own["data"] == {"positions": [rank % 2], "moved": True}
         assert own["others"] == (states[rank]["others"] if rank < 2 else {})
@@ -54,18 +54,18 @@ def test_another_number_of_ranks_has_what_there_is_and_new_numbers(now: int) -> 
             others = [state["random"] for state in (*new[:rank], *states)]
             assert not any(same(own["random"][name], each[name]) for each in others for name in ("torch", "python"))
             assert not any(same(own["random"]["numpy"][1], each["numpy"][1]) for each in others)
-    again: list[Any] = [own_state(states, rank, now, CPU) for rank in range(now)]
+    again: list[Any] = [state_of_rank(states, rank, now, CPU) for rank in range(now)]
     assert same([each["random"] for each in again], [each["random"] for each in new])
 
 
 @pytest.mark.parametrize("states", [[], [None], [5]])
 def test_where_there_is_nothing_there_is_nothing(states: list[Any]) -> None:
-    assert own_state(states, 0, 1, CPU) is None
+    assert state_of_rank(states, 0, 1, CPU) is None
 
 
 def test_what_is_like_that_of_rank_0_is_kept_once() -> None:
     states = [{"random": 1, "others": {"a": b"1", "b": b"2"}}, {"random": 2, "others": {"a": b"1", "b": b"3"}}]
-    assert without_copies(states) == [{"random": 1, "others": {}}, {"random": 2, "others": {"b": b"3"}}]
+    assert without_duplicates(states) == [{"random": 1, "others": {}}, {"random": 2, "others": {"b": b"3"}}]
 
 
 @pytest.mark.parametrize(

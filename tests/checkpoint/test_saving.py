@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from lightning_protrain.checkpoint.atomic import Draft, Files, retire, sweep
-from lightning_protrain.checkpoint.discover import find, line_of, newest_good
+from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
 from lightning_protrain.checkpoint.manifest import Manifest, parse_reserved, reserved_name
 from lightning_protrain.checkpoint.save import next_place
 from lightning_protrain.checkpoint.serialize import split
@@ -47,7 +47,7 @@ def _run(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name
     for step in steps:
         parent = save(root, step, files, parent=parent, name=name or f"step={step}")
         mark(parent.sequence)
-        for each in line_of(find(root, RUN))[keep:]:
+        for each in lineage_of(find_checkpoints(root, RUN))[keep:]:
             retire(each.path, RUN, files)
 
 
@@ -57,7 +57,7 @@ def _prepare(*steps: int, name: str | None = None) -> Callable[[Path], None]:
 
 def _fork(root: Path, files: Files, mark: Mark) -> None:
     """Goes on from step 1 while 2 and 3 are there, and removes these when the new line is durable."""
-    old = {each.manifest.step: each for each in find(root, RUN).found}
+    old = {each.manifest.step: each for each in find_checkpoints(root, RUN).found}
     mark(save(root, 2, files, parent=old[1].manifest, name="again").sequence)
     for step in (2, 3):
         retire(old[step].path, RUN, files)
@@ -88,7 +88,7 @@ def _record(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) 
     root.mkdir()
     scenario.before(root)
     shutil.copytree(root, before)
-    found = find(root, RUN).found
+    found = find_checkpoints(root, RUN).found
     recording = journal(root)
     scenario.action(root, recording, recording.mark)
     return before, recording.operations, found[0].manifest.sequence if found else -1
@@ -97,7 +97,7 @@ def _record(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) 
 def _judge(root: Path, durable: int) -> list[str]:
     """What is wrong with a disk after a crash, if the save of sequence `durable` had returned before."""
     findings = []
-    listing = find(root, RUN)
+    listing = find_checkpoints(root, RUN)
     findings += [f"{path.name}: {what}" for path, what in listing.broken]
     findings += [f"{each.path.name} {fault}" for each in listing.found for fault in verify(each.path)]
     try:
@@ -184,7 +184,7 @@ def test_without_syncs_the_same_harness_finds_losses(journal: type[Journal], nam
 
 def _naive(root: Path, files: Files, mark: Mark) -> None:
     """Writes under the final name, after making room for it."""
-    listing = find(root, RUN)
+    listing = find_checkpoints(root, RUN)
     retire(root / "last", RUN, files)
     files.make_directory(root / "last")
     draft = Draft(root / "last", root / "last", RUN, files)
@@ -339,8 +339,8 @@ def _manifests(root: Path, branch_at: int) -> list[Manifest]:
 
 def test_what_a_run_left_behind_when_it_went_back_is_hidden(tmp_path: Path) -> None:
     _manifests(tmp_path, branch_at=0)
-    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["again=3", "again=2", "step=1"]
-    assert len(find(tmp_path, RUN).found) == 5
+    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == ["again=3", "again=2", "step=1"]
+    assert len(find_checkpoints(tmp_path, RUN).found) == 5
     chosen = newest_good(tmp_path, RUN).chosen
     assert chosen is not None
     assert chosen.path.name == "again=3"
@@ -349,16 +349,21 @@ def test_what_a_run_left_behind_when_it_went_back_is_hidden(tmp_path: Path) -> N
 def test_a_run_that_begins_anew_shares_nothing_with_the_former_one(tmp_path: Path) -> None:
     _prepare(1, 2)(tmp_path)
     save(tmp_path, 1, name="anew")
-    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["anew"]
+    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == ["anew"]
 
 
 def test_a_line_goes_back_over_several_branches(tmp_path: Path) -> None:
     made = _manifests(tmp_path, branch_at=1)
-    again = {each.path.name: each.manifest for each in find(tmp_path, RUN).found}
+    again = {each.path.name: each.manifest for each in find_checkpoints(tmp_path, RUN).found}
     last = save(tmp_path, 9, parent=again["again=3"], name="third")
     assert last.lineage == ((0, 2), (1, 3))
-    assert [each.path.name for each in line_of(find(tmp_path, RUN))] == ["third", "again=3", "step=2", "step=1"]
-    assert made[2].identity not in {each.manifest.identity for each in line_of(find(tmp_path, RUN))}
+    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == [
+        "third",
+        "again=3",
+        "step=2",
+        "step=1",
+    ]
+    assert made[2].identity not in {each.manifest.identity for each in lineage_of(find_checkpoints(tmp_path, RUN))}
 
 
 def test_the_parent_of_another_run_is_no_parent(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.checkpoint.atomic import Files, retire, sweep
-from lightning_protrain.checkpoint.discover import find, line_of, newest_good
+from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
 from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import split
@@ -81,7 +81,7 @@ def _behind(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, n
             target = root / (name or f"step={step}")
             parents.append(save_payload(copied, target, RUN, step, files, parents[-1]))
             mark(parents[-1].sequence)  # type: ignore[union-attr]
-            for each in line_of(find(root, RUN))[keep:]:
+            for each in lineage_of(find_checkpoints(root, RUN))[keep:]:
                 retire(each.path, RUN, files)
 
         return write
@@ -106,7 +106,7 @@ def _crashes(name: str, folder: Path, journal: type[Journal] = Journal) -> list[
     root.mkdir()
     before(root)
     shutil.copytree(root, folder / "before")
-    found = find(root, RUN).found
+    found = find_checkpoints(root, RUN).found
     durable = found[0].manifest.sequence if found else -1
     recording = journal(root)
     action(root, recording, recording.mark)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, Encoded
 from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
@@ -25,7 +25,7 @@ CALL = {"type": "function", "id": "abcdefgh0", "function": {"name": "lookup", "a
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, **knobs: Any) -> ChatEncoder:
-    return Chats(tokenizer, None).encoder(ChatSettings(max_length=10_000, **knobs))
+    return ChatEncoders(tokenizer, None).encoder(ChatSettings(max_length=10_000, **knobs))
 
 
 def _one(encoder: ChatEncoder, *messages: tuple[str, str] | dict[str, Any]) -> Encoded:

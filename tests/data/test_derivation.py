@@ -2,7 +2,7 @@
 import pytest
 
 from lightning_protrain.data.chat.chat_format import Exclusion
-from lightning_protrain.data.chat.detect_format import derive, find_family
+from lightning_protrain.data.chat.detect_format import find_family, infer_family
 from lightning_protrain.data.chat.verify_format import TemplateRender
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
@@ -61,4 +61,4 @@ def test_an_empty_thought_of_the_template_is_a_scaffold() -> None:
 def test_a_template_that_drops_messages_has_no_format() -> None:
     tokenizer = tokenizers.byte_level("{% for m in messages[-2:] %}<U>{{ m.content }}{% endfor %}", ("<U>",), "<U>")
     with pytest.raises(ValueError, match="does not write two turns"):
-        derive(TemplateRender(tokenizer), Vocabulary(tokenizer))
+        infer_family(TemplateRender(tokenizer), Vocabulary(tokenizer))

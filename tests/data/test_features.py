@@ -21,10 +21,10 @@ from lightning_protrain.data.chat.check_turns import (
     features,
     has_tags,
     num_unwritten,
-    said_by,
+    text_said,
     unproven_feature,
 )
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from tests.data.conftest import conversation
 
 USER: Any = {"role": "user", "content": "Q"}
@@ -81,7 +81,7 @@ def test_messages_whose_thoughts_are_not_written_are_counted(message: Any, text:
 
 
 def test_calls_are_said_too() -> None:
-    said = said_by({**ANSWER, "reasoning_content": "hm\nhm", "tool_calls": [CALL]})
+    said = text_said({**ANSWER, "reasoning_content": "hm\nhm", "tool_calls": [CALL]})
     assert all(part in said for part in ("A", "hm hm", "lookup", "place", "Rome", "3"))
 
 
@@ -89,7 +89,7 @@ def test_rows_whose_thoughts_are_not_written_are_reported(tokenizer: PreTrainedT
     rows = [conversation("?", "yes"), conversation("?", "yes", "no"), conversation("?", "<think>hm</think>yes")]
     for message in (rows[1]["messages"][1], rows[1]["messages"][3]):
         message["reasoning_content"] = "Because of all that."
-    encoder = Chats(tokenizer, None).encoder(ChatSettings(max_length=1000))
+    encoder = ChatEncoders(tokenizer, None).encoder(ChatSettings(max_length=1000))
     examples, report = encode_rows(rows, encoder, "chats")
     assert (len(examples), report.num_unwritten) == (3, 1)
     assert [one.num_unwritten for one in encoder.encode(rows)] == [0, 2, 0]  # type: ignore[union-attr]

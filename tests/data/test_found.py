@@ -11,8 +11,8 @@ from lightning_protrain.data.batches.encode import encode_rows
 from lightning_protrain.data.chat import pipeline as settings_module
 from lightning_protrain.data.chat.check_turns import NO_END
 from lightning_protrain.data.chat.markers import ExclusionMarkers, Marker, Markers, RoleMarkers
-from lightning_protrain.data.chat.mask import FoundTurns, MaskOptions, find_turns, mask_turns, uncuttable
-from lightning_protrain.data.chat.pipeline import Chats
+from lightning_protrain.data.chat.mask import MaskOptions, TokenTurns, find_turns, mask_turns, unsplittable_ranges
+from lightning_protrain.data.chat.pipeline import ChatEncoders
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS
@@ -39,7 +39,7 @@ ROWS = [
 ]
 
 
-def _found(markers: Markers, options: MaskOptions) -> FoundTurns:
+def _found(markers: Markers, options: MaskOptions) -> TokenTurns:
     return find_turns([np.array(row, dtype=np.int32) for row in ROWS], markers, options)
 
 
@@ -84,7 +84,7 @@ def test_weights_are_of_the_begun_turns_of_a_row() -> None:
 
 def test_markers_and_media_are_not_cut_in_two() -> None:
     markers = _markers()
-    ranges = uncuttable(_found(markers, MaskOptions()), markers, MaskOptions()).tolist()
+    ranges = unsplittable_ranges(_found(markers, MaskOptions()), markers, MaskOptions()).tolist()
     assert ranges == sorted(ranges, key=lambda entry: entry[0])
     for entry in ([0, 2], [3, 4], [14, 16], [19, 21], [22, 23]):
         assert entry in ranges, "a start, an end, images, and the begin and end of what a tool says"
@@ -100,7 +100,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last") -> Chats:
+def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last") -> ChatEncoders:
     """A template that leaves out the end of a conversation's last turn, or of others."""
     template = (
         "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + m.content }}"
@@ -108,7 +108,7 @@ def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last") -> Chat
         "{%- if add_generation_prompt %}<A>{%- endif %}"
     )
     template = template.replace("ENDED", ended).replace("END", end)
-    return Chats(byte_level(template, ("<U>", "<A>", "<E>"), "<E>"), None)
+    return ChatEncoders(byte_level(template, ("<U>", "<A>", "<E>"), "<E>"), None)
 
 
 @pytest.mark.parametrize("policy", ["drop", "error", "warn"])
@@ -157,7 +157,7 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
         "{%- if add_generation_prompt %}[assistant]{%- endif %}"
     )
     tokenizer = byte_level(template, ("<s>",), "<s>", corpus=["Well.[end]", "yes.[end]?[end]", "Hi.[user]"] * 20)
-    encoder = Chats(tokenizer, None).encoder(settings_of())
+    encoder = ChatEncoders(tokenizer, None).encoder(settings_of())
     encoded = one(encoder, conversation("Who?", "Well.", "Me?"))
     assert kept(encoder, encoded) == "Well.[end]Me?[end]"
     assert encoded.num_unended == 0
@@ -166,7 +166,7 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
 @pytest.mark.parametrize("max_length", range(10, 28, 2))
 def test_markers_of_excluded_parts_are_not_cut_in_two(max_length: int) -> None:
     form = FORMATS["gpt-oss"]
-    encoder = Chats(byte_level(form.template, form.controls, form.eos), None).encoder(
+    encoder = ChatEncoders(byte_level(form.template, form.controls, form.eos), None).encoder(
         settings_of(train_thinking=False, max_length=max_length, on_untrainable="warn")
     )
     row: Any = conversation("?", "Yes.")

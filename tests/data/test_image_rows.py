@@ -16,7 +16,7 @@ from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaPr
 from lightning_protrain.data.batches import vision as module
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure, ImageRows, image_rows
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources import images
@@ -55,10 +55,10 @@ def _numbered() -> LlavaProcessor:
 
 
 @functools.cache
-def _chats(make: Any) -> tuple[Any, Chats]:
+def _chats(make: Any) -> tuple[Any, ChatEncoders]:
     """A processor and what is proven of its chat format, once."""
     processor = make()
-    return processor, Chats(processor.tokenizer, None)
+    return processor, ChatEncoders(processor.tokenizer, None)
 
 
 def _encoder(make: Any, **options: Any) -> ImageEncoder:

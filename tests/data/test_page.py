@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.data.batches.preview import Piece, Shown, page
+from lightning_protrain.data.batches.preview import PreviewedConversation, TokenSpan, page
 from lightning_protrain.data.sources.dataset import count
 
 CHROMIUM = shutil.which("chromium")
@@ -26,12 +26,12 @@ COLOURS = """<script>for (const one of document.querySelectorAll("pre, pre span"
 } document.body.dataset.fits = document.documentElement.scrollWidth <= innerWidth;</script></body>"""
 
 PIECES = (
-    Piece("<|im_start|>user\n", False, "marker"),
-    Piece("Is <script>alert('x')</script> & \"y\" safe?", False, "text"),
-    Piece("<image> x 576", False, "media"),
-    Piece("<|im_start|>assistant\n", False, "marker"),
-    Piece("Yes.\nIt is.", True, "text"),
-    Piece("<|im_end|>", True, "marker"),
+    TokenSpan("<|im_start|>user\n", False, "marker"),
+    TokenSpan("Is <script>alert('x')</script> & \"y\" safe?", False, "text"),
+    TokenSpan("<image> x 576", False, "media"),
+    TokenSpan("<|im_start|>assistant\n", False, "marker"),
+    TokenSpan("Yes.\nIt is.", True, "text"),
+    TokenSpan("<|im_end|>", True, "marker"),
 )
 
 
@@ -68,7 +68,7 @@ class _Reader(HTMLParser):
 def _read() -> tuple[str, _Reader]:
     report = count("<chats>, train", "chatml", [100, 200], 60, 0, {"cut & lost": 3})
     reports = [replace(report, knobs="train_on_eos='<last>'", dropped_rows=("a.jsonl, line 3: <cut>",))]
-    text = page([Shown("row <1>", PIECES, 40, 12)], reports)
+    text = page([PreviewedConversation("row <1>", PIECES, 40, 12)], reports)
     reader = _Reader()
     reader.feed(text)
     return text, reader

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lightning_protrain.data.batches.preview import Piece, Shown, render, show, visible
+from lightning_protrain.data.batches.preview import PreviewedConversation, TokenSpan, render, show, visible
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.sources.dataset import count
 
@@ -28,7 +28,7 @@ def tokenizer() -> object:
     return train_tokenizer([{"messages": [{"role": "user", "content": "hello yes"}]}], 300)
 
 
-def _shown(tokenizer: object) -> Shown:
+def _shown(tokenizer: object) -> PreviewedConversation:
     ids = np.array(tokenizer(CHAT)["input_ids"])  # type: ignore[operator]
     markers = np.isin(ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_sep|>", "<|im_end|>"]))  # type: ignore[attr-defined]
     trained = np.arange(len(ids)) > np.flatnonzero(markers)[-2]
@@ -47,7 +47,7 @@ def test_media_are_counted(tokenizer: object) -> None:
     pad = tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[attr-defined]
     ids = np.array([pad, pad, pad, tokenizer.convert_tokens_to_ids("<|im_end|>")])  # type: ignore[attr-defined]
     pieces = show("x", tokenizer, ids, np.zeros(4, bool), np.array([2, 2, 2, 1], np.int8)).pieces
-    assert pieces == (Piece("<|pad|> x 3", False, "media"), Piece("<|im_end|>", False, "marker"))
+    assert pieces == (TokenSpan("<|pad|> x 3", False, "media"), TokenSpan("<|im_end|>", False, "marker"))
 
 
 def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
@@ -83,11 +83,11 @@ def test_knobs_and_dropped_rows_are_listed() -> None:
 @pytest.mark.parametrize(
     ("piece", "text"),
     [
-        (Piece("a\n\nb", True, "text"), "a\u21b5\n\u21b5\nb"),
-        (Piece("a\nb", False, "text"), "a\nb"),
-        (Piece("<|user|>\n", False, "marker"), "<|user|>\u21b5\n"),
-        (Piece("</s>\n", True, "marker"), "</s>\u21b5\n"),
+        (TokenSpan("a\n\nb", True, "text"), "a\u21b5\n\u21b5\nb"),
+        (TokenSpan("a\nb", False, "text"), "a\nb"),
+        (TokenSpan("<|user|>\n", False, "marker"), "<|user|>\u21b5\n"),
+        (TokenSpan("</s>\n", True, "marker"), "</s>\u21b5\n"),
     ],
 )
-def test_line_breaks_that_count_are_visible(piece: Piece, text: str) -> None:
+def test_line_breaks_that_count_are_visible(piece: TokenSpan, text: str) -> None:
     assert visible(piece) == text

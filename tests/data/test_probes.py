@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, as_parts, spoof_probe
+from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, as_parts, spoofed_markers
 from tests.data import tokenizers
 from tests.data.templates import CHATML, GEMMA
 
@@ -18,7 +18,7 @@ def test_parts_say_the_same() -> None:
 
 def test_control_tokens_in_messages_are_rendered_as_text() -> None:
     tokenizer = tokenizers.byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
-    ids = TemplateRender(tokenizer)(spoof_probe(["<|im_start|>assistant\n"]).messages)
+    ids = TemplateRender(tokenizer)(spoofed_markers(["<|im_start|>assistant\n"]).messages)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == len(MAIN.messages)
 
 

@@ -7,7 +7,7 @@ from lightning_protrain.data.chat.chat_format import Exclusion, Family, RoleBoun
 from lightning_protrain.data.chat.check_turns import CALLS, MARKERS, QUIET, SEVERAL
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import resolve
-from lightning_protrain.data.chat.verify_format import NotProven, TemplateRender, prove
+from lightning_protrain.data.chat.verify_format import TemplateRender, VerificationError, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
@@ -17,7 +17,7 @@ def _prove(family: Family, name: str, strict: bool = False) -> dict[str, str]:
     form = FORMATS[name]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
     vocabulary = Vocabulary(tokenizer)
-    return prove(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
+    return verify_family(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
 
 
 def _changed(name: str, role: str, **fields: object) -> Family:
@@ -36,7 +36,7 @@ def test_a_family_is_proven_with_spaces_before_words(name: str) -> None:
     form = FORMATS[name]
     tokenizer = tokenizers.metaspace(form.template, form.controls, form.eos)
     vocabulary = Vocabulary(tokenizer)
-    assert prove(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) == {}
+    assert verify_family(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) == {}
 
 
 # One planted fault each: what upstream scanners get wrong.
@@ -101,7 +101,7 @@ def test_a_planted_fault_of_a_feature_is_remembered(fault: str) -> None:
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - OPTIONAL))
 def test_a_planted_fault_is_found(fault: str) -> None:
     name, family, message = FAULTS[fault]
-    with pytest.raises(NotProven, match=message) as refused:
+    with pytest.raises(VerificationError, match=message) as refused:
         _prove(family, name)
     assert all(word in str(refused.value) for word in ("Expected:", "Found:", "Rendered:", "role_boundaries"))
 
@@ -110,7 +110,7 @@ def test_boundaries_of_a_user_are_proven_too() -> None:
     start = {"role": "assistant", "start": "<|im_start|>assistant\n"}
     _prove(parse_boundaries([{**start, "end": "eos_token"}]), "chatml", strict=True)
     _prove(parse_boundaries([{**start, "end": "<|im_end|>", "include_end": False}]), "chatml", strict=True)
-    with pytest.raises(NotProven, match="'role_boundaries' does not fit"):
+    with pytest.raises(VerificationError, match="'role_boundaries' does not fit"):
         _prove(parse_boundaries([start]), "chatml", strict=True)
 
 
@@ -122,7 +122,7 @@ def test_a_template_that_does_not_know_a_role_proves_nothing_of_it() -> None:
     template = "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + (m.content or '') + '<E>' }}{%- endfor %}"
     tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>"), "<E>")
     family = Family("f", (RoleBoundary("assistant", ("<A>",), ("<E>",)), RoleBoundary("user", ("<U>",))))
-    assert prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) == {}
+    assert verify_family(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) == {}
 
 
 def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
@@ -135,14 +135,14 @@ def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    unproven = prove(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
+    unproven = verify_family(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
     assert list(unproven) == [MARKERS]
 
 
 def test_a_template_that_raises_is_an_error() -> None:
     tokenizer = tokenizers.byte_level("{{ raise_exception('never') }}", ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
     with pytest.raises(ValueError, match=r"cannot be checked: the chat template refuses .*never"):
-        prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+        verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
 
 
 def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
@@ -150,7 +150,7 @@ def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
         "{%- if messages | length > 2 %}{{ raise_exception('one turn only') }}{%- endif %}" + FORMATS["chatml"].template
     )
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
-    unproven = prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
     assert "one turn only" in unproven.pop(SEVERAL)
     assert not unproven
 
@@ -158,7 +158,7 @@ def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
 def test_thoughts_alone_can_be_proven() -> None:
     name, family, message = FAULTS["thinking kept"]
     tokenizer = tokenizers.byte_level(FORMATS[name].template, FORMATS[name].controls, FORMATS[name].eos)
-    assert message in prove(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer), quiet=True)[QUIET]
+    assert message in verify_family(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer), quiet=True)[QUIET]
 
 
 def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
@@ -169,5 +169,5 @@ def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
-    unproven = prove(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
     assert "'willow0', which the assistant does not say, is trained" in unproven[CALLS]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, Encoded, encode_rows
 from lightning_protrain.data.chat.check_turns import NO_CALLS, UntrainableError
-from lightning_protrain.data.chat.pipeline import Chats
+from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
@@ -32,7 +32,7 @@ def _tokenizer(template: str, *controls: str) -> PreTrainedTokenizerBase:
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, **knobs: Any) -> ChatEncoder:
-    return Chats(tokenizer, None).encoder(settings_of(**knobs))
+    return ChatEncoders(tokenizer, None).encoder(settings_of(**knobs))
 
 
 def _kept(encoder: ChatEncoder, row: Conversation) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_protrain.data.conversation import MalformedRow
-from lightning_protrain.data.sources.dataset import MAX_EXAMPLES, Malformed, Rows, read_rows
+from lightning_protrain.data.sources.dataset import MAX_EXAMPLES, ConversationRows, MalformedRows, read_rows
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.tables import ArrowTable, JsonLines, RowList
 from tests.data.conftest import conversation
@@ -30,7 +30,7 @@ def _table(rows: list[Any], name: str = "a") -> RowList:
     return RowList(rows, name, Path())
 
 
-def _read(*tables: Any, fields: dict[str, str] | None = None, **options: Any) -> Rows:
+def _read(*tables: Any, fields: dict[str, str] | None = None, **options: Any) -> ConversationRows:
     return read_rows(tables, RowFormat(fields=fields or {}), "'a', split train", **options)
 
 
@@ -111,7 +111,7 @@ def test_malformed_rows_are_counted_and_left_out(num_bad: int) -> None:
 
 
 def test_good_rows_need_no_warning(recwarn: pytest.WarningsRecorder) -> None:
-    assert _read(_table(GOOD), on_malformed="skip").malformed == Malformed(0, ())
+    assert _read(_table(GOOD), on_malformed="skip").malformed == MalformedRows(0, ())
     assert not recwarn.list
 
 

@@ -10,7 +10,7 @@ from lightning_protrain.data.chat.chat_format import parse_boundaries
 from lightning_protrain.data.chat.detect_format import with_scaffolds, with_tags
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import Markers, resolve
-from lightning_protrain.data.chat.pipeline import Chats
+from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.chat.verify_format import TemplateRender
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
@@ -78,7 +78,7 @@ FORMATS_TRIED = ["qwen3", "gemma4", "llama3", "mistral-v1", "deepseek-v3.1", "gp
 
 def test_a_thought_that_is_a_turn_of_its_own_is_left_out_with_its_end() -> None:
     form = FORMATS["gpt-oss"]
-    encoder = Chats(tokenizers.byte_level(form.template, form.controls, form.eos), None).encoder(
+    encoder = ChatEncoders(tokenizers.byte_level(form.template, form.controls, form.eos), None).encoder(
         settings_of(train_thinking=False)
     )
     row: Any = conversation("Why?", "Because.")
@@ -89,7 +89,7 @@ def test_a_thought_that_is_a_turn_of_its_own_is_left_out_with_its_end() -> None:
 @pytest.mark.parametrize("name", FORMATS_TRIED)
 def test_thoughts_are_left_out_of_every_format_and_nothing_else(name: str) -> None:
     form = FORMATS[name]
-    chats = Chats(tokenizers.byte_level(form.template, form.controls, form.eos), None)
+    chats = ChatEncoders(tokenizers.byte_level(form.template, form.controls, form.eos), None)
     loud, quiet = (chats.encoder(settings_of(train_thinking=thinking)) for thinking in (True, False))
     plain, thinks, tagged = (conversation("Who?", "It is maple.") for _ in range(3))
     thinks["messages"][1]["reasoning_content"] = "Consider sorrel."

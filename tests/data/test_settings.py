@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.chat import pipeline as module
 from lightning_protrain.data.chat.check_turns import THINKS, UntrainableError
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 
 OWN = [
     {"role": "user", "start": "<|im_start|>user<|im_sep|>", "end": "<|im_end|>"},
@@ -26,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _kept(chats: Chats, settings: ChatSettings) -> str:
+def _kept(chats: ChatEncoders, settings: ChatSettings) -> str:
     encoder = chats.encoder(settings)
     (encoded,) = encoder.encode([ROW])
     return str(encoder.renderer.tokenizer.decode(encoded.input_ids[encoded.trained].tolist()))  # type: ignore[union-attr]
@@ -44,7 +44,7 @@ def _kept(chats: Chats, settings: ChatSettings) -> str:
 def test_one_line_says_what_was_chosen(
     tokenizer: PreTrainedTokenizerFast, told: list[str], settings: dict[str, Any], kept: str, source: str
 ) -> None:
-    chats = Chats(tokenizer, None)
+    chats = ChatEncoders(tokenizer, None)
     assert _kept(chats, ChatSettings(**settings)) == kept
     assert _kept(chats, ChatSettings(**settings, max_length=100)) == kept
     assert len(told) == 1, "equal formats are proven once"
@@ -53,19 +53,19 @@ def test_one_line_says_what_was_chosen(
 
 
 def test_an_explicit_empty_list_trains_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    chats = Chats(tokenizer, None)
+    chats = ChatEncoders(tokenizer, None)
     assert _kept(chats, ChatSettings(role_boundaries=[], on_untrainable="warn")) == ""
     assert _kept(chats, ChatSettings(roles_to_train=[], on_untrainable="warn")) == ""
 
 
 def test_a_family_that_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="llama3"):
-        Chats(tokenizer, None).encoder(ChatSettings(family="llama3"))
+        ChatEncoders(tokenizer, None).encoder(ChatSettings(family="llama3"))
 
 
 def test_a_role_without_a_boundary_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="roles_to_train names 'judge', for which the chat family 'phi4'"):
-        Chats(tokenizer, None).encoder(ChatSettings(roles_to_train=["assistant", "judge"]))
+        ChatEncoders(tokenizer, None).encoder(ChatSettings(roles_to_train=["assistant", "judge"]))
 
 
 def test_roles_are_a_list() -> None:
@@ -75,7 +75,7 @@ def test_roles_are_a_list() -> None:
 
 @pytest.mark.parametrize("boundaries", [None, OWN])
 def test_thoughts_in_tags_are_left_out_of_any_format(tokenizer: PreTrainedTokenizerFast, boundaries: Any) -> None:
-    encoder = Chats(tokenizer, None).encoder(ChatSettings(role_boundaries=boundaries, train_thinking=False))
+    encoder = ChatEncoders(tokenizer, None).encoder(ChatSettings(role_boundaries=boundaries, train_thinking=False))
     user = {"role": "user", "content": "A?"}
     for before in ("", "\n", "Well. ", "(", "So:"):
         content = f"{before}<think>hm, why not seven?</think>B."
@@ -113,7 +113,8 @@ def test_an_empty_thought_of_the_template_is_not_trained_with_boundaries(tokeniz
         assert template != tokenizer.chat_template
         own = [OWN[0], OWN[1] | {"include_end": True}]
         assert (
-            _kept(Chats(tokenizer, None), ChatSettings(chat_template=template, role_boundaries=own)) == "B.<|im_end|>"
+            _kept(ChatEncoders(tokenizer, None), ChatSettings(chat_template=template, role_boundaries=own))
+            == "B.<|im_end|>"
         )
 
 
@@ -142,7 +143,7 @@ def test_what_a_format_is_not_proven_for_is_told_and_refused(
     ]
     for boundaries in (None, [OWN[0], OWN[1] | {"include_end": True}]):
         settings = ChatSettings(chat_template=template, role_boundaries=boundaries)
-        plain, calls = Chats(tokenizer, None).encoder(settings).encode(rows)
+        plain, calls = ChatEncoders(tokenizer, None).encoder(settings).encode(rows)
         assert tokenizer.decode(plain.input_ids[plain.trained].tolist()) == "B.<|im_end|>"  # type: ignore[union-attr]
         assert isinstance(calls, UntrainableError)
         assert "the chat format is not proven for calls and results of tools: " in str(calls)
@@ -156,7 +157,7 @@ def test_a_template_of_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_pa
     boundaries = [one | {"start": one["start"] + ">"} for one in OWN]
     for given in (template, str(tmp_path / "mine.jinja")):
         settings = ChatSettings(chat_template=given, role_boundaries=boundaries)
-        assert _kept(Chats(tokenizer, None), settings) == "B."
+        assert _kept(ChatEncoders(tokenizer, None), settings) == "B."
     with pytest.raises(ValueError, match=r"missing\.jinja.*is no file"):
         ChatSettings(chat_template="missing.jinja")
 
@@ -164,13 +165,13 @@ def test_a_template_of_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_pa
 def test_variables_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
     template = tokenizer.chat_template + "{{- suffix }}"
     settings = ChatSettings(chat_template=template, template_kwargs={"suffix": "<|pad|>"})
-    encoder = Chats(tokenizer, None).encoder(settings)
+    encoder = ChatEncoders(tokenizer, None).encoder(settings)
     (encoded,) = encoder.encode([ROW])
     assert encoded.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[union-attr]
 
 
 def test_kinds_of_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    chats = Chats(tokenizer, None)
+    chats = ChatEncoders(tokenizer, None)
     (encoded,) = chats.encoder(ChatSettings()).encode([ROW])
     kinds = chats.kinds(ChatSettings())(encoded.input_ids)  # type: ignore[union-attr]
     texts = [tokenizer.decode([index]) for index, kind in zip(encoded.input_ids, kinds, strict=True) if kind == 0]  # type: ignore[union-attr]

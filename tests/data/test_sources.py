@@ -18,7 +18,7 @@ from PIL import Image
 
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources import load
-from lightning_protrain.data.sources.dataset import Rows
+from lightning_protrain.data.sources.dataset import ConversationRows
 from lightning_protrain.data.sources.load import load_splits
 from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data.conftest import conversation
@@ -33,7 +33,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def _listed(splits: Mapping[str, Rows]) -> dict[str, list[Conversation]]:
+def _listed(splits: Mapping[str, ConversationRows]) -> dict[str, list[Conversation]]:
     return {name: list(rows) for name, rows in splits.items()}
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from lightning_protrain.data.batches.encode import Dropped, Encoded
 from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys
 from lightning_protrain.data.chat.check_turns import UntrainableError
-from lightning_protrain.data.chat.pipeline import Chats, ChatSettings
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from tests.data import llava
 
@@ -21,13 +21,13 @@ TEMPLATES = {"strings and lists": llava.TEMPLATE, "lists only": llava.LISTS_ONLY
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def chats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chats:
+def chats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatEncoders:
     folder = llava.save(tmp_path_factory.mktemp("llava"), TEMPLATES[request.param])
-    return Chats(llava.processor(TEMPLATES[request.param]).tokenizer, folder)
+    return ChatEncoders(llava.processor(TEMPLATES[request.param]).tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
-def encoder(chats: Chats) -> ImageEncoder:
+def encoder(chats: ChatEncoders) -> ImageEncoder:
     return chats.image_encoder(ChatSettings(max_length=200))
 
 
@@ -61,7 +61,7 @@ def test_images_are_in_place_and_never_trained(encoder: ImageEncoder, count: int
     assert (encoded.images, encoded.images_stop) == (count, places[-1] + 1)
 
 
-def test_everything_but_images_is_trained_on_inputs(chats: Chats) -> None:
+def test_everything_but_images_is_trained_on_inputs(chats: ChatEncoders) -> None:
     encoder = chats.image_encoder(ChatSettings(max_length=200, train_on_inputs=True))
     encoded = encoder.encode(_row(["<image>", "?"], "Red.", ["red"]), "row")
     assert isinstance(encoded, Encoded)
@@ -96,7 +96,7 @@ def test_more_places_than_images_are_refused(encoder: ImageEncoder, parts: list[
         encoder.encode(row, "chats, row 3")
 
 
-def test_an_image_is_never_cut(chats: Chats) -> None:
+def test_an_image_is_never_cut(chats: ChatEncoders) -> None:
     row = _row(["A longer question. ", "<image>"], "Red.", ["red"])
     whole = chats.image_encoder(ChatSettings(max_length=200)).encode(row, "row")
     assert isinstance(whole, Encoded)
@@ -113,9 +113,9 @@ def test_a_tokenizer_without_a_processor_is_refused(tmp_path: Path) -> None:
     tokenizer = llava.processor().tokenizer
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"reads text only|has no processor"):
-        Chats(tokenizer, str(tmp_path)).image_encoder(ChatSettings())
+        ChatEncoders(tokenizer, str(tmp_path)).image_encoder(ChatSettings())
     with pytest.raises(ValueError, match="give the `tokenizer` of a model for images and text"):
-        Chats(tokenizer, None).image_encoder(ChatSettings())
+        ChatEncoders(tokenizer, None).image_encoder(ChatSettings())
 
 
 def test_managed_keys_are_left_out_with_a_warning() -> None:
@@ -124,7 +124,7 @@ def test_managed_keys_are_left_out_with_a_warning() -> None:
     assert kept == {"do_resize": False}
 
 
-def test_options_reach_the_processor(chats: Chats) -> None:
+def test_options_reach_the_processor(chats: ChatEncoders) -> None:
     settings = ChatSettings(max_length=200, processor_kwargs={"do_rescale": False, "do_normalize": False})
     encoded = chats.image_encoder(settings).encode(_row(["<image>"], "Red.", ["red"]), "row")
     assert isinstance(encoded, Encoded)

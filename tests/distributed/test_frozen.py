@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint.discover import find
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.references import FROZEN
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import verify
@@ -110,7 +110,7 @@ def test_two_ranks_save_adapters_alone_and_go_on_to_the_bit(
     arguments = base, root, placement, frozen, behind
     for found in values(run_ranks(_save_and_resume, 2, meeting(tmp_path), *arguments)):
         assert same({name: torch.tensor(value) for name, value in found.items()}, whole)
-    saved = find(root).found
+    saved = find_checkpoints(root).found
     assert [each.manifest.step for each in saved] == [STEPS, SAVED_AT]
     for each in saved:
         assert verify(each.path) == []

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from lightning_protrain.callbacks import trainer_events
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen
-from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
-    Resumption,
+    ResumedFit,
     choose,
     free_path,
     newest_listed,
     prune,
     usable,
 )
-from lightning_protrain.callbacks.checkpoint.saving_points import BoundaryCheckpoint, Pending, Scores
-from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, io_of, prepare_folder
-from lightning_protrain.callbacks.trainer_events import accumulates, tries_only, validates
-from lightning_protrain.checkpoint.discover import Found, Ranking, find, line_of, newest_good
+from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores, PendingSave, StepEndCheckpoint
+from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, installed_io, prepare_folder
+from lightning_protrain.callbacks.trainer_events import accumulates, is_fast_dev_run, validates
+from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, find_checkpoints, lineage_of, newest_good
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
@@ -44,7 +44,7 @@ from lightning_protrain.distributed.ranks import refuse_unequal
 from lightning_protrain.profiler.limits import free_host_bytes
 
 
-class ProTrainCheckpoint(BoundaryCheckpoint):
+class ProTrainCheckpoint(StepEndCheckpoint):
     """Saves and keeps checkpoints that survive a crash, and finds the newest and the best again.
 
     With a metric every evaluation counts: the best one so far is saved when it is found, whatever the other triggers
@@ -93,8 +93,8 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self.run = check_run(DEFAULT_RUN if run is None else run)
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
-        self._scores = Scores(self.ranking)
-        self._exchange = Exchange(None)
+        self._scores = EvaluationScores(self.ranking)
+        self._exchange = Rendezvous(None)
         # What "last" has found on this rank, on one of several.
         self._listed: str | None = None
         self._due = False
@@ -102,7 +102,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self._epoch: dict[str, Any] | None = None
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
-        self._resumption = Resumption(allow_drift, weights_and_counters_only, replay, self._frozen)
+        self._resumption = ResumedFit(allow_drift, weights_and_counters_only, replay, self._frozen)
         self._resumed_from: str | None = None
 
     @property
@@ -114,7 +114,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
     def best_model_path(self) -> str:
         """The best checkpoint of this run; before a fit, the best one that its folder has."""
         if self._known_best is None and self.dirpath:
-            best = self._best_of(line_of(find(Path(self.dirpath), self.run)))
+            best = self._best_of(lineage_of(find_checkpoints(Path(self.dirpath), self.run)))
             return "" if best is None else str(best.path)
         return self._known_best or ""
 
@@ -139,14 +139,14 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             OSError: The disk has not even room for the weights.
         """
         super().setup(trainer, pl_module, stage)
-        self._exchange = self._scores.exchange = Exchange.open(self.state_key)
+        self._exchange = self._scores.exchange = Rendezvous.open(self.state_key)
         checkpoints = install_io(trainer, self.run, self._exchange)
         rank, exchange = trainer.global_rank, self._exchange
         checkpoints.choose = lambda path: choose(exchange, rank, path, self._listed, self.run)
         checkpoints.accept = lambda content, name: self._resumption.accept(trainer, content, name)
         if stage == "fit":
             self._resumption.begin(trainer, self._exchange)
-        if stage == "fit" and not tries_only(trainer):
+        if stage == "fit" and not is_fast_dev_run(trainer):
             prepare_folder(trainer, self._frozen.stored_bytes(pl_module), self._root, self._exchange)
             if self.save_on_preemption:
                 self._preemption.shield_workers(trainer)
@@ -157,7 +157,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         Raises:
             ValueError: The ranks have loaded different checkpoints, or it is one of a run on other terms.
         """
-        checkpoints = io_of(trainer)
+        checkpoints = installed_io(trainer)
         # Without a checkpoint to resume from, a second fit goes on where the first one has ended.
         parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
@@ -167,7 +167,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         )
         parent = checkpoints.parent = parent if parent is not None and parent.run == self.run else None
         self._resumed_from = None if parent is None else parent.identity
-        line = [] if parent is None else line_of(find(self._root, self.run), parent)
+        line = [] if parent is None else lineage_of(find_checkpoints(self._root, self.run), parent)
         self._remember(self._exchange.broadcast(line, "Resuming"))
         self._scores.begin(known=bool(self.best_k_models))
         self._resumption.check(trainer, pl_module)
@@ -237,9 +237,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         Raises:
             ValueError: The metric does not exist.
         """
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or tries_only(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or is_fast_dev_run(trainer):
             return
-        beside = trainer_events.is_measured_beside(self.monitor, trainer)
+        beside = trainer_events.is_from_evaluator(self.monitor, trainer)
         better = not beside and self._is_better(trainer)
         score, fresh = self._scores.now(trainer)
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
@@ -255,7 +255,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
         """Saves what is best so far, if it is measured by an `Evaluator`."""
-        if self.monitor in names and not tries_only(trainer) and self._is_better(trainer):
+        if self.monitor in names and not is_fast_dev_run(trainer) and self._is_better(trainer):
             self._save_now(trainer, *self._scores.now(trainer), again=True)
 
     def _is_better(self, trainer: Trainer) -> bool:
@@ -267,9 +267,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves if epochs say so and no evaluation has seen to it."""
-        if tries_only(trainer) or not self._epoch_is_due(trainer):
+        if is_fast_dev_run(trainer) or not self._epoch_is_due(trainer):
             return
-        if not validates(trainer) and not trainer_events.is_measured_beside(self.monitor, trainer):
+        if not validates(trainer) and not trainer_events.is_from_evaluator(self.monitor, trainer):
             score = self._scores.read(trainer, trainer.callback_metrics)
             self._save_now(trainer, score, fresh=score is not None or self.monitor is None)
         elif self._save_on_train_epoch_end or not validates(trainer):
@@ -296,7 +296,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so if a finished run was resumed: nothing was left to train."""
-        if trainer.ckpt_path and self._epoch is None and not tries_only(trainer):
+        if trainer.ckpt_path and self._epoch is None and not is_fast_dev_run(trainer):
             rank_zero_info(
                 f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
                 "To go on, raise max_steps or max_epochs."
@@ -334,8 +334,12 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         behind = self.asynchronous and not self._preemption.is_agreed
         self._write(trainer, path, record, behind)
         self._last_global_step_saved = trainer.global_step
-        job = io_of(trainer).writer.submit(lambda: self._prune(trainer)) if behind and trainer.is_global_zero else None
-        self._pending = Pending(path, trainer.global_step, score, job)
+        job = (
+            installed_io(trainer).writer.submit(lambda: self._prune(trainer))
+            if behind and trainer.is_global_zero
+            else None
+        )
+        self._pending = PendingSave(path, trainer.global_step, score, job)
         if not behind:
             self._settle(trainer)
 
@@ -350,7 +354,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
                 checkpoint["loops"]["fit_loop"]["epoch_progress"] = epoch
             self._frozen.take_out(trainer, checkpoint, record)
         self._resumption.gather(checkpoint, doing)
-        with self._exchange.together(doing), io_of(trainer).copying(self._snapshot if behind else None):
+        with self._exchange.together(doing), installed_io(trainer).copying(self._snapshot if behind else None):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
     def _epoch_of_batch(self, trainer: Trainer) -> dict[str, Any] | None:
@@ -364,12 +368,12 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        kept: list[Found] = []
+        kept: list[FoundCheckpoint] = []
         doing = f"Saving {pending.path}"
         with self._exchange.together(doing):
             if trainer.is_global_zero:
-                kept = self._prune(trainer) if pending.job is None else io_of(trainer).writer.settle(pending.job)
-        self._parent = io_of(trainer).parent
+                kept = self._prune(trainer) if pending.job is None else installed_io(trainer).writer.settle(pending.job)
+        self._parent = installed_io(trainer).parent
         self._last_checkpoint_saved = pending.path
         if pending.score is not None:
             self.current_score = torch.tensor(pending.score, dtype=torch.float64)
@@ -381,9 +385,9 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
 
-    def _prune(self, trainer: Trainer) -> list[Found]:
+    def _prune(self, trainer: Trainer) -> list[FoundCheckpoint]:
         """Removes what nobody wants any more; what is left. It may be called on another thread."""
-        checkpoints = io_of(trainer)
+        checkpoints = installed_io(trainer)
         assert checkpoints.parent is not None
         protected = [] if self._resumed_from is None else [self._resumed_from]
         return prune(
@@ -396,7 +400,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
             checkpoints.remove_now,
         )
 
-    def _remember(self, line: list[Found]) -> None:
+    def _remember(self, line: list[FoundCheckpoint]) -> None:
         best = self._best_of(line)
         scores = {str(each.path): self.ranking.score_of(each.manifest) for each in line}
         self.best_k_models = {path: torch.tensor(score) for path, score in scores.items() if score is not None}
@@ -405,7 +409,7 @@ class ProTrainCheckpoint(BoundaryCheckpoint):
         self.best_model_score = None if score is None else torch.tensor(score, dtype=torch.float64)
         self.last_model_path = str(line[0].path) if line else ""
 
-    def _best_of(self, line: list[Found]) -> Found | None:
+    def _best_of(self, line: list[FoundCheckpoint]) -> FoundCheckpoint | None:
         if self.monitor is None:
             return line[0] if line else None
         return self.ranking.best(line)

@@ -37,7 +37,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 
-class Shield:
+class SignalShield:
     """While it is there, processes that are forked are as [Note: Workers] says, and so are workers of a fit's loaders.
 
     Args:
@@ -48,7 +48,7 @@ class Shield:
         self._signals = frozenset(signals)
         self._covered: list[tuple[DataLoader[Any], Any]] = []
         self._sources: list[tuple[Any, _DataLoaderSource]] = []
-        register_after_fork(self, Shield._raise)  # It knows this object by a weak reference.
+        register_after_fork(self, SignalShield._raise)  # It knows this object by a weak reference.
 
     def cover_fit(self, trainer: Trainer) -> None:
         """Loaders that are asked for in the fit are covered, those for training and those for validation."""
@@ -83,10 +83,10 @@ class Shield:
             loop._data_source = source
 
     def _raise(self) -> None:
-        hear(self._signals, os.getppid())
+        exit_with_parent(self._signals, os.getppid())
 
 
-def hear(signals: Collection[int], parent: int) -> None:
+def exit_with_parent(signals: Collection[int], parent: int) -> None:
     """This process blocks signals from here on, and ends if its parent ends it.
 
     Args:
@@ -107,7 +107,7 @@ def hear(signals: Collection[int], parent: int) -> None:
 class _CoveredSource(_DataLoaderSource):
     """Where Lightning gets loaders from, which are covered then."""
 
-    def __init__(self, source: _DataLoaderSource, shield: Shield) -> None:
+    def __init__(self, source: _DataLoaderSource, shield: SignalShield) -> None:
         super().__init__(source.instance, source.name)
         self._source, self._shield = source, shield
 
@@ -138,7 +138,7 @@ class _SpawnedWorker(SpawnProcess):
         parent = multiprocessing.parent_process()
         assert parent is not None
         assert parent.pid is not None
-        hear(self.signals, parent.pid)
+        exit_with_parent(self.signals, parent.pid)
         super().run()
 
 
@@ -173,13 +173,13 @@ class Preemption:
         self._previous: dict[int, Any] = {}
         self._requeue_signal: int | None = None
         self._requeues = False
-        self._shield: Shield | None = None
+        self._shield: SignalShield | None = None
         self._speaks = False
         self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
         """Workers that are started from here on outlive the signals, see [Note: Workers] in shields.py."""
-        self._shield = Shield(self._signals(trainer))
+        self._shield = SignalShield(self._signals(trainer))
         self._shield.cover_fit(trainer)
 
     def listen(self, trainer: Trainer) -> None:

@@ -36,12 +36,12 @@ _LOOKS = (0.001, 0.05)
 _FAREWELL = 2.0
 
 
-class Failed(RuntimeError):
+class FailedElsewhere(RuntimeError):
     """It failed on another rank."""
 
 
-class Exchange:
-    """Of one rank; `Exchange.open` makes it. Every rank does the same with its own, in the same order.
+class Rendezvous:
+    """Of one rank; `Rendezvous.open` makes it. Every rank does the same with its own, in the same order.
 
     Args:
         store: That all ranks have; None: there is only one.
@@ -66,7 +66,7 @@ class Exchange:
             self._thread.start()
 
     @staticmethod
-    def open(name: str, bound: float | None = None) -> Exchange:
+    def open(name: str, bound: float | None = None) -> Rendezvous:
         """The one for the process group that there is; every rank calls it.
 
         Args:
@@ -74,10 +74,10 @@ class Exchange:
             bound: As above.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return Exchange(None)
+            return Rendezvous(None)
         store, rank = dist.PrefixStore(f"lightning_protrain/{name}", _get_default_store()), dist.get_rank()
         number = store.add(f"opened/{rank}", 1)  # Nothing that an earlier one has left is read.
-        return Exchange(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
+        return Rendezvous(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
 
     def gather(self, value: Value, doing: str, patience: float | None = None) -> list[Value]:
         """The values of all ranks, by rank.
@@ -107,7 +107,7 @@ class Exchange:
         try:
             yield
         except BaseException as error:
-            with suppress(Failed):
+            with suppress(FailedElsewhere):
                 self._meet(None, error, doing)
             raise
         self._meet(None, None, doing)
@@ -131,10 +131,12 @@ class Exchange:
         try:
             meet = self._collect if self._rank == 0 else self._tell
             return meet(number, value, failure, doing, patience)
-        except Failed:
+        except FailedElsewhere:
             raise
         except RuntimeError as gone:
-            raise Failed(f"{doing} cannot be ended on rank {self._rank}: the store of rank 0 is gone.") from gone
+            raise FailedElsewhere(
+                f"{doing} cannot be ended on rank {self._rank}: the store of rank 0 is gone."
+            ) from gone
 
     def _tell(self, number: int, value: Any, failure: str | None, doing: str, patience: float | None) -> list[Any]:
         assert self._store is not None
@@ -148,7 +150,7 @@ class Exchange:
         if number:
             self._store.delete_key(f"{number - 1}/{self._rank}")
         if message is not None:
-            raise Failed(f"{message}; rank {self._rank} stops with it.")
+            raise FailedElsewhere(f"{message}; rank {self._rank} stops with it.")
         return list(values)
 
     def _collect(self, number: int, value: Any, failure: str | None, doing: str, patience: float | None) -> list[Any]:
@@ -161,7 +163,7 @@ class Exchange:
         for rank in range(1, self._world_size):
             try:
                 self._await(rank, f"{number}/{rank}", doing, patience)
-            except Failed as gone:
+            except FailedElsewhere as gone:
                 self._fail(number, str(gone))
             its_doing, its_failure, its_value = pickle.loads(self._store.get(f"{number}/{rank}"))
             if its_failure is not None:
@@ -178,7 +180,7 @@ class Exchange:
 
     def _fail(self, number: int, message: str) -> NoReturn:
         self._say_failed(number, message)
-        raise Failed(f"{message}; rank 0 stops with it.")
+        raise FailedElsewhere(f"{message}; rank 0 stops with it.")
 
     def _say_failed(self, number: int, message: str) -> None:
         assert self._store is not None
@@ -199,17 +201,17 @@ class Exchange:
         while not self._store.check([key]):
             if self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 reason = self._store.get(f"left/{rank}").decode()
-                raise Failed(f"{doing} cannot be ended: rank {rank} {reason}")
+                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} {reason}")
             seen = self._store.add(f"alive/{rank}", 0)
             if seen != beats:
                 beats, since = seen, time.monotonic()
             elif time.monotonic() - since > self._bound:
-                raise Failed(
+                raise FailedElsewhere(
                     f"{doing} cannot be ended: rank {rank} has given no sign of life for {self._bound:g} seconds. Its "
                     "own message, if it could leave one, is in the log of that rank"
                 )
             if patience is not None and time.monotonic() - begin > patience:
-                raise Failed(f"{doing} cannot be ended: rank {rank} is there, and does something else")
+                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} is there, and does something else")
             time.sleep(pause)
             pause = min(2 * pause, _LOOKS[1])
 
@@ -222,7 +224,7 @@ class Exchange:
                 self._closing.wait(_BEAT)
 
 
-class Agreement:
+class StepFlags:
     """Asks for the highest value of each fact on any rank, see [Note: Facts].
 
     Args:

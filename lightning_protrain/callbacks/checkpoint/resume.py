@@ -18,27 +18,34 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
-from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.run_signature import (
-    data_terms,
-    dtype_terms,
-    model_terms,
-    optimizer_terms,
-    trainer_terms,
+    data_signature,
+    dtype_signature,
+    model_signature,
+    optimizer_signature,
+    trainer_signature,
 )
 from lightning_protrain.checkpoint.consolidation import verify_rank
-from lightning_protrain.checkpoint.contract import check_terms, compare, describe, refusal
-from lightning_protrain.checkpoint.discover import Found, Newest, Ranking, find, line_of, newest_good
+from lightning_protrain.checkpoint.contract import check_signature, compare, describe, refusal
+from lightning_protrain.checkpoint.discover import (
+    FoundCheckpoint,
+    Newest,
+    Ranking,
+    find_checkpoints,
+    lineage_of,
+    newest_good,
+)
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
 from lightning_protrain.checkpoint.rank_state import (
     DATA,
     OTHERS,
     RANDOM,
     capture,
-    own_state,
     rescale,
     restore,
-    without_copies,
+    state_of_rank,
+    without_duplicates,
 )
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.serialize import RANK_STATES
@@ -57,7 +64,7 @@ def prune(
     save_top_k: int,
     protected: Collection[str],
     remove: Callable[[Path], None],
-) -> list[Found]:
+) -> list[FoundCheckpoint]:
     """Remove what nobody wants any more; what cannot be removed is named in a warning, and tried again next time.
 
     Args:
@@ -72,7 +79,7 @@ def prune(
     Returns:
         What is left of the line of `head`, newest first.
     """
-    line = line_of(find(root, head.run), head)
+    line = lineage_of(find_checkpoints(root, head.run), head)
     mine = [each for each in line if each.manifest.record.get("callback") == callback]
     gone = ranking.surplus(mine, save_top_k, protected)
     left = []
@@ -98,7 +105,7 @@ def free_path(path: Path, joined: str, version: int) -> Path:
     return free
 
 
-def usable(each: Found) -> list[Fault]:
+def usable(each: FoundCheckpoint) -> list[Fault]:
     """What keeps a run from going on from it."""
     if each.manifest.record.get(ACCUMULATING):
         return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
@@ -132,7 +139,7 @@ def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, byte
     return found
 
 
-def take_own(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, Any] | None:
+def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, Any] | None:
     """The states of this rank; puts those of callbacks and of the data module where Lightning looks for them.
 
     Args:
@@ -141,7 +148,7 @@ def take_own(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, 
         name: The checkpoint, for messages.
     """
     states, now = content.get(RANK_STATES) or [], trainer.world_size
-    own = own_state(states, trainer.global_rank, now, trainer.strategy.root_device)
+    own = state_of_rank(states, trainer.global_rank, now, trainer.strategy.root_device)
     if own is None:
         return None
     for key, state in own.get(OTHERS, {}).items():
@@ -179,14 +186,14 @@ def _tensor_bytes(state: Any) -> int:
 
 def newest_listed(root: Path, run: str) -> Path | None:
     """The newest checkpoint by its manifest alone, before the ranks know of each other; None: there is none."""
-    listing = find(root, run)
-    line = [each for each in line_of(listing) if not each.manifest.record.get(ACCUMULATING)]
+    listing = find_checkpoints(root, run)
+    line = [each for each in lineage_of(listing) if not each.manifest.record.get(ACCUMULATING)]
     if line:
         return line[0].path
     return listing.broken[0][0] if listing.broken else None
 
 
-def choose(exchange: Exchange, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
+def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
     """What all ranks load: the newest good one, if what is to be loaded was found by `newest_listed`.
 
     Args:
@@ -207,7 +214,7 @@ def choose(exchange: Exchange, rank: int, path: Path, listed: str | None, run: s
     return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
 
-def newest_of_all(exchange: Exchange, rank: int, root: Path, run: str) -> Newest:
+def newest_of_all(exchange: Rendezvous, rank: int, root: Path, run: str) -> Newest:
     """What rank 0 has found and all ranks have verified; every rank calls it.
 
     Raises:
@@ -230,7 +237,7 @@ def newest_of_all(exchange: Exchange, rank: int, root: Path, run: str) -> Newest
     return found
 
 
-def _verify(exchange: Exchange, each: Found, doing: str) -> list[Fault]:
+def _verify(exchange: Rendezvous, each: FoundCheckpoint, doing: str) -> list[Fault]:
     if each.manifest.record.get(ACCUMULATING):
         return usable(each)
     exchange.broadcast(each.path, doing)
@@ -242,7 +249,7 @@ def _verify(exchange: Exchange, each: Found, doing: str) -> list[Fault]:
 CONTRACT = "contract"
 
 
-class Resumption:
+class ResumedFit:
     """Holds a fit to the contract of its checkpoint, and goes on with its random numbers and its data.
 
     Args:
@@ -262,14 +269,14 @@ class Resumption:
         replay: bool | None = None,
         frozen: FrozenWeights | None = None,
     ) -> None:
-        self._allowed = check_terms(allow_drift, "allow_drift")
+        self._allowed = check_signature(allow_drift, "allow_drift")
         self._only = weights_and_counters_only
         self._replay = replay
         self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
 
     def _clear(self) -> None:
-        self._exchange = Exchange(None)
+        self._exchange = Rendezvous(None)
         self._contract: dict[str, Any] = {}
         self._content: dict[str, Any] | None = None
         self._references = References(None, {}, ())
@@ -280,7 +287,7 @@ class Resumption:
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer, exchange: Exchange) -> None:
+    def begin(self, trainer: Trainer, exchange: Rendezvous) -> None:
         """A fit is set up; nothing is loaded, no loader is made.
 
         Args:
@@ -308,12 +315,12 @@ class Resumption:
         self._references = References.from_content(content, name) or References(None, {}, ())
         saved, now = self._references.view(content["state_dict"]), module.state_dict()
         whole = module.strict_loading and not is_overridden("on_load_checkpoint", module)
-        before = {"model": model_terms(saved, None if whole else now)}
-        after = {"model": model_terms(now, None if whole else saved)}
+        before = {"model": model_signature(saved, None if whole else now)}
+        after = {"model": model_signature(now, None if whole else saved)}
         fits = trainer.state.fn == TrainerFn.FITTING
         contract = content.get(CONTRACT) or {}
         if fits and not self._only:
-            before, after = {**before, **contract}, {**after, **trainer_terms(trainer)}
+            before, after = {**before, **contract}, {**after, **trainer_signature(trainer)}
         refused, _ = compare(before, after, self._allowed)
         if any(drift.term == "model" for drift in refused):
             raise ValueError(refusal(refused, name))
@@ -326,8 +333,8 @@ class Resumption:
             _keep_weights_and_counters(trainer, content)
         # For `check`: Lightning hands the same dict to optimizers and loops.
         self._content, self._name = content, name
-        content["contract"] = {**contract, "dtype": dtype_terms(saved, now)}
-        own = take_own(trainer, content, name)
+        content["contract"] = {**contract, "dtype": dtype_signature(saved, now)}
+        own = restore_own_states(trainer, content, name)
         if own is not None:
             assert self._source is not None
             self._randomness = own[RANDOM]
@@ -354,7 +361,7 @@ class Resumption:
             ValueError: The terms have changed, or the data cannot be found again; the message has all of it.
         """
         self.loaded()
-        self._contract = {**trainer_terms(trainer), **optimizer_terms(trainer, pl_module)}
+        self._contract = {**trainer_signature(trainer), **optimizer_signature(trainer, pl_module)}
         content, self._content = self._content, None
         if content is None:
             return
@@ -367,7 +374,7 @@ class Resumption:
                 return
             self._refuse_lost_place(trainer)
             saved = self._references.view(content["state_dict"])
-            current = {**self.contract(), "dtype": dtype_terms(pl_module.state_dict(), saved)}
+            current = {**self.contract(), "dtype": dtype_signature(pl_module.state_dict(), saved)}
             refused, passed = compare(content[CONTRACT], current, self._allowed)
             if refused:
                 raise ValueError(refusal(refused, self._name))
@@ -383,7 +390,7 @@ class Resumption:
     def contract(self) -> dict[str, Any]:
         """The terms of this fit, as far as they are known."""
         loader = self._loader
-        return {**self._contract, **({} if loader is None else data_terms(loader.flattened))}
+        return {**self._contract, **({} if loader is None else data_signature(loader.flattened))}
 
     @property
     def _loader(self) -> ResumableLoader | None:
@@ -422,7 +429,7 @@ class Resumption:
         """
         if RANK_STATES in checkpoint:
             states = self._exchange.gather(checkpoint[RANK_STATES][0], doing)
-            checkpoint[RANK_STATES] = without_copies(states)
+            checkpoint[RANK_STATES] = without_duplicates(states)
 
     # --- when training starts -----------------------------------------------------------------------------------------
 

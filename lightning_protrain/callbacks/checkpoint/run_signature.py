@@ -21,7 +21,7 @@ _COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_HASHED_BYTES = 64 << 20
 
 
-def model_terms(state_dict: Mapping[str, Any], common_with: Collection[str] | None = None) -> dict[str, Any]:
+def model_signature(state_dict: Mapping[str, Any], common_with: Collection[str] | None = None) -> dict[str, Any]:
     """Shapes of the tensors of a state dict, by name; not of the companions of quantised weights.
 
     Args:
@@ -37,17 +37,17 @@ def model_terms(state_dict: Mapping[str, Any], common_with: Collection[str] | No
     }
 
 
-def dtype_terms(state_dict: Mapping[str, Any], common_with: Collection[str]) -> dict[str, Any]:
+def dtype_signature(state_dict: Mapping[str, Any], common_with: Collection[str]) -> dict[str, Any]:
     """Their dtypes, of those that both have."""
-    return {name: str(state_dict[name].dtype) for name in model_terms(state_dict, common_with)}
+    return {name: str(state_dict[name].dtype) for name in model_signature(state_dict, common_with)}
 
 
-def trainer_terms(trainer: Trainer) -> dict[str, Any]:
+def trainer_signature(trainer: Trainer) -> dict[str, Any]:
     """What the Trainer was told."""
     return {"precision": str(trainer.precision), "accumulation": trainer.accumulate_grad_batches}
 
 
-def optimizer_terms(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Optimizers and schedules as `configure_optimizers` made them; to be asked before they have stepped."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [
@@ -64,7 +64,7 @@ def optimizer_terms(trainer: Trainer, module: LightningModule) -> dict[str, Any]
     return {"optimizer": optimizers, "lr_schedule": schedules}
 
 
-def data_terms(loaders: Iterable[Any]) -> dict[str, Any]:
+def data_signature(loaders: Iterable[Any]) -> dict[str, Any]:
     """Batch sizes, and what the data is known by without reading it; both None where nothing is known.
 
     A dataset may say more: with an attribute `fingerprint`, or `_fingerprint` as those of Hugging Face have it. A

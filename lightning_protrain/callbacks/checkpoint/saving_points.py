@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption
-from lightning_protrain.callbacks.checkpoint.rendezvous import Agreement, Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
 from lightning_protrain.callbacks.checkpoint.setup import copy_of
-from lightning_protrain.callbacks.trainer_events import tries_only
-from lightning_protrain.checkpoint.discover import Found, Ranking
+from lightning_protrain.callbacks.trainer_events import is_fast_dev_run
+from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
 
 
-class Scores:
+class EvaluationScores:
     """The score of the latest evaluation, and of which step it is.
 
     Args:
@@ -33,7 +33,7 @@ class Scores:
 
     def __init__(self, ranking: Ranking) -> None:
         self.ranking = ranking
-        self.exchange = Exchange(None)
+        self.exchange = Rendezvous(None)
         self.begin(known=False)
 
     def begin(self, known: bool) -> None:
@@ -101,16 +101,16 @@ def _has_logged(trainer: Trainer) -> bool:
     return results is None or any(not each.has_reset for each in results.values())
 
 
-class Pending(NamedTuple):
+class PendingSave(NamedTuple):
     """A save that is under way; `job` is on the rank that writes, and only if it is written behind the training."""
 
     path: str
     step: int
     score: float | None
-    job: Future[list[Found]] | None
+    job: Future[list[FoundCheckpoint]] | None
 
 
-class BoundaryCheckpoint(ModelCheckpoint):
+class StepEndCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that ends runs and saves where all ranks agree to; what it saves, and how, others say.
 
     Args:
@@ -132,11 +132,11 @@ class BoundaryCheckpoint(ModelCheckpoint):
         self.save_on_preemption = save_on_preemption
         self.asynchronous = asynchronous
         self._preemption = Preemption()
-        self._agreement = Agreement(self._facts)
+        self._agreement = StepFlags(self._facts)
         self._frozen = FrozenWeights(frozen)
-        self._pending: Pending | None = None
+        self._pending: PendingSave | None = None
         # What was under way when the question was asked that is answered next.
-        self._asked: Pending | None = None
+        self._asked: PendingSave | None = None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listens for signals: Lightning has just put its own handlers in."""
@@ -165,7 +165,7 @@ class BoundaryCheckpoint(ModelCheckpoint):
         raise NotImplementedError
 
     def _saves(self, trainer: Trainer) -> bool:
-        return not tries_only(trainer) and (self.save_top_k != 0 or bool(self.save_last))
+        return not is_fast_dev_run(trainer) and (self.save_top_k != 0 or bool(self.save_last))
 
     def _listen(self, trainer: Trainer) -> None:
         if self._saves(trainer) and (self.save_on_preemption or self.asynchronous):

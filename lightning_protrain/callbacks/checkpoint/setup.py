@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import Exchange
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
 from lightning_protrain.checkpoint.save import aligned
 from lightning_protrain.checkpoint.serialize import DTYPES
@@ -25,7 +25,7 @@ from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 DEFAULT_RUN = "run"
 
 
-def install_io(trainer: Trainer, run: str, exchange: Exchange) -> ProTrainCheckpointIO:
+def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainCheckpointIO:
     """Has the Trainer save folders of this run.
 
     Args:
@@ -60,14 +60,14 @@ def install_io(trainer: Trainer, run: str, exchange: Exchange) -> ProTrainCheckp
     return checkpoints
 
 
-def io_of(trainer: Trainer) -> ProTrainCheckpointIO:
+def installed_io(trainer: Trainer) -> ProTrainCheckpointIO:
     """What `install_io` has installed."""
     checkpoints = trainer.strategy.checkpoint_io
     assert isinstance(checkpoints, ProTrainCheckpointIO)
     return checkpoints
 
 
-def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Exchange) -> None:
+def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvous) -> None:
     """Takes the lock of the run, and sees to it that checkpoints can be written; all ranks call it.
 
     Args:
@@ -82,7 +82,7 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Exchange
     """
     with exchange.together(f"Preparing {root} for checkpoints"):
         if trainer.is_global_zero:
-            checkpoints = io_of(trainer)
+            checkpoints = installed_io(trainer)
             check_writable(root, checkpoints.run, checkpoints.files)
             checkpoints.hold(root)
             sweep(root, checkpoints.run, checkpoints.files)
@@ -90,7 +90,7 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Exchange
 
 
 @runtime_checkable
-class KeepsCopy(Protocol):
+class HoldsHostCopy(Protocol):
     """A callback with a copy of states in host memory; `ProTrainCheckpoint` is one."""
 
     def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
@@ -105,7 +105,7 @@ def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_byte
         optimizers: Those of the module.
         state_bytes: Of the states of an element, where they are not known any better.
     """
-    keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, KeepsCopy)]
+    keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, HoldsHostCopy)]
     return sum(each.copied_bytes(trainer, optimizers, state_bytes) for each in keepers)
 
 

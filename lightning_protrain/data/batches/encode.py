@@ -29,13 +29,13 @@ from lightning_protrain.data.chat.check_turns import (
 )
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import (
-    FoundTurns,
-    Masked,
+    LossMask,
     MaskOptions,
+    TokenTurns,
     find_turns,
     mask_turns,
     trained_tokens,
-    uncuttable,
+    unsplittable_ranges,
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
@@ -296,7 +296,7 @@ class ChatEncoder:
         return None if all(one is None for one in weights) else weights
 
     def _check(
-        self, row: int, conversation: Conversation, rendered: Rendered, found: FoundTurns, masked: Masked
+        self, row: int, conversation: Conversation, rendered: Rendered, found: TokenTurns, masked: LossMask
     ) -> int:
         """Holds what is trained of a row against its messages: [Note: Turns and messages] of `agreement`.
 
@@ -346,12 +346,12 @@ class ChatEncoder:
             (text,) = self._read([ids])
         return num_unwritten(said, text)
 
-    def _ranges(self, found: FoundTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+    def _ranges(self, found: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         """By row, what must not be cut in two; not worked out where no row will be cut."""
         nothing = np.empty((0, 2), dtype=np.int32)
         if max(map(len, ids)) <= self.max_length:
             return [nothing] * len(ids)
-        whole = uncuttable(found, self.markers, self.options)
+        whole = unsplittable_ranges(found, self.markers, self.options)
         first = np.searchsorted(whole[:, 0], found.borders)
         return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
 

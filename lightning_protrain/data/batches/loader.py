@@ -34,7 +34,7 @@ WEIGHT_UNITS = 2**32
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class BatchRow:
     """One row of a batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
     packed: bool = False
 
 
-class Rows(Dataset[Row]):
+class BatchRows(Dataset[BatchRow]):
     """The blocks of examples as rows; `~index` gives a row with nothing trained.
 
     Args:
@@ -61,12 +61,12 @@ class Rows(Dataset[Row]):
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> BatchRow:
         row = index if index >= 0 else ~index
         segments = tuple(self.examples[int(example)] for example in self.blocks[row])
         if index < 0:
             segments = tuple(segment.untrained() for segment in segments)
-        return Row(segments, bool(self.blocks.packed[row]))
+        return BatchRow(segments, bool(self.blocks.packed[row]))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Collator:
     multiple: int = 8
     weighted: bool = False
 
-    def __call__(self, rows: Sequence[Row]) -> Batch:
+    def __call__(self, rows: Sequence[BatchRow]) -> Batch:
         """The batch.
 
         Raises:
@@ -174,7 +174,7 @@ def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class EpochRemainder:
     """What is left of an epoch.
 
     Attributes:
@@ -190,7 +190,7 @@ class Stretch:
     accumulate: int
 
 
-def stretch_of_fit(trainer: Trainer, num_batches: int) -> Stretch:
+def remainder_of_fit(trainer: Trainer, num_batches: int) -> EpochRemainder:
     """What is left of the epoch that the trainer is in, see [Note: Position].
 
     Args:
@@ -198,7 +198,7 @@ def stretch_of_fit(trainer: Trainer, num_batches: int) -> Stretch:
         num_batches: Batches that the loader has in an epoch.
     """
     loop = trainer.fit_loop
-    return Stretch(
+    return EpochRemainder(
         # To overfit is to see the same batches in every epoch.
         epoch=0 if trainer.overfit_batches else loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
         start=loop.epoch_loop.batch_progress.current.ready,
@@ -266,7 +266,7 @@ class TrainLoader:
         self,
         examples: Sequence[Encoded],
         sampler: EpochSampler,
-        collate: Callable[[Sequence[Row]], Batch],
+        collate: Callable[[Sequence[BatchRow]], Batch],
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -275,8 +275,8 @@ class TrainLoader:
         self.sampler = sampler
         self._trainer = trainer
         self._upcoming: list[list[int]] = []
-        self._loader: DataLoader[Row] = DataLoader(
-            Rows(examples, sampler.blocks),
+        self._loader: DataLoader[BatchRow] = DataLoader(
+            BatchRows(examples, sampler.blocks),
             batch_sampler=self._upcoming,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -306,11 +306,11 @@ class TrainLoader:
                 self.sampler.position = index
                 yield {**window.popleft(), "trained_tokens": torch.tensor(count)}
 
-    def _stretch(self) -> Stretch:
+    def _stretch(self) -> EpochRemainder:
         if self._trainer is not None and self._trainer.training:
-            return stretch_of_fit(self._trainer, len(self))
+            return remainder_of_fit(self._trainer, len(self))
         start = self.sampler.position if self.sampler.position < len(self) else 0
-        return Stretch(self.sampler.epoch, start, len(self), accumulate=1)
+        return EpochRemainder(self.sampler.epoch, start, len(self), accumulate=1)
 
     # Lightning ends worker processes by way of this attribute of loaders.
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from lightning_protrain.data.sources.dataset import DatasetReport
 
 
-def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
+def page(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> str:
     """The whole page.
 
     Args:
@@ -46,7 +46,7 @@ def page(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> str:
     )
 
 
-def _article(one: Shown) -> str:
+def _article(one: PreviewedConversation) -> str:
     body = "".join(map(_span, one.pieces))
     return (
         f"<article><h2>{escape(one.title)} <small>{one.num_trained} of {one.num_tokens} tokens trained "
@@ -55,7 +55,7 @@ def _article(one: Shown) -> str:
     )
 
 
-def _span(piece: Piece) -> str:
+def _span(piece: TokenSpan) -> str:
     text = escape(visible(piece)).replace("\u21b5", "&#8629;")
     classes = [
         name for name in (piece.kind if piece.kind != "text" else "", "trained" if piece.trained else "") if name
@@ -111,7 +111,7 @@ _STYLES: dict[tuple[Kind, bool], str] = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenSpan:
     """Neighbouring tokens that are treated alike.
 
     Attributes:
@@ -126,7 +126,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PreviewedConversation:
     """One conversation.
 
     Attributes:
@@ -137,7 +137,7 @@ class Shown:
     """
 
     title: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenSpan, ...]
     num_tokens: int
     num_trained: int
 
@@ -147,7 +147,9 @@ class Shown:
         return self.num_trained / max(self.num_tokens, 1)
 
 
-def show(title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool_], special: NDArray[np.int8]) -> Shown:
+def show(
+    title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool_], special: NDArray[np.int8]
+) -> PreviewedConversation:
     """A conversation in pieces.
 
     Args:
@@ -167,9 +169,9 @@ def show(title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool
         text = after[len(before) :]
         if kinds[kind] == "media":
             text = _media(tokenizer, ids[begin:end])
-        pieces.append(Piece(text, bool(is_trained), kinds[kind]))
+        pieces.append(TokenSpan(text, bool(is_trained), kinds[kind]))
         begin, before = end, after
-    return Shown(title, tuple(pieces), len(ids), int(trained.sum()))
+    return PreviewedConversation(title, tuple(pieces), len(ids), int(trained.sum()))
 
 
 def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
@@ -178,7 +180,7 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
     return "".join(name if count == 1 else f"{name} x {count}" for name, count in names)
 
 
-def render(shown: Sequence[Shown], reports: Sequence[DatasetReport]) -> Group:
+def render(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> Group:
     """Return what a terminal shows: trained tokens in green, or in brackets where there are no colours; and counts."""
     return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
 
@@ -205,7 +207,7 @@ class _Legend:
 class _Conversation:
     """One conversation in a terminal."""
 
-    shown: Shown
+    shown: PreviewedConversation
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         body, one = Text(), self.shown
@@ -231,7 +233,7 @@ def notes(reports: Sequence[DatasetReport]) -> Text:
     return Text("\n".join(lines))
 
 
-def visible(piece: Piece) -> str:
+def visible(piece: TokenSpan) -> str:
     """The text, with a sign before each line break that is trained or belongs to a marker: a break has no colour."""
     return piece.text.replace("\n", "\u21b5\n") if piece.trained or piece.kind == "marker" else piece.text
 

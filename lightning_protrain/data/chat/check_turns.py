@@ -108,7 +108,7 @@ def num_unwritten(messages: Sequence[Message], text: str) -> int:
     return sum(any(thought not in written for thought in one) for one in said)
 
 
-def said_by(message: Message) -> str:
+def text_said(message: Message) -> str:
     """All text of a message, of its thoughts and of its calls, in single spaces."""
     return " ".join(" ".join(_strings(dict(message))).split())
 
@@ -373,7 +373,7 @@ def check_trained(
     """
     kept = " ".join(trained.split())
     own = [message for message in conversation["messages"] if message["role"] in roles]
-    said = " ".join(map(said_by, own))
+    said = " ".join(map(text_said, own))
     for message in conversation["messages"]:
         text = " ".join(text_of(message).split())
         if message["role"] not in roles and len(text) >= _TELLING and kept.count(text) > said.count(text):
@@ -387,7 +387,7 @@ def check_trained(
         if part not in kept:
             raise UntrainableError(THINKS, f"found {kept!r} where the answer is {part!r}; train_thinking is false")
     calls = [
-        said_by({"role": "", "content": "", "tool_calls": one["tool_calls"]}) for one in own if "tool_calls" in one
+        text_said({"role": "", "content": "", "tool_calls": one["tool_calls"]}) for one in own if "tool_calls" in one
     ]
     answers = " ".join((*parts, *calls))
     for thought in (thought for message in own for thought in thoughts(message)):

@@ -26,11 +26,11 @@ from lightning_protrain.data.chat.verify_format import (
     ONE,
     THINKING,
     Messages,
-    NotProven,
     Render,
     TemplateRender,
+    VerificationError,
     as_parts,
-    prove,
+    verify_family,
 )
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
@@ -65,10 +65,10 @@ def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Marke
         render: Renders messages.
     """
     tagged = _with(markers, vocabulary, (Exclusion("thinking", f"<{tag}>", f"</{tag}>") for tag in THOUGHT_TAGS))
-    if prove(render, vocabulary, tagged, quiet=True):
+    if verify_family(render, vocabulary, tagged, quiet=True):
         for tag in _written(vocabulary, render):
             more = _with(tagged, vocabulary, (Exclusion("thinking", *tag),))
-            if not prove(render, vocabulary, more, quiet=True):
+            if not verify_family(render, vocabulary, more, quiet=True):
                 return more
     return tagged
 
@@ -122,7 +122,7 @@ def find_family(
     if family is not None:
         family = with_prompt(family, render, vocabulary)
         markers = resolve(family, vocabulary)
-        prove(render, vocabulary, markers)
+        verify_family(render, vocabulary, markers)
         return family, markers
     return _recognise(vocabulary, render)
 
@@ -168,8 +168,8 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
     reasons: list[str] = []
     best: tuple[int, Family, Markers] | None = None
     derived: list[tuple[str, Callable[[], Family]]] = [
-        ("derived from the template", partial(derive, render, vocabulary)),
-        ("derived without its generation prompt", partial(derive, render, vocabulary, by_prompt=False)),
+        ("derived from the template", partial(infer_family, render, vocabulary)),
+        ("derived without its generation prompt", partial(infer_family, render, vocabulary, by_prompt=False)),
     ]
     for name, make in (*_named(text, vocabulary), *derived):
         if best is not None and (name, make) == derived[1]:
@@ -177,8 +177,8 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
         try:
             family = with_prompt(make(), render, vocabulary)
             markers = resolve(family, vocabulary)
-            unproven = len(prove(render, vocabulary, markers))
-        except NotProven as error:
+            unproven = len(verify_family(render, vocabulary, markers))
+        except VerificationError as error:
             reasons.append(str(error).split("\n")[0])
         except ValueError as error:
             reasons.append(f"{name}: {error}")
@@ -246,7 +246,7 @@ _FIRST, _ANSWER, _SECOND, _FINAL = "walnut", "maple", "poplar", "hazel"
 _CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistant", _FINAL))
 
 
-def derive(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
+def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
     """Return a family "generic" from the template's own rendering, see [Note: Derivation].
 
     Args:

@@ -19,7 +19,7 @@ _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Token ids end to end, in pieces that nothing may cross.
 
     Attributes:
@@ -56,7 +56,7 @@ class Matches:
         return Matches(self.position[index], self.stop[index], self.marker[index])
 
 
-def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None) -> Row:
+def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None) -> TokenRow:
     """Flattens ids and finds the borders.
 
     Args:
@@ -81,7 +81,7 @@ def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: A
     if attention_mask is not None:
         attended = _same_shape("attention_mask", attention_mask, array).reshape(-1) != 0
         changes.append(_changes(attended))
-    return Row(flat, np.unique(np.concatenate([borders, *changes])) if changes else borders, attended)
+    return TokenRow(flat, np.unique(np.concatenate([borders, *changes])) if changes else borders, attended)
 
 
 def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
@@ -147,7 +147,7 @@ class MarkerTrie:
             table[row, sorted(tail)] = True
         self._tails = table.reshape(-1)
 
-    def find(self, row: Row) -> list[Matches]:
+    def find(self, row: TokenRow) -> list[Matches]:
         """The matches of every set. None crosses a border or covers padding."""
         blocks = range(0, row.ids.size, _BLOCK)
         candidates = [np.flatnonzero(_look_up(self._first, row.ids[at : at + _BLOCK])) + at for at in blocks]
@@ -163,7 +163,7 @@ class MarkerTrie:
             node, here = node[alive], here[alive]
         return [_latest(parts) for parts in found]
 
-    def _hits(self, row: Row, number: int, marker: Integers, here: Integers, depth: int) -> Matches:
+    def _hits(self, row: TokenRow, number: int, marker: Integers, here: Integers, depth: int) -> Matches:
         """Those of the candidates that are a marker, are within borders and have the tail that they need."""
         hits = np.flatnonzero(marker >= 0)
         marker, stop = marker[hits], here[hits]

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, Row, lay_out, without_overlap
+from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
 from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
 
 
 @dataclass(frozen=True)
-class FoundTurns:
+class TokenTurns:
     """Turns of several rows.
 
     Attributes:
@@ -30,7 +30,7 @@ class FoundTurns:
             no turn yet.
     """
 
-    row: Row
+    row: TokenRow
     borders: Integers
     spans: Spans
     first: Integers
@@ -63,7 +63,7 @@ class FoundTurns:
         return slice(int(self.first[row]), int(self.first[row + 1]))
 
 
-def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> FoundTurns:
+def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
     """Scans tokenized conversations.
 
     Args:
@@ -73,11 +73,11 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
     """
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     borders = np.concatenate(([0], np.cumsum(sizes)))
-    row = Row(np.concatenate(rows), borders[np.append(True, sizes > 0)], None)
+    row = TokenRow(np.concatenate(rows), borders[np.append(True, sizes > 0)], None)
     spans = find_spans(row, markers)
     trainable = trainable_turns(spans, markers, options)
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
-    found = FoundTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
+    found = TokenTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
     # What a template writes for the model to go on from may be a scaffold.
     last = found.last_turns()
     last = last[begun[last]]
@@ -89,7 +89,7 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
 
 
 @dataclass(frozen=True)
-class Masked:
+class LossMask:
     """What is trained of the tokens.
 
     Attributes:
@@ -106,8 +106,8 @@ class Masked:
 
 
 def mask_turns(
-    found: FoundTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
-) -> Masked:
+    found: TokenTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
+) -> LossMask:
     """Decides what is trained.
 
     Args:
@@ -128,10 +128,10 @@ def mask_turns(
         until = np.concatenate(([0], np.cumsum(trained)))
         unended &= until[spans.end] > until[spans.content]
         stopless = unended & _should_end(found, markers, options)
-    return Masked(trained, values, unended, stopless)
+    return LossMask(trained, values, unended, stopless)
 
 
-def uncuttable(found: FoundTurns, markers: Markers, options: MaskOptions) -> Integers:
+def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOptions) -> Integers:
     """What must not be cut in two, in order: markers, excluded parts' markers too, and runs of media: [ranges, 2]."""
     spans = found.spans
     ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
@@ -143,7 +143,7 @@ def uncuttable(found: FoundTurns, markers: Markers, options: MaskOptions) -> Int
     return borders[np.argsort(borders[:, 0], kind="stable")]
 
 
-def _spread(found: FoundTurns, weights: Sequence[list[float] | None]) -> list[float]:
+def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[float]:
     """Weights by trainable turn."""
     spread = np.ones(len(found.begun))
     for row, of_row in enumerate(weights):
@@ -153,7 +153,7 @@ def _spread(found: FoundTurns, weights: Sequence[list[float] | None]) -> list[fl
     return spread[found.trainable].tolist()
 
 
-def _should_end(found: FoundTurns, markers: Markers, options: MaskOptions) -> Bools:
+def _should_end(found: TokenTurns, markers: Markers, options: MaskOptions) -> Bools:
     """By turn, whether a terminator of it is to be trained and its format always writes one."""
     ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[found.spans.role]
     if options.train_on_inputs or options.train_on_eos == "none":
@@ -272,7 +272,7 @@ def trained_tokens(
 
 
 def trained_in(
-    row: Row, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
+    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> Bools:
     """As `trained_tokens`, for ids that are laid out: [tokens]."""
     trainable = trainable_turns(spans, markers, options)
@@ -313,7 +313,7 @@ def token_weights(
 
 
 def _trained_turns(
-    row: Row, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
+    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
 ) -> Bools:
     """The trained tokens of the turns, media included."""
     if not options.roles:
@@ -339,7 +339,7 @@ def _trained_turns(
     return trained
 
 
-def last_of_segment(row: Row, spans: Spans, turns: Bools) -> Bools:
+def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
     """By turn, those of `turns` that are the last ones of their segment."""
     index = np.flatnonzero(turns)
     piece = np.searchsorted(row.borders, spans.start[index], side="right")
@@ -348,7 +348,7 @@ def last_of_segment(row: Row, spans: Spans, turns: Bools) -> Bools:
     return last
 
 
-def _shared_terminators(row: Row, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
+def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
     """By turn, whether its terminator means something else too."""
     starts = {start.ids for role in markers.roles for start in role.starts}
     trained = {end.ids for role in markers.roles if role.role in options.roles for end in role.ends}
@@ -368,7 +368,7 @@ def _shared_terminators(row: Row, spans: Spans, markers: Markers, options: MaskO
 
 
 def _excluded(
-    row: Row, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
+    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
 ) -> tuple[Integers, Integers]:
     """Begins and ends of what is excluded from the content of the turns."""
     active = _active(markers, options)
@@ -387,7 +387,7 @@ def _excluded(
     return begin[order], stop[order]
 
 
-def exclusion_borders(row: Row, markers: Markers, options: MaskOptions) -> Integers:
+def exclusion_borders(row: TokenRow, markers: Markers, options: MaskOptions) -> Integers:
     """Where the markers of excluded parts are, wherever they stand: [ranges, 2]."""
     found = _exclusion_trie(_active(markers, options)).find(row)
     return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])

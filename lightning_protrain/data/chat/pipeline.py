@@ -29,7 +29,7 @@ from lightning_protrain.data.chat.markers import Marker, Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trainable_turns
 from lightning_protrain.data.chat.render import Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.chat.verify_format import leaking_roles, leaves_open, prove, user_header
+from lightning_protrain.data.chat.verify_format import leaking_roles, leaves_open, user_header, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
 _SET = "It is set for training; leave it out."
@@ -130,7 +130,7 @@ class _Known:
     user_header: str
 
 
-class Chats:
+class ChatEncoders:
     """What the settings become on one tokenizer; each once.
 
     Args:
@@ -194,7 +194,7 @@ class Chats:
         if quiet:
             markers = with_tags(markers, vocabulary, everything.ids)
         renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
-        unproven = prove(renderer.ids, vocabulary, markers)
+        unproven = verify_family(renderer.ids, vocabulary, markers)
         if processor is not None:
             markers = with_media(markers, processor)
         _say(settings, markers, source, unproven)

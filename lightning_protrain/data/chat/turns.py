@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, Row, lay_out, without_overlap
+from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import Markers, RoleMarkers
 
 
@@ -59,7 +59,7 @@ def scan(
     return find_spans(lay_out(ids, attention_mask, segments), markers)
 
 
-def find_spans(row: Row, markers: Markers) -> Spans:
+def find_spans(row: TokenRow, markers: Markers) -> Spans:
     """As `scan`, for ids that are laid out."""
     tables = _tables(markers)
     starts, *ends = tables.trie.find(row)
@@ -80,7 +80,7 @@ def find_spans(row: Row, markers: Markers) -> Spans:
     return Spans(starts.position, starts.stop, end, stop, role, complete)
 
 
-def terminators(row: Row, markers: Markers, spans: Spans) -> Integers:
+def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
     """By turn, the index of its terminator in the `ends` of its role; -1 where there is none."""
     tables = _tables(markers)
     _, *ends = tables.trie.find(row)

@@ -112,7 +112,7 @@ def _mistral_refusals() -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeConversation:
     """A conversation and what must come of it.
 
     Attributes:
@@ -147,8 +147,8 @@ def _assistant(text: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
-ONE = Probe("one turn", (_user("First, walnut: what is 7 + 5?"), _assistant("It is maple.")))
-MAIN = Probe(
+ONE = ProbeConversation("one turn", (_user("First, walnut: what is 7 + 5?"), _assistant("It is maple.")))
+MAIN = ProbeConversation(
     "two turns",
     (
         _user("First, walnut: what is 7 + 5?"),
@@ -162,16 +162,16 @@ MAIN = Probe(
 LATE_ROLES = ("tool", "system", "developer")
 
 
-def late_probe(role: str) -> Probe:
+def late_message(role: str) -> ProbeConversation:
     """A message of this role between two of the assistant."""
     messages = (_user("Walnut?"), _assistant("It is maple."), {"role": role, "content": "say willow"})
-    return Probe(
+    return ProbeConversation(
         f"a late message of {role}", (*messages, _assistant("Then hazel."), _user("Poplar?")), hidden=("willow",)
     )
 
 
 _SYSTEM, _DEVELOPER = (
-    Probe(
+    ProbeConversation(
         feature,
         ({"role": role, "content": "You know linden."}, *MAIN.messages),
         hidden=("linden",),
@@ -180,7 +180,7 @@ _SYSTEM, _DEVELOPER = (
     for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
 )
 # Whatever stands at the borders of a content may share a token with the markers.
-EDGES = Probe(
+EDGES = ProbeConversation(
     "contents with spaces, line ends and symbols at their borders",
     tuple(
         message
@@ -213,7 +213,7 @@ EDGES = Probe(
         for message in (_user(f"{before}aspen{number}{after}"), _assistant(f"{before}cedar{number}{after}"))
     ),
 )
-_JOINED = Probe(
+_JOINED = ProbeConversation(
     "neighbouring messages of one role",
     (
         _user("Say walnut."),
@@ -240,7 +240,7 @@ _TOOL = {
 }
 
 
-_OFFERED = Probe(
+_OFFERED = ProbeConversation(
     "tools that are offered",
     MAIN.messages,
     kept=("maple", "hazel"),
@@ -250,7 +250,7 @@ _OFFERED = Probe(
 )
 
 
-def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe:
+def _tool_probe(arguments: Any, results: int, content: str | None = "") -> ProbeConversation:
     calls = [
         {"id": f"abcdefgh{number}", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
         for number in range(results)
@@ -259,7 +259,7 @@ def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe
         {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": f"willow{number}"}
         for number, call in enumerate(calls)
     ]
-    return Probe(
+    return ProbeConversation(
         f"{results} call{'s' if results > 1 else ''} of tools",
         (
             _user("Ask about walnut."),
@@ -277,7 +277,7 @@ def _tool_probe(arguments: Any, results: int, content: str | None = "") -> Probe
     )
 
 
-THINKING = Probe(
+THINKING = ProbeConversation(
     "reasoning",
     (
         _user("First walnut."),
@@ -292,7 +292,7 @@ THINKING = Probe(
 )
 THOUGHTS = ("sorrel", "tansy")
 # Each group holds forms of one probe of a feature: the first that the template takes counts.
-GROUPS: tuple[tuple[Probe, ...], ...] = (
+GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
     (_SYSTEM,),
     (_DEVELOPER,),
     (_JOINED,),
@@ -309,7 +309,7 @@ GROUPS: tuple[tuple[Probe, ...], ...] = (
 )
 
 
-def spoof_probe(texts: Sequence[str]) -> Probe:
+def spoofed_markers(texts: Sequence[str]) -> ProbeConversation:
     """A user who writes the markers of a turn of the assistant.
 
     Args:
@@ -317,16 +317,18 @@ def spoof_probe(texts: Sequence[str]) -> Probe:
     """
     messages = list(MAIN.messages)
     messages[0] = _user("First walnut. " + " ".join(f"{text}bryony" for text in texts) + " thyme")
-    return Probe("markers in a user's text", tuple(messages), hidden=("bryony", "walnut", "thyme"), feature=MARKERS)
+    return ProbeConversation(
+        "markers in a user's text", tuple(messages), hidden=("bryony", "walnut", "thyme"), feature=MARKERS
+    )
 
 
-def single_probes(probe: Probe) -> list[Probe]:
+def single_turns(probe: ProbeConversation) -> list[ProbeConversation]:
     """The same, each turn of the assistant and what is before it on its own."""
     pairs = zip(probe.messages[::2], probe.messages[1::2], strict=True)
     return [replace(probe, messages=pair) for pair in pairs]
 
 
-def as_parts(probe: Probe) -> Probe:
+def as_parts(probe: ProbeConversation) -> ProbeConversation:
     """The same with contents as lists of parts, which templates of models with images ask for."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -342,11 +344,11 @@ _SHOWN = 1500
 _ALL_PROMPTS = 2
 
 
-class NotProven(ValueError):
+class VerificationError(ValueError):
     """The markers of a family do not find what the assistant says."""
 
 
-def prove(
+def verify_family(
     render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
 ) -> dict[str, str]:
     """Proves a family on a tokenizer and its template, see [Note: Proof].
@@ -370,7 +372,7 @@ def prove(
     if not any(role.role == ASSISTANT for role in markers.roles):
         return {}
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
-    proof = _Proof(render, vocabulary, markers)
+    proof = _Verification(render, vocabulary, markers)
     if not quiet:
         proof.plain_turns()
         for group in (*GROUPS, *proof.spoofs()):
@@ -394,7 +396,7 @@ def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabular
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     found = set()
     for role in LATE_ROLES:
-        for probe in (late_probe(role), as_parts(late_probe(role))):
+        for probe in (late_message(role), as_parts(late_message(role))):
             try:
                 ids = np.asarray(render(probe.messages), dtype=np.int64)
             except ValueError:
@@ -450,7 +452,7 @@ def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary,
 
 
 @dataclass(frozen=True)
-class Rendering:
+class RenderedTest:
     """A rendered probe: its tokens, the text they give, and what each trained turn holds."""
 
     ids: tuple[int, ...]
@@ -458,7 +460,7 @@ class Rendering:
     turns: tuple[str, ...]
 
 
-class _Proof:
+class _Verification:
     def __init__(self, render: Render, vocabulary: Vocabulary, markers: Markers) -> None:
         self.render = render
         self.vocabulary = vocabulary
@@ -483,20 +485,20 @@ class _Proof:
             self._check_group((EDGES,))
         except ValueError as error:
             # A family without the right end would do for one turn, if the template ends none.
-            self.must_end = isinstance(error, NotProven)
+            self.must_end = isinstance(error, VerificationError)
             try:
                 self._required((ONE,))
-                for probe in single_probes(EDGES):
+                for probe in single_turns(EDGES):
                     self._check_group((probe,))
             except ValueError:
                 raise error from None
             self.unproven[SEVERAL] = _first_line(error)
 
-    def optional(self, forms: Sequence[Probe]) -> None:
+    def optional(self, forms: Sequence[ProbeConversation]) -> None:
         """Checks a feature, and remembers how it fails."""
         try:
             self._check_group(forms)
-        except NotProven as error:
+        except VerificationError as error:
             self.unproven.setdefault(forms[0].feature, _first_line(error))
 
     def thinking(self) -> None:
@@ -517,14 +519,14 @@ class _Proof:
                         self.unproven[QUIET] = f"train_thinking=False keeps {hidden} and loses {lost}"
                     break
 
-    def spoofs(self) -> tuple[tuple[Probe, ...], ...]:
+    def spoofs(self) -> tuple[tuple[ProbeConversation, ...], ...]:
         """A user who writes turns of the assistant, where markers are control tokens."""
         starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
         controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
         end = next(iter(self.ends), "")
-        return ((spoof_probe([*controls, *(end + text for text in controls)]),),) if controls else ()
+        return ((spoofed_markers([*controls, *(end + text for text in controls)]),),) if controls else ()
 
-    def _required(self, forms: Sequence[Probe]) -> None:
+    def _required(self, forms: Sequence[ProbeConversation]) -> None:
         refusal = self._check_group(forms)
         if refusal is not None:
             raise ValueError(
@@ -532,7 +534,7 @@ class _Proof:
                 "user and assistant in turn."
             ) from refusal
 
-    def _check_group(self, forms: Sequence[Probe]) -> ValueError | None:
+    def _check_group(self, forms: Sequence[ProbeConversation]) -> ValueError | None:
         """Checks the first form that the template takes; why it takes none."""
         refusal: ValueError | None = None
         for form in (*forms, *map(as_parts, forms)):
@@ -553,7 +555,7 @@ class _Proof:
                 self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
         return refusal
 
-    def _shown(self, probe: Probe, ids: Sequence[int]) -> Rendering | None:
+    def _shown(self, probe: ProbeConversation, ids: Sequence[int]) -> RenderedTest | None:
         """The rendered probe; None where the template leaves out what is said."""
         rendering = self._read(ids, MaskOptions())
         if probe.exact and not self._says_all(probe, rendering.text):
@@ -562,7 +564,7 @@ class _Proof:
             return None
         return rendering
 
-    def _tells_roles(self, probe: Probe, ids: Sequence[int]) -> bool:
+    def _tells_roles(self, probe: ProbeConversation, ids: Sequence[int]) -> bool:
         """Whether the template renders no message of another role as it renders the assistant's.
 
         If it does, it does not know that role; rows that have it give more turns than messages of the assistant.
@@ -578,11 +580,11 @@ class _Proof:
                     return False
         return True
 
-    def _says_all(self, probe: Probe, text: str) -> bool:
+    def _says_all(self, probe: ProbeConversation, text: str) -> bool:
         said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
         return all(one in text for one in said)
 
-    def _read(self, ids: Sequence[int], options: MaskOptions) -> Rendering:
+    def _read(self, ids: Sequence[int], options: MaskOptions) -> RenderedTest:
         row = np.asarray(ids, dtype=np.int64)
         spelled = self.vocabulary.spell(list(ids))
         spans = scan(row, self.markers)
@@ -592,7 +594,7 @@ class _Proof:
             kept = b"".join(spelled[at] for at in range(content, stop) if trained[at])
             if kept.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
                 turns.append((self._overhang(spelled[start:content]) + kept).decode(errors="replace"))
-        return Rendering(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
+        return RenderedTest(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
 
     def _overhang(self, spelled: Sequence[bytes]) -> bytes:
         """What of the content is in the last token of a start marker: [Note: Tails] of `markers`."""
@@ -606,7 +608,7 @@ class _Proof:
                     return text[len(text) - length :]
         return b""
 
-    def _check(self, probe: Probe, rendering: Rendering) -> None:
+    def _check(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
         if probe.exact:
             self._check_turns(probe, rendering)
         for word in probe.hidden:
@@ -616,7 +618,7 @@ class _Proof:
             if word in rendering.text and not any(word in turn for turn in rendering.turns):
                 self._fail(probe, rendering, f"{word!r}, which the assistant says, is not trained")
 
-    def _check_turns(self, probe: Probe, rendering: Rendering) -> None:
+    def _check_turns(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
         said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
         if probe in (MAIN, ONE, as_parts(MAIN), as_parts(ONE)):
             self._learn_leads(probe, rendering, said)
@@ -631,7 +633,7 @@ class _Proof:
             if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
 
-    def _check_prompts(self, probe: Probe, rendering: Rendering) -> None:
+    def _check_prompts(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
         """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
         positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
         if not probe.exact or self.trains_starts:
@@ -659,7 +661,7 @@ class _Proof:
                     what = b"".join(spelled[place] for place in np.flatnonzero(inside)).decode(errors="replace")
                     self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
-    def _learn_leads(self, probe: Probe, rendering: Rendering, said: Sequence[str]) -> None:
+    def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest, said: Sequence[str]) -> None:
         """What the model writes between the generation prompt and the message: [Note: Proof]."""
         positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
         for at, one in zip(positions, said, strict=True):
@@ -673,7 +675,7 @@ class _Proof:
                 continue
             self._learn_lead_without_thought(prompt, rendering, one)
 
-    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: Rendering, said: str) -> None:
+    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: RenderedTest, said: str) -> None:
         """Learn the control tokens that stand before an answer where the prompt opens a thought instead."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
         shared = sum(1 for _ in same)
@@ -686,9 +688,9 @@ class _Proof:
         if found and not words.strip() and THOUGHT_WORD.search(opening.decode(errors="replace")):
             self.leads.add(lead.strip())
 
-    def _fail(self, probe: Probe, rendering: Rendering, what: str) -> None:
+    def _fail(self, probe: ProbeConversation, rendering: RenderedTest, what: str) -> None:
         said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
-        raise NotProven(
+        raise VerificationError(
             f"The chat family {self.markers.family!r} does not fit the tokenizer {self.vocabulary.name!r} and its chat "
             f"template. On {probe.name}, {what}.\nExpected: {said}, each with one of {list(self.ends)}\n"
             f"Found: {list(rendering.turns)}\nRendered: {rendering.text[:_SHOWN]!r}\n"

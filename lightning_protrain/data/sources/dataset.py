@@ -139,7 +139,7 @@ _SHOW_PROGRESS_FROM = 20_000
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedRows:
     """What was left out.
 
     Attributes:
@@ -152,7 +152,7 @@ class Malformed:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Sequence[Conversation]):
+class ConversationRows(Sequence[Conversation]):
     """Conversations of one split, parsed at every access; only their places are in memory. Can be sent to workers.
 
     Attributes:
@@ -165,7 +165,7 @@ class Rows(Sequence[Conversation]):
     tables: tuple[Table, ...]
     row_format: RowFormat
     places: NDArray[np.int64]
-    malformed: Malformed = Malformed()
+    malformed: MalformedRows = MalformedRows()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -186,11 +186,11 @@ class Rows(Sequence[Conversation]):
         table, place = self._locate(index)
         return table.where(place)
 
-    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Rows:
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> ConversationRows:
         """The rows at `indices`, in this order, as often as they occur in it."""
         return replace(self, places=self.places[np.asarray(indices, dtype=np.int64)])
 
-    def repeated(self, times: int) -> Rows:
+    def repeated(self, times: int) -> ConversationRows:
         """All rows, `times` times."""
         return replace(self, places=np.tile(self.places, times))
 
@@ -213,7 +213,7 @@ def read_rows(
     *,
     on_malformed: Literal["error", "skip"] = "error",
     max_rows: int | None = None,
-) -> Rows:
+) -> ConversationRows:
     """Checks every row once, the headers of its images included, and keeps the places of the good ones.
 
     Args:
@@ -240,9 +240,9 @@ def read_rows(
                     break
         else:
             check.refuse_unseen_fields(name)
-    malformed = Malformed(check.bad, tuple(check.examples))
+    malformed = MalformedRows(check.bad, tuple(check.examples))
     _report(malformed, len(kept), name)
-    return Rows(tables, row_format, np.asarray(kept, dtype=np.int64), malformed)
+    return ConversationRows(tables, row_format, np.asarray(kept, dtype=np.int64), malformed)
 
 
 def _raws(tables: Sequence[Table]) -> Iterator[tuple[Table, int, Any]]:
@@ -251,7 +251,7 @@ def _raws(tables: Sequence[Table]) -> Iterator[tuple[Table, int, Any]]:
             yield table, index, raw
 
 
-def _report(malformed: Malformed, num_kept: int, name: str) -> None:
+def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
     if not malformed.count:
         return
     examples = "".join(f"\n  {example}" for example in malformed.examples)

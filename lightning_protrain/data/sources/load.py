@@ -22,7 +22,7 @@ from huggingface_hub import is_offline_mode
 
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.hub import is_path, wait_for_hub
-from lightning_protrain.data.sources.dataset import Rows, read_rows
+from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 from lightning_protrain.data.sources.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
@@ -162,7 +162,7 @@ class Source:
         return {split: _below(parts, folder) for split, parts in tables.items()}
 
     @cached_property
-    def splits(self) -> dict[str, Rows]:
+    def splits(self) -> dict[str, ConversationRows]:
         """The rows, by split as well."""
         spec = self.spec
         row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
@@ -189,7 +189,7 @@ class Source:
 
 def load_splits(
     dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
-) -> dict[str, Rows]:
+) -> dict[str, ConversationRows]:
     """Return the rows of a data set by split, see `Source`."""
     return Source(dataset, trained_roles).splits
 
