@@ -11,7 +11,7 @@ draw is that of a run that has not been profiled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -121,13 +121,6 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
             for hook, place in _TRANSFER_HOOKS:
                 batch = getattr(hooks.get_instance(hook), hook)(batch, *place, 0)
     return batch
-
-
-def size_of(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch; 0 where that cannot be told."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return (sizes[0] if sizes else 0), (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
 
 def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:

@@ -17,10 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.batches import batch_to_plan_with, size_of
+from lightning_protrain.batches import batch_to_plan_with
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.model import profile_model, unchanged
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
+from lightning_protrain.profiler.synthetic import size_of
 from lightning_protrain.profiler.tracing import UntraceableError
 
 _NO_BATCH = (

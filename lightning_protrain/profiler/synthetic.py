@@ -12,7 +12,7 @@ model has positions for; pictures and sounds have the size for which the model w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -44,6 +44,13 @@ _TASKS = {
     "next tokens": "CAUSAL_LM",
     "masked tokens": "MASKED_LM",
 }
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch; 0 where that cannot be told."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return (sizes[0] if sizes else 0), (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
 
 def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, faili
         assert "No space left on device" in error
         assert after == [0, 1, 2]
         if rank != failing:
-            assert error.startswith(f"Failed: Saving failed on rank {failing} (OSError: ")
+            assert error.startswith(f"FailedElsewhere: Saving failed on rank {failing} (OSError: ")
             assert f"rank {rank} stops with it" in error
 
 

@@ -155,7 +155,7 @@ def test_a_rank_whose_frozen_weights_are_others_stops_all(base: str, tmp_path: P
     first, second = run_ranks(act, 2, meeting(tmp_path))
     assert first.error is not None
     assert second.error is not None
-    assert first.error.startswith("Failed: Loading")
+    assert first.error.startswith("FailedElsewhere: Loading")
     assert "failed on rank 1" in first.error
     assert second.error.startswith("ValueError")
     assert all("does not hold frozen weights" in each for each in (first.error, second.error))
