@@ -22,7 +22,6 @@ class TransferCounters:
         waited_seconds: The host has waited for gradients and swapped activations on their way to it.
         collectives: Number of collectives among ranks, those of DDP not counted.
         communicated_bytes: What this rank has given to them.
-        gathers: Number of those that have gathered parts of chunks.
     """
 
     uploaded_bytes: int = 0
@@ -37,7 +36,6 @@ class TransferCounters:
     waited_seconds: float = 0.0
     collectives: int = 0
     communicated_bytes: int = 0
-    gathers: int = 0
 
     def add_live(self, nbytes: int) -> None:
         """Counts `nbytes` more (or fewer, if negative) on the device."""

@@ -4,7 +4,7 @@
 All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
 they share one heap with the activations and freed memory is reused without fragmentation. Four more streams copy: one
 up (host to device) and one down for chunks and gradients, one out and one in for activations that are swapped. These
-fences order them, and where ranks gather chunks those of [Note: Gathers]:
+fences order them:
 
 1. An upload waits for everything the compute stream has been given so far, because the memory it fills may still be
    read by an earlier kernel under another name.

@@ -24,7 +24,7 @@ from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.gauging import gauge, gauge_gathers, gauge_rows
+from lightning_protrain.runtime.gauging import gauge
 from lightning_protrain.runtime.node_memory import FOLDER
 from lightning_protrain.runtime.owners import shared_bytes
 
@@ -68,13 +68,6 @@ def plan_jointly(
         # Under the first sharding all sums are made that another one has.
         network = gauge(ranks, device, shardings[0], case.layout, dtype)
         rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
-        how = case.wishes.gathering
-        if how is not None and Sharding.SHARD in shardings:
-            how = replace(how, link=(gauge_rows if how.rows else gauge_gathers)(ranks, device, case.layout))
-            case = replace(case, wishes=replace(case.wishes, gathering=how))
-            what = "Rows of weights of" if how.rows else "Parts of chunks of"
-            where = "machines" if how.rows else "ranks"
-            rank_zero_info(f"{what} {how.ranks} {where}: {(how.link or 0.0) / 1e9:.3g} GB/s to each.")
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     case = case.among(plan.sharding)
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.

@@ -19,7 +19,7 @@ loaded the threshold is held low, so each larger tensor is mapped by itself, and
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -160,56 +160,6 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
                 _give_memory(place.name, place.tensor, forms[place.name])
         _follow_weights(model)
     return made
-
-
-def read_rows(
-    model: nn.Module,
-    read: Callable[[str, int, int], Tensor],
-    rows: Mapping[str, tuple[int, int]],
-    is_first: bool,
-    device: torch.device,
-    resident: Collection[str] = (),
-) -> frozenset[str]:
-    """Gives every parameter without values memory, and those of this rank their values.
-
-    Memory that nobody writes to takes no room: of a weight that machines divide a rank has what it reads.
-
-    Args:
-        model: The same on all ranks.
-        read: Gives rows of a parameter: of which name, the first row and the end. Of a scalar from 0 to 1: all of it.
-        rows: First row and end of what this machine holds of each parameter that machines divide, by name.
-        is_first: Whether this rank reads these; the others of its machine get them from it.
-        device: Of this rank.
-        resident: Names of parameters that are needed there only: each goes there before the next one is read, or the
-            host would have as many copies of all of them as ranks.
-
-    Returns:
-        Names of those that had no values.
-
-    Raises:
-        ValueError: Rows of another shape are given, or a buffer has no values.
-    """
-    with returning_memory(), failing_together("Reading rows of weights"):
-        lacks = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
-        if lacks is not None:
-            raise ValueError(f"The buffer {lacks!r} is on the meta device: `load_rows` reads weights, so make it anew.")
-        found = [(fqn, parameter) for fqn, parameter in model.named_parameters() if parameter.is_meta]
-        for fqn, parameter in found:
-            _give_memory(fqn, parameter, _form_of(parameter))
-            begin, end = rows.get(fqn, (0, parameter.shape[0] if parameter.dim() else 1))
-            if begin == end or (fqn in rows and not is_first):
-                continue
-            part = parameter.detach()[begin:end] if parameter.dim() else parameter.detach()
-            given = read(fqn, begin, end)
-            if given.shape != part.shape:
-                raise ValueError(
-                    f"Of {fqn!r} the rows from {begin} to {end} are wanted, {list(part.shape)}, and what was read is "
-                    f"{list(given.shape)}."
-                )
-            part.copy_(given)
-            if fqn in resident and device.type != "cpu":
-                parameter.data = parameter.detach().to(device)
-    return frozenset(fqn for fqn, _ in found)
 
 
 def send_values(

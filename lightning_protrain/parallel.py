@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +21,7 @@ from lightning_protrain.consensus import refuse_differences, refuse_others, say_
 from lightning_protrain.meetings import MeetingStrategy
 from lightning_protrain.outline import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.overlap import writes_averages
-from lightning_protrain.parallelism import Parallelism, gathers_parts
+from lightning_protrain.parallelism import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.precision import ProTrainPrecision, as_protrain_precision
@@ -32,7 +30,7 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.replicas import FlatAverage, GradSync, chooses_flat, ignored_by_user, without_sync, wrap
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.attendance import naming_wait
-from lightning_protrain.runtime.comm import Ranks, find_ranks
+from lightning_protrain.runtime.comm import find_ranks
 from lightning_protrain.wishes import Wishes
 
 # Of one message.
@@ -51,8 +49,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
     def __init__(self, parallelism: Parallelism, *processes: Any) -> None:
         super().__init__(*processes)
         self._forward_redirection = _DDPForwardRedirection()
-        self._wanted = parallelism
-        self._parallelism = parallelism.ways(1)[0]
+        self._parallelism = parallelism
         self._flat: FlatAverage | None = None
         # Who has stepped parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
         self._owners: dict[int, int] = {}
@@ -63,8 +60,6 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
-        # What each machine has read of what it holds.
-        self._own: frozenset[str] = frozenset()
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -72,7 +67,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             with naming_wait("the other ranks to make process groups"):
                 self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
             if (module := self.lightning_module) is not None:
-                refuse_differences(self._wanted.settings(module.trainer))
+                refuse_differences(self._parallelism.settings(module.trainer))
                 self._sigterm.listen(module.trainer)
 
     @property
@@ -82,27 +77,6 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision = as_protrain_precision(plugin)
-
-    def ranks_under(self, plan: Plan, module: LightningModule) -> Ranks | None:
-        """Who trains together under a plan, and whether they gather what they share; every rank calls it.
-
-        Raises:
-            ValueError: They shall gather under manual optimization.
-        """
-        if module.trainer.state.fn != TrainerFn.FITTING:
-            return self._ranks
-        manual, choice = not module.automatic_optimization, self._parallelism.gather
-        if not gathers_parts(choice, plan, manual, self.peers, self._sends) or self._ranks is None:
-            return self._ranks
-        rank_zero_info("Each rank uploads a part of every chunk, and the ranks of a machine gather them.")
-        return self._ranks.with_gathering(self.root_device, self._timeout)
-
-    @property
-    def _sends(self) -> str | None:
-        """What collectives of device tensors are made by; None: there is one rank."""
-        if self._ranks is None:
-            return None
-        return "nccl" if "nccl" in self._backend() else "gloo"
 
     @property
     def averages(self) -> bool:
@@ -135,30 +109,16 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         """Whether the ranks of a machine would share what is offloaded."""
         return self._parallelism.sharding in ("auto", "shard")
 
-    def divides_steps(self, num_nodes: int) -> bool:
-        """Whether one of so many machines steps for all of them, see [Note: Machines], or each of them its rows."""
-        return self._parallelism.machines_on_paper(num_nodes, 1) > 1
-
-    def would_divide_weights(self, num_nodes: int) -> bool:
-        """Whether each of so many machines would hold some rows of what is offloaded, see [Note: Rows]."""
-        return self._parallelism.shard_weights == "world" and num_nodes > 1
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether each machine holds some rows in this run."""
-        return self.would_divide_weights(self.num_nodes)
-
     def model_to_device(self) -> None:
         """Does nothing: the model is placed as the plan says."""
 
-    def shardings(self, local_size: int, num_nodes: int = 1) -> tuple[Sharding, ...]:
+    def shardings(self, local_size: int) -> tuple[Sharding, ...]:
         """Who may hold offloaded chunks: the first, if nothing is searched for.
 
         Args:
             local_size: Ranks of each machine.
-            num_nodes: Machines.
         """
-        if not self.may_shard or (local_size == 1 and not self.divides_steps(num_nodes)):
+        if not self.may_shard or local_size == 1:
             return (Sharding.REPLICATE,)
         return (Sharding.SHARD, Sharding.REPLICATE) if self._parallelism.sharding == "auto" else (Sharding.SHARD,)
 
@@ -172,7 +132,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
         if self._ranks is not None and self._layer_sync is not None:
             raise ValueError('sync_batchnorm=True is not supported by strategy="protrain". Leave it out.')
-        found = self.shardings(self.num_processes if self._ranks is not None else 1, self.num_nodes)
+        found = self.shardings(self.num_processes if self._ranks is not None else 1)
         module = self.lightning_module
         name = writes_averages(module.trainer) if module is not None else ""
         if Sharding.SHARD not in found or not self._meet("the callbacks", bool(name)):
@@ -217,14 +177,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
 
     def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
-        here, module = max(self.num_processes, 1), self.lightning_module
-        trains = module is None or module.trainer.state.fn == TrainerFn.FITTING
-        manual = module is not None and not module.automatic_optimization
-        known = here, self.num_nodes, self.peers, self._sends, self.root_device.type
-        gathering = self._parallelism.gathering(*known) if trains and not manual else None
-        machines = self.num_nodes if self.divides_steps(self.num_nodes) else 1
-        wishes = wishes.among(sharding, here, self.world_size)
-        return replace(wishes, gathering=gathering, machines=machines)
+        return wishes.among(sharding, max(self.num_processes, 1), self.world_size)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.
@@ -240,13 +193,9 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         if self._ranks is None:
             return
         refuse_others(layout, self.root_device.type, self.precision_plugin.precision, choice, self.optimizers)
-        self._waiting, self._has_outlines = self.find_waiting(model, self._ranks), False
+        self._waiting, self._has_outlines = find_waiting(model, self._ranks), False
         if not self._waiting:
             say_if_weights_differ(model, ignored_by_user(model))
-
-    def find_waiting(self, model: nn.Module, ranks: Ranks) -> frozenset[str]:
-        """Names of tensors that some rank gets from another one, as it has no values of them; every rank calls it."""
-        return find_waiting(model, ranks)
 
     def equalise(self, model: nn.Module, plan: Plan) -> None:
         """Before the plan is applied: all ranks have the weights and buffers of rank 0.
@@ -268,9 +217,8 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             shares = plan.sharding is Sharding.SHARD
             shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
             waiting, self._waiting = self._waiting, frozenset()
-            own = self._own | (ignored - waiting)
             with naming_wait("the weights of rank 0"):
-                send_values(model, self._ranks, waiting, self.root_device, shared, resident, own)
+                send_values(model, self._ranks, waiting, self.root_device, shared, resident, ignored - waiting)
         refuse_meta(model)
 
     def equalise_buffers(self) -> None:

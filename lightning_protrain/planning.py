@@ -16,9 +16,10 @@ from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.planner.free_memory import FreeMemory
+from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
 from lightning_protrain.planner.host import host_terms
-from lightning_protrain.planner.memory import HostUse, check_fits, format_bytes, machines_by_rows, memory_terms
-from lightning_protrain.planner.network import Gathering, Network
+from lightning_protrain.planner.memory import HostTooSmall, HostUse, check_fits, format_bytes, memory_terms
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.outlook import expected
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
 from lightning_protrain.planner.prediction import Prediction
@@ -121,10 +122,31 @@ class Case:
         Raises:
             ValueError: No plan fits, or the one that is given is not for this model; a knob contradicts another one.
         """
-        plan = self._plan(machine)
+        try:
+            plan = self._plan(machine)
+        except HostTooSmall as error:
+            if self.wishes.ranks == 1:
+                raise
+            raise type(error)(f"{error} {self._sharded_instead(machine)}") from error
         if plan.num_offloaded_chunks:
             refuse_without_host_step(self.optimizers)
         return plan
+
+    def _sharded_instead(self, machine: HardwareProfile | None) -> str:
+        """Return what the same ranks would take under FSDP2, which shards over nodes what no node holds."""
+        wishes = self.wishes
+        ranks = FSDPRanks(wishes.num_nodes, wishes.ranks // wishes.num_nodes, cpu_offload=True)
+        problem = FSDPProblem(
+            self.layout,
+            ranks,
+            self.state_bytes,
+            self.profile,
+            self.low_dtype,
+            accumulates=self.training is not None and self.training.accumulate > 1,
+            on_gpu=machine.asynchronous if machine is not None else self.device.torch_device.type != "cpu",
+        )
+        host_bytes = self._host_bytes(machine) * wishes.copies
+        return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(machine), host_bytes)}"
 
     def _plan(self, machine: HardwareProfile | None) -> Plan:
         host_bytes, copied = self._host_bytes(machine), self._checkpoint_copy
@@ -160,7 +182,7 @@ class Case:
             self.wishes.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
-            self._room_for_buckets(self.layout.units) + self._room_to_gather,
+            self._room_for_buckets(self.layout.units),
         )
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
@@ -198,14 +220,13 @@ class Case:
     def spare_host_bytes(self, plan: Plan) -> int:
         """What this rank may have of the host beyond what `plan` takes of it on this machine; never negative."""
         use = self._host_use
-        how = use.accumulate, True, use.sharers, use.machines, use.rows
-        taken = sum(host_terms(self.layout, plan, self.state_bytes, *how).values())
+        taken = sum(host_terms(self.layout, plan, self.state_bytes, use.accumulate, True, use.sharers).values())
         return max(self._host_bytes(None) - self._checkpoint_copy - taken, 0) // use.sharers
 
     @property
     def _host_use(self) -> HostUse:
         accumulate = self.training.accumulate if self.training is not None else 1
-        return HostUse(self.wishes.sharers, accumulate, self.wishes.machines, self.wishes.rows)
+        return HostUse(self.wishes.sharers, accumulate)
 
     @property
     def _checkpoint_copy(self) -> int:
@@ -226,12 +247,12 @@ class Case:
             names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
             machine = cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
         # That is the rate of this rank's cores; ranks that share one copy step a part of it each, all at one time.
-        return replace(machine, host_step=machine.host_step * self.wishes.sharers * self.wishes.machines)
+        return replace(machine, host_step=machine.host_step * self.wishes.sharers)
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile, training: Training) -> Plan:
         machine = other or self._measure(profile)
         problem = self._problem(machine, profile, training, *self._limits(other, machine))
-        room = self._room_for_buckets(self.layout.units) + self._room_to_gather
+        room = self._room_for_buckets(self.layout.units)
         return search_and_predict(problem, self.wishes.knobs, self.wishes.min_num_params, room)
 
     def _expected(self, plan: Plan, machine: HardwareProfile) -> Prediction | None:
@@ -256,11 +277,7 @@ class Case:
             foreach=self.foreach,
             checkpoint_copy=self._checkpoint_copy,
             sharers=self.wishes.sharers,
-            machines=self.wishes.machines,
-            num_nodes=self.wishes.num_nodes,
-            rows=self.wishes.rows,
             network=self.network,
-            gathering=self._gathering,
         )
 
     def _limits(self, other: HardwareProfile | None, machine: HardwareProfile) -> tuple[int, int]:
@@ -279,17 +296,6 @@ class Case:
     def _weight_bytes(self) -> int:
         return sum(info.nbytes for info in self.layout.parameters)
 
-    @property
-    def _gathering(self) -> Gathering | None:
-        """How chunks are gathered that are offloaded; ranks that hold them each for itself gather nothing."""
-        how = self.wishes.gathering
-        return how if how is not None and (how.rows or self.wishes.sharers > 1) else None
-
-    @property
-    def _room_to_gather(self) -> int:
-        """Bytes of the device beside a plan that offloads anything."""
-        return self._gathering.spare if self._gathering is not None else 0
-
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
         if self.wishes.ranks == 1:
@@ -299,14 +305,12 @@ class Case:
         return 3 * max(trained, default=0)
 
     def _among_ranks(self, plan: Plan) -> Plan:
-        """With the room that sums and gathers of these ranks take, as terms and predicted, whoever made it."""
+        """With the room that sums of these ranks take, as terms and predicted, whoever made it."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.layout, plan.chunks, plan.num_chunk_buffers, state_bytes=0.0).gradients_in_flight
-        how = self._gathering if plan.num_offloaded_chunks else None
-        window, ranks = (how.spare, 1 if how.rows else how.ranks) if how is not None else (0, 1)
-        memory = replace(plan.memory, gradients_in_flight=own + nbytes, gathers_for_others=window)
-        prediction = plan.prediction.among_ranks(nbytes, window) if plan.prediction is not None else None
-        return replace(plan, memory=memory, prediction=prediction, gathered_by=ranks)
+        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
+        prediction = plan.prediction.among_ranks(nbytes) if plan.prediction is not None else None
+        return replace(plan, memory=memory, prediction=prediction)
 
 
 def describe_case(
@@ -337,8 +341,6 @@ def describe_case(
     refuse_unsupported(model)
     prepare_weights(model, device.torch_device)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
-    if wishes.gathering is not None and wishes.gathering.rows:
-        wishes = replace(wishes, machines=machines_by_rows(layout, wishes.gathering.ranks))
     if optimizers is None and isinstance(wishes.choice, Plan):
         return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:

@@ -36,9 +36,9 @@ from lightning_protrain.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.paper import PaperStrategy
-from lightning_protrain.parallelism import GatherChoice, Parallelism, ShardingChoice, ShardOptimizer, ShardWeights
+from lightning_protrain.parallelism import Parallelism, ShardingChoice, refuse_removed
+from lightning_protrain.planner.answers import REMOVED
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import Case, describe_case
 from lightning_protrain.processes import StartMethod
@@ -47,7 +47,6 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.refusals import explain_missing_weight
 from lightning_protrain.replicas import DDPOptions, GradSync
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.comm import Ranks
 from lightning_protrain.runtime.optimizer import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.torn import mark_torn, refuse_torn
@@ -82,13 +81,6 @@ class ProTrainStrategy(PaperStrategy):
         reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.
-        gather: Under `"shard"` a rank uploads chunks whole (`"host"`), or parts, and gathers those of others on the
-            `"device"`; `"auto"`: the second where NVLink joins all GPUs of a machine and NCCL sends.
-        shard_optimizer: Under `"shard"`, who steps a weight and has its optimizer state: a rank of each `"machine"`, or
-            one of the `"world"`, which sends the new weight to the other machines; `"auto"`: the second where hosts are
-            too small for the first.
-        shard_weights: The same for the weights themselves: each `"machine"` has all of them, or some rows of each, and
-            gets the others from all of the `"world"` whenever it computes. Weights are DTensors from set-up on.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
         on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
@@ -96,12 +88,14 @@ class ProTrainStrategy(PaperStrategy):
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: As in `DDPStrategy`.
+        removed: Keywords of earlier versions; each is refused with what to use in its place.
 
     Raises:
         ValueError: A value out of range; more under `setup`, before anything is placed.
     """
 
     strategy_name = "protrain"
+    removed_arguments = REMOVED
 
     def __init__(
         self,
@@ -126,9 +120,6 @@ class ProTrainStrategy(PaperStrategy):
         sharding: ShardingChoice = "auto",
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         adapter_grad_sync: GradSync = "auto",
-        gather: GatherChoice = "host",
-        shard_optimizer: ShardOptimizer = "auto",
-        shard_weights: ShardWeights = "auto",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -139,11 +130,12 @@ class ProTrainStrategy(PaperStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
+        **removed: object,
     ) -> None:
+        refuse_removed(removed)
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
-        divided = gather, shard_optimizer, ddp, shard_weights
-        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, *divided)
+        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, ddp)
         super().__init__(parallelism, accelerator, *processes, timeout, start_method)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
@@ -151,7 +143,6 @@ class ProTrainStrategy(PaperStrategy):
             knobs = knobs.without_keep_offloaded()
         choice = self.allowed_plan(read_choice(plan))
         self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
-        self._host_bytes = self._wishes.host_memory
         self._losses = FiniteLosses(on_nonfinite)
         self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
@@ -196,7 +187,7 @@ class ProTrainStrategy(PaperStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the device, the runtime and the other ranks."""
-        own = dict.fromkeys(("_device", "_runtime", "_ranks", "_undivided", "_flat"))
+        own = dict.fromkeys(("_device", "_runtime", "_ranks", "_flat"))
         return {**super().__getstate__(), **own, "_handles": []}
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
@@ -235,17 +226,11 @@ class ProTrainStrategy(PaperStrategy):
             self._answers.update(answers(case, self._machines, self._clusters, self.reduce_dtype))
             raise _TunerExitException
         self.compare_ranks(case.layout, model, self._wishes.choice)
-        while True:
-            try:
-                case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
-                break
-            except HostTooSmall as error:
-                shardings, case = self.divide_more(error, lambda under: self._describe(trainer, model, under))
+        case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
         self._budget = case.budget()
         say_if_one_block(plan, case.layout)
-        ranks = self.ranks_under(plan, model)
         self.equalise(model, plan)
-        self._place(model, plan, case.layout, case.spare_host_bytes(plan), ranks)
+        self._place(model, plan, case.layout, case.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
             self.replicate(model, plan, self._runtime)
@@ -265,8 +250,7 @@ class ProTrainStrategy(PaperStrategy):
         if fitting:
             on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
             kind = "cuda" if on_gpus else self.root_device.type
-            choice = self.allowed_overlap(self._overlap_choice)
-            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
+            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
@@ -294,24 +278,21 @@ class ProTrainStrategy(PaperStrategy):
             self._runtime.remove()
             mark_torn(module, self._runtime.updates.torn)
             self._runtime = None
-        else:
-            self.undo_reading()
-            if self._device is not None:
-                self._device.close()
+        elif self._device is not None:
+            self._device.close()
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
             return
         super().teardown()
 
-    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int, ranks: Ranks | None) -> None:
+    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int) -> None:
         assert self._device is not None
         self._device.forget_peak()  # What profiling has taken before is not the plan's.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        how = self._device, rank_zero_info, not model.automatic_optimization, spare, ranks, self.reduce_dtype
+        how = self._device, rank_zero_info, not model.automatic_optimization, spare, self._ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
-        self.replace_divided(model, self._runtime)
         self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
@@ -334,7 +315,7 @@ class ProTrainStrategy(PaperStrategy):
 
     def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         assert self._runtime is not None
-        return self._runtime.run_step(step, args, kwargs, training, self.averages)
+        return self._runtime.run_step(step, args, kwargs, training)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; all gradients are on the host, or with their resident parameters, when it returns.

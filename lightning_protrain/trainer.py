@@ -126,7 +126,7 @@ class PlanningTrainer(Trainer):
         answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {_host_sentence(self.strategy._host_bytes, host_memory, host_cores)}")
+        say_basis(f"{batch} {_host_sentence(self.strategy._wishes.host_memory, host_memory, host_cores)}")
         _refuse_all(answers)
 
     def preview(
@@ -253,61 +253,42 @@ class _Ground:
     ) -> tuple[dict[str, Plan | ValueError], dict[str, Cluster]]:
         """Plans, and the clusters that they are for if there is more than one GPU, by name of the GPU.
 
-        As in a run, machines divide more only where hosts are too small.
-
         Args:
             strategy: Whose plans they are.
             fit: Ends when they are made.
         """
-        answers: dict[str, Plan | ValueError] = {name: HostTooSmall() for name in self.wholes or [""]}
-        clusters: dict[str, Cluster] = {}
-        for way in strategy.ways(self.num_nodes):
-            left = [name for name, answer in answers.items() if isinstance(answer, HostTooSmall)]
-            if not left:
-                break
-            with strategy.dividing(way):
-                clusters |= self._clusters(strategy, left)
-                machines = self._machines(strategy, left)
-                ranks = self.here * self.num_nodes, self.here, self.link, self.network, clusters
-                with strategy.planning_only(machines, *ranks) as found:
-                    fit()
-                answers |= {name: _best(found[name], clusters.get(name)) for name in left}
-        return answers, clusters
+        clusters, ranks = self._clusters(), self.here * self.num_nodes
+        with strategy.planning_only(self._machines(strategy), ranks, self.here, clusters) as found:
+            fit()
+        return {name: _best(under, clusters.get(name)) for name, under in found.items()}, clusters
 
-    def _machines(self, strategy: ProTrainStrategy, names: Sequence[str]) -> Machines:
-        shardings = strategy.shardings(self.here, self.num_nodes)
+    def _machines(self, strategy: ProTrainStrategy) -> Machines:
+        shardings = strategy.shardings(self.here)
         if not self.wholes:
             return {"": {shardings[0]: None}}
-        steppers = self.num_nodes if strategy.divides_steps(self.num_nodes) else 1
         return {
-            name: {each: _for_rank(self.wholes[name], each, self.here, steppers) for each in shardings}
-            for name in names
+            name: {each: _for_rank(whole, each, self.here) for each in shardings} for name, whole in self.wholes.items()
         }
 
-    def _clusters(self, strategy: ProTrainStrategy, names: Sequence[str]) -> dict[str, Cluster]:
+    def _clusters(self) -> dict[str, Cluster]:
         if self.here * self.num_nodes == 1:
             return {}
-        ways = strategy.divides_steps(self.num_nodes), strategy.would_divide_weights(self.num_nodes)
         return {
-            name: Cluster(
-                self.here, self.num_nodes, self.link or whole.download, self.network, whole.host_memory, *ways
-            )
+            name: Cluster(self.here, self.num_nodes, self.link or whole.download, self.network, whole.host_memory)
             for name, whole in self.wholes.items()
-            if name in names
         }
 
 
-def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int, steppers: int) -> HardwareProfile:
+def _for_rank(whole: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
     """A machine as one of its ranks has it: ranks that share one copy step it together, others each their own.
 
     Args:
         whole: The machine.
         sharding: Who holds offloaded chunks.
         here: Ranks of each machine.
-        steppers: Among how many machines the steps of that copy are divided.
     """
     if sharding is Sharding.SHARD:
-        return replace(whole, host_step=whole.host_step * steppers)
+        return whole
     return replace(whole, host_step=whole.host_step / here, host_memory=whole.host_memory / here)
 
 
@@ -390,7 +371,7 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
             said = str(answer) if isinstance(answer, ValueError) else _policies(answer)
             console.print(f"{name}: {said}", highlight=False)
     if clusters and plans:
-        console.print(scaling({name: (_way(plan), scale(plan, clusters[name])) for name, plan in plans.items()}))
+        console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
     if path is not None:
         content = {
             name or "this machine": json.loads(answer.to_json()) if isinstance(answer, Plan) else None
@@ -424,31 +405,21 @@ def comparison(answers: Answers) -> Table:
 
 
 def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
-    """One row for each cluster: who holds what is offloaded and how it comes, host of a machine, seconds of sums.
-
-    Where some machines divide steps, so are seconds in which they send each other new weights.
-    """
+    """One row for each cluster: who holds what is offloaded, host of a machine, seconds of sums."""
     table = _table("On all GPUs (estimate)")
-    exchanges = ["weights"] if any(one.exchange_seconds for _, one in scaled.values()) else []
-    for column in ("hardware", "GPUs", "host", "sums", *exchanges, "step", "tokens/s", "efficiency"):
+    for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
     for name, (way, one) in scaled.items():
-        divided = ", divided" if one.exchange_seconds else ""
         table.add_row(
             name,
-            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}{divided}",
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}",
             short_bytes(one.node_bytes),
             short_seconds(one.sent_seconds),
-            *(short_seconds(one.exchange_seconds) for _ in exchanges),
             short_seconds(one.step_seconds),
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             f"{100 * one.efficiency:.0f} %",
         )
     return table
-
-
-def _way(plan: Plan) -> str:
-    return f"{plan.sharding}, in parts" if plan.gathered_by > 1 else plan.sharding
 
 
 def _table(title: str) -> Table:

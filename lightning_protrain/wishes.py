@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, get_args
 
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset, parse_bytes
 from lightning_protrain.profiler.blocks import BlockChoice
@@ -35,9 +34,6 @@ class Wishes:
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
         sharers: How many of them, all on this machine, share one copy of what is offloaded.
-        gathering: How ranks gather chunks that are offloaded, where they share them; None: each uploads all of them.
-        machines: Among how many steps of that copy are divided; 1: each machine steps all of its own.
-        rows: Whether the copy is, too, and each machine reads its rows of weights.
     """
 
     choice: Plan | Preset
@@ -50,9 +46,6 @@ class Wishes:
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
-    gathering: Gathering | None = None
-    machines: float = 1
-    rows: bool = False
 
     @property
     def num_nodes(self) -> int:

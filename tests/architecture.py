@@ -25,13 +25,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("batches",),
     (
-        *("consensus", "distributed", "earlier", "epochs", "evaluation", "finite", "meetings", "outline"),
+        *("consensus", "distributed", "epochs", "evaluation", "finite", "meetings", "outline"),
         *("owned_states", "processes", "replicas", "sigterm"),
     ),
     ("models",),
     ("callbacks",),
     (
-        *("divided", "joint_planning", "overlap", "paper", "parallel", "parallelism", "planning", "precision"),
+        *("joint_planning", "overlap", "paper", "parallel", "parallelism", "planning", "precision"),
         *("profiling", "refusals", "searching", "states", "strategy", "torn", "wishes"),
         *("fsdp2", "fsdp_choices", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units"),
     ),
@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
-    "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "divided", "states", "overlap", "consensus", "parallel",
+    "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "states", "overlap", "consensus", "parallel",
     "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
     "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "distributed", "models",
     "data",

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_protrain import joint_planning
 from lightning_protrain.joint_planning import answers, plan_jointly
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.network import Gathering, Network, Route
+from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan
@@ -85,36 +85,6 @@ def test_the_network_decides_who_holds_what(
     ]
     assert plan.prediction.step_seconds == min(times)
     assert f'under "{other}"' in sentence
-
-
-@pytest.mark.parametrize(("link", "chosen"), [(1e12, SHARD), (1.0, REPLICATE)], ids=["fast", "slow"])
-def test_the_link_between_devices_decides_who_holds_what(
-    link: float, chosen: Sharding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Sums take nothing, and are what they are under both."""
-    monkeypatch.setattr(joint_planning, "gauge_gathers", lambda *_: link)
-    narrow = replace(CPU, upload=1e6, upload_beside=1e6)
-    with caplog.at_level("INFO"):
-        found, plan, _ = jointly(
-            case(device_memory=60_000, hardware=narrow, gathering=Gathering(2, spare=100)),
-            Network(FAST, FAST, owners=2),
-            monkeypatch,
-        )
-    assert found.wishes.gathering == Gathering(2, link, 100)
-    assert (plan.sharding, plan.gathered_by) == (chosen, 2 if chosen is SHARD else 1)
-    assert plan.memory.gathers_for_others == (100 if chosen is SHARD else 0)
-    assert caplog.text.count("Parts of chunks of 2 ranks: ") == 1
-
-
-def test_what_is_not_gathered_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> float:
-        raise AssertionError
-
-    monkeypatch.setattr(joint_planning, "gauge_gathers", never)
-    gathering = Gathering(2)
-    jointly(case(device_memory=60_000), TO_ALL, monkeypatch)
-    jointly(case(device_memory=60_000, gathering=gathering), TO_ALL, monkeypatch, among=(REPLICATE,))
-    jointly(case(choice="offload", gathering=gathering), TO_ALL, monkeypatch)
 
 
 def shared_by(found: Case) -> int:

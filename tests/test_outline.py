@@ -18,7 +18,6 @@ from lightning_protrain.outline import (
     find_waiting,
     load_on_first,
     make_room,
-    read_rows,
     returning_memory,
     send_values,
 )
@@ -209,24 +208,3 @@ def test_memory_that_dies_between_others_is_returned() -> None:
     del tensors[: count - 1]
     assert before - mapped() > 0.9 * nbytes * (count - 1)
     assert tensors[0].numel() == nbytes
-
-
-def test_what_is_needed_on_the_device_goes_there_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, order = on_meta(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))), []
-    device = torch.device("cuda")
-
-    def read(name: str, begin: int, end: int) -> Tensor:
-        order.append(name)
-        return torch.ones(end - begin, *dict(model.named_parameters())[name].shape[1:])
-
-    def to(self: Tensor, where: torch.device) -> Tensor:
-        assert where == device
-        order.append("goes there")
-        return self.clone()
-
-    monkeypatch.setattr(Tensor, "to", to)
-    found = read_rows(model, read, {"0.weight": (1, 3)}, True, device, {"1.weight", "1.bias"})
-    assert found == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert order == ["0.weight", "0.bias", "1.weight", "goes there", "1.bias", "goes there"]
-    assert model[0].weight[1:3].eq(1).all()
-    assert model[1].weight.eq(1).all()

@@ -11,14 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy, parallel
 from lightning_protrain.parallelism import Parallelism
-from lightning_protrain.peers import PeerAccess
-from lightning_protrain.planner.network import WINDOW, Gathering
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.owners import assign_owners
 from tests.distributed.test_parity import Module, strategy_of
@@ -36,7 +33,6 @@ CPU = torch.device("cpu")
         ("sharding", "zero", "sharding='zero': give one of 'auto', 'resident', 'replicate', 'shard'"),
         ("reduce_dtype", "float16", "reduce_dtype='float16': give one of None, 'float32', 'bfloat16'"),
         ("adapter_grad_sync", None, "adapter_grad_sync=None: give one of 'auto', 'ddp', 'flat'"),
-        ("gather", "nvlink", "gather='nvlink': give one of 'auto', 'host', 'device'"),
     ],
 )
 def test_what_is_no_choice_is_refused(name: str, value: Any, message: str) -> None:
@@ -59,39 +55,6 @@ def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copie
     strategy = strategy_with("auto", 4, 4)
     wishes = strategy.among_ranks(strategy._wishes, sharding)
     assert wishes == replace(strategy._wishes, copies=copies, sharers=sharers, ranks=strategy.world_size)
-
-
-@pytest.mark.parametrize(
-    ("gather", "device", "link", "window"),
-    [
-        ("host", "cuda", "nvlink", None),
-        ("device", "cuda", None, WINDOW),
-        ("auto", "cuda", "nvlink", WINDOW),
-        ("auto", "cuda", "pcie", None),
-        ("auto", "cuda", None, None),
-        ("device", "cpu", None, 0),
-    ],
-)
-def test_plans_know_that_ranks_gather(gather: Any, device: str, link: Any, window: int | None) -> None:
-    strategy = ProTrainStrategy(gather=gather, parallel_devices=[torch.device(device, at) for at in range(2)])
-    strategy._peers = PeerAccess(link) if link else None
-    alone = strategy.among_ranks(strategy._wishes, Sharding.SHARD)
-    strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
-    expected = None if window is None else Gathering(2, spare=window)
-    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).gathering == expected
-    assert alone.gathering is None
-
-
-@pytest.mark.parametrize(
-    ("ranks", "automatic", "fn"), [(1, True, "FITTING"), (2, False, "FITTING"), (2, True, "VALIDATING")], ids=str
-)
-def test_plans_know_where_ranks_gather_nothing(ranks: int, automatic: bool, fn: str) -> None:
-    strategy = ProTrainStrategy(gather="device", parallel_devices=[CPU] * ranks)
-    strategy._ranks = SimpleNamespace()  # type: ignore[assignment]
-    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn[fn]))
-    module: Any = SimpleNamespace(automatic_optimization=automatic, trainer=trainer)
-    strategy._lightning_module = module
-    assert strategy.among_ranks(strategy._wishes, Sharding.SHARD).gathering is None
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:
@@ -125,21 +88,6 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
 ) -> None:
     strategy = strategy_with(sharding, local_size, world_size)
     assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
-
-
-@pytest.mark.parametrize(("num_nodes", "chosen"), [(1, Sharding.REPLICATE), (2, Sharding.SHARD)])
-def test_machines_of_one_rank_share_where_they_divide_steps(num_nodes: int, chosen: Sharding) -> None:
-    strategy = ProTrainStrategy(sharding="shard", shard_optimizer="world", parallel_devices=[CPU])
-    assert strategy.shardings(1, num_nodes) == (chosen,)
-    assert strategy.shardings(2, num_nodes) == (Sharding.SHARD,)
-
-
-@pytest.mark.parametrize("gather", ["host", "device", "auto"])
-def test_whoever_gathers_compares_both_shardings(gather: Any) -> None:
-    strategy = ProTrainStrategy(gather=gather)
-    assert strategy.shardings(2) == (Sharding.SHARD, Sharding.REPLICATE)
-    assert strategy.shardings(1) == (Sharding.REPLICATE,)
-    assert ProTrainStrategy(gather=gather, sharding="shard").shardings(2) == (Sharding.SHARD,)
 
 
 def test_statistics_of_batches_over_ranks_are_refused() -> None:

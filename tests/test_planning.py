@@ -15,9 +15,8 @@ from lightning_protrain.device import CPUDevice
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
-from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.plan import BlockPolicy, Sharding
-from lightning_protrain.planner.prediction import GATHERS, GRADIENT_BUCKETS, OTHER_RANKS
+from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.steptime import Training
 from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case
@@ -185,63 +184,6 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
     assert on(needed).plan().num_offloaded_chunks > 0
     with pytest.raises(ValueError, match=rf"\({needed - 1} bytes\) (are|is) allowed"):
         on(needed - 1).plan()
-
-
-@pytest.mark.parametrize("choice", ["auto", "offload"])
-def test_the_refusal_asks_for_room_to_gather(choice: str) -> None:
-    def on(nbytes: int, window: int = 640) -> Case:
-        found = case(device_memory=nbytes, choice=choice, gathering=Gathering(2, spare=window))
-        return replace(found, wishes=found.wishes.among(Sharding.SHARD, 2, 2))
-
-    needed = least_named(on(1000))
-    assert needed == least_named(on(1000, window=0)) + 640
-    assert least_named(on(needed - 1)) == needed
-    assert on(needed).plan().num_offloaded_chunks > 0
-
-
-def test_what_shares_nothing_needs_no_room_to_gather() -> None:
-    offload = case(choice="offload").plan()
-    for choice, sharding, needs in (
-        ("resident", Sharding.SHARD, False), (offload, Sharding.SHARD, True), (offload, Sharding.REPLICATE, False)
-    ):  # fmt: skip
-        found = case(choice=choice)
-        found = replace(found, wishes=found.wishes.among(sharding, 2, 2))
-        tight = replace(found.wishes, device_memory=found.plan().memory.total, gathering=Gathering(2, spare=640))
-        with pytest.raises(ValueError, match="on the device") if needs else nullcontext():
-            replace(found, wishes=tight).plan()
-
-
-@pytest.mark.parametrize("choice", ["auto", "offload", "resident"])
-@pytest.mark.parametrize("sharding", Sharding)
-def test_a_plan_says_who_gathers_and_what_that_takes(choice: str, sharding: Sharding) -> None:
-    plans = []
-    for gathering in (None, Gathering(2, spare=640)):
-        found = case(device_memory=None if choice == "resident" else 70_000, choice=choice, gathering=gathering)
-        plans.append(replace(found, wishes=found.wishes.among(sharding, 2, 2)).plan_among(None, sharding))
-    whole, parts = plans
-    gathers = sharding is Sharding.SHARD and choice != "resident"
-    assert (whole.gathered_by, parts.gathered_by) == (1, 2 if gathers else 1)
-    assert (whole.memory.gathers_for_others, parts.memory.gathers_for_others) == (0, 640 if gathers else 0)
-    assert parts.memory.total <= 70_000 or choice == "resident"
-    if choice == "auto":
-        assert parts.prediction is not None
-        each = {phase.name: phase.device.get(GATHERS, 0) for phase in parts.prediction.phases}
-        assert each == {name: 640 if gathers and name in ("forward", "backward") else 0 for name in each}
-
-
-@pytest.mark.parametrize("made_by", [None, Gathering(2, spare=640)])
-@pytest.mark.parametrize("given_to", [None, Gathering(2, spare=320)])
-def test_a_plan_that_is_given_back_is_gathered_by_these_ranks(
-    made_by: Gathering | None, given_to: Gathering | None
-) -> None:
-    made = case(device_memory=70_000, gathering=made_by)
-    plan = replace(made, wishes=made.wishes.among(Sharding.SHARD, 2, 2)).plan()
-    taken = case(device_memory=70_000, gathering=given_to, choice=plan)
-    found = replace(taken, wishes=taken.wishes.among(Sharding.SHARD, 2, 2)).plan()
-    window = 0 if given_to is None else given_to.spare
-    assert (found.gathered_by, found.memory.gathers_for_others) == (1 if given_to is None else 2, window)
-    assert found.prediction is not None
-    assert max(phase.device.get(GATHERS, 0) for phase in found.prediction.phases) == window
 
 
 def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:

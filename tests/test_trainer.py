@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_protrain import parallelism, planning
+from lightning_protrain import planning
 from lightning_protrain import trainer as trainer_file
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
@@ -181,61 +180,6 @@ def test_the_ranks_of_a_machine_are_planned_for(
     many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
     assert [(each.ranks, each.copies, each.sharers) for each in wishes] == [(8, *each) for each in shares]
-
-
-@pytest.mark.parametrize(
-    ("gather", "link", "gathers"),
-    [("host", "900GB", False), ("auto", None, False), ("auto", "900GB", True), ("device", None, True)],
-)
-def test_parts_of_chunks_are_planned_for(
-    gather: str, link: str | None, gathers: bool, options: list[str], capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(parallelism, "WINDOW", 1 << 16)  # The whole model takes less than a true one.
-    strategy = {"sharding": "shard", "gather": gather, "device_memory": "3MiB"}
-    many = [f"--trainer.strategy.{name}={value}" for name, value in strategy.items()]
-    many = ["--num_gpus=4", "--trainer.strategy=lightning_protrain.ProTrainStrategy", *many]
-    many += [] if link is None else [f"--gpu_link={link}"]
-    ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", "--json", "plans.json", *options, *many])
-    shown = " ".join(capsys.readouterr().out.split())
-    plan = _written(Path("plans.json"))["RTX 3090"]
-    assert plan is not None
-    assert plan.gathered_by == (4 if gathers else 1)
-    assert ("gathered between the 4 ranks of a machine" in shown) is gathers
-    assert ("uploaded whole by each rank" in shown) is not gathers
-    assert ("in parts" in shown) is gathers
-
-
-@pytest.mark.parametrize(("here", "nodes"), [(8, 2), (1, 2), (4, 8)])
-def test_machines_that_divide_steps_are_planned_for(
-    here: int, nodes: int, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    Path("cluster.yaml").write_text(
-        "trainer:\n  strategy:\n    class_path: lightning_protrain.ProTrainStrategy\n    init_args:\n"
-        "      sharding: shard\n      shard_optimizer: world\n      device_memory: 3MiB\n"
-    )
-    config = [f"--config={Path('cluster.yaml').absolute()}"]
-    many = [f"--num_gpus={here * nodes}", f"--num_nodes={nodes}", "--host_memory=64GiB", "--json=plans.json"]
-    found, shown = [], []
-    for optimizer in ("machine", "world"):
-        given = [f"--trainer.strategy.shard_optimizer={optimizer}"]
-        ProTrainCLI(["plan", "--gpu", "RTX 3090", *options, *config, *given, *many])
-        shown.append(" ".join(capsys.readouterr().out.split()))
-        plan = _written(Path("plans.json"))["RTX 3090"]
-        assert plan is not None
-        assert plan.prediction is not None
-        found.append((plan, plan.prediction))
-    (before, alone), (plan, divided) = found
-    assert [", divided" in each for each in shown] == [False, True]
-    assert f"{nodes} x {here}, shard" in shown[1]  # With one rank on each machine, too.
-    assert [chunk.resident for chunk in plan.chunks] == [chunk.resident for chunk in before.chunks]
-    step, whole = ({phase.name: phase for phase in each.phases}["step"].host for each in (divided, alone))
-    largest = max(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
-    for term, per_byte in (("optimizer_states", 2), ("gradients", 1)):
-        assert step[term] >= whole[term] / nodes
-        assert step[term] <= whole[term] / nodes + per_byte * largest + mmap.PAGESIZE
-    assert step["parameters"] == whole["parameters"]
-    assert divided.busy["host"] < alone.busy["host"]
 
 
 @pytest.mark.parametrize("plan", ["auto", "offload", "resident"])

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -204,7 +203,6 @@ def load_once(
     trainer: Any,
     load: Callable[[], T],
     outline: Callable[[], T],
-    empty: Callable[[Callable[..., Any]], T | None] | None = None,
 ) -> T:
     """What `load` gives; on ranks that will share the weights of another one what `outline` gives, without values.
 
@@ -214,18 +212,11 @@ def load_once(
         trainer: Of the module; None: there is none.
         load: Makes a model with values.
         outline: Makes the same model on the default device, which is meta while it does.
-        empty: Where machines may divide weights, makes it without values of parameters on every rank, which are read
-            by rows later. It is given what calls a function that makes the model, if it may be left so, and gives
-            what that gives, or None. None: rows cannot be read.
 
     Raises:
         RuntimeError: It failed on another rank.
     """
-    strategy = getattr(trainer, "strategy", None)
-    leave = getattr(strategy, "leave_weights", None)
-    if empty is not None and leave is not None and (model := empty(leave)) is not None:
-        return model
-    shares = getattr(strategy, "load_once", None)
+    shares = getattr(getattr(trainer, "strategy", None), "load_once", None)
     return load() if shares is None else shares(load, outline)
 
 
@@ -307,39 +298,6 @@ def outline_model(
     return model
 
 
-def empty_model(
-    folder: str,
-    config: PretrainedConfig,
-    dtype: str,
-    attn_implementation: str | None = None,
-    vocab_size: int | None = None,
-) -> PreTrainedModel | None:
-    """What `load_model` gives for the same arguments, but for values of parameters, which are on the meta device.
-
-    Returns:
-        A model with values of buffers, whose parameters `stored_rows` reads by name; None: what the folder has are not
-        its parameters one by one (they are stacked, renamed, pickled, or get more rows).
-
-    Raises:
-        ValueError: As `outline_model`.
-    """
-    model = outline_model(folder, config, dtype, attn_implementation, vocab_size)
-    files = weight_files(folder)
-    stored = stored_tensors(files) if files else {}
-    for name, parameter in model.named_parameters():
-        if name not in stored or stored[name].shape != tuple(parameter.shape):
-            return None
-    with init_empty_weights(include_buffers=False):
-        made = auto_class(config).from_config(config, attn_implementation=attn_implementation)
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.get_submodule(path)._buffers[name]
-        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-            return None
-    return model
-
-
 def weight_files(folder: str) -> list[Path]:
     """The safetensors files of a model, downloaded if they have to be; none if it has none."""
     index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
@@ -382,33 +340,6 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
                 raise ValueError(f"{name!r} in {path} has the dtype {view.get_dtype()}, which cannot be trained.")
             stored[name] = StoredTensor(file, name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
     return stored
-
-
-def stored_rows(folder: str, prefix: str = "") -> Callable[[str, int, int], Tensor]:
-    """What reads rows of the weights in a folder: a `load_rows` for a module, see `ProTrainStrategy(shard_weights)`.
-
-    Args:
-        folder: Folder or Hugging Face id, with safetensors.
-        prefix: What names of parameters begin with, and names in the folder do not: `"model."`.
-
-    Returns:
-        A function of a parameter's name, the first row and the end; it raises a `ValueError` where there is none.
-
-    Raises:
-        ValueError: There are no safetensors.
-    """
-    stored = stored_tensors(weight_files(folder))
-    if not stored:
-        raise ValueError(f"There are no safetensors in {folder!r}.")
-
-    def read(name: str, begin: int, end: int) -> Tensor:
-        found = stored.get(name.removeprefix(prefix))
-        if found is None:
-            raise ValueError(f"{folder!r} has no {name.removeprefix(prefix)!r}, which is wanted for {name!r}.")
-        rows: Tensor = found.file.get_slice(found.name)[begin:end] if found.shape else found[()]
-        return rows
-
-    return read
 
 
 def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:

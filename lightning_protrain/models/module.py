@@ -31,13 +31,11 @@ from lightning_protrain.models.bnb import check_quantization, quantize_without_m
 from lightning_protrain.models.loading import (
     build_model,
     check_config,
-    empty_model,
     load_model,
     load_once,
     names_vocab_size,
     outline_model,
     read_config,
-    stored_rows,
     vocab_size_of,
 )
 from lightning_protrain.models.lora import base_of, lora_config, with_lora
@@ -293,19 +291,7 @@ class CausalLMModule(RestorableModule):
         """Build the model or load its weights; does nothing where there is one already."""
         if self.model is None:
             self._is_new = self._trainer is not None and self.hparams["model"] is None  # Else it may get weights yet.
-            self.model = load_once(self._trainer, self._build, partial(self._build, outline_model), self._build_empty)
-
-    def _build_empty(self, leave: Callable[..., Any]) -> PreTrainedModel | None:
-        """The model without values of its parameters, which `load_rows` reads then; None: they cannot be read so."""
-        given = self.hparams
-        if given["model"] is None or given["lora"] is not None:
-            return None
-        options = {name: given[name] for name in ("dtype", "attn_implementation", "vocab_size")}
-        model = leave(partial(empty_model, given["model"], self._resolve_config(), **options))
-        if model is None:
-            return None
-        self.load_rows = stored_rows(given["model"], "model.")
-        return self._build(lambda *_, **__: model)
+            self.model = load_once(self._trainer, self._build, partial(self._build, outline_model))
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
         config, given = self._resolve_config(), self.hparams

@@ -24,12 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.planner.activity import Backward, Columns, Forward, Seconds
-from lightning_protrain.planner.columns import _has_tables_only, held_seconds, tails_of, traffic
+from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
 from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
 from lightning_protrain.planner.landing import Landings
 from lightning_protrain.planner.named import Named
-from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.sizes import Sizes, before_each, from_each, largest, second_largest, totals
 from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -70,7 +69,6 @@ class Candidates:
             that does so but for its products, in backward.
         hardware: The machine.
         training: How plans are used.
-        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Attributes:
         block: Index among the blocks of the layout at each position; the number of blocks where there is none, (P,).
@@ -92,18 +90,15 @@ class Candidates:
         computes: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
         hardware: HardwareProfile,
         training: Training,
-        gathering: Gathering | None = None,
     ) -> None:
         self._hardware, self._training = hardware, training
-        self._incoming = come = incoming(hardware, gathering)
-        self._last = last_window(hardware, gathering), gathering
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
         segments = profile.segments
         self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
         arrays = (np.array(seconds)[:, None] for seconds in computes)
         self._forward, self._recomputed, self._selective, self._backward = arrays
         of_block = self.block < len(index_of)
-        copied = sizes.nbytes * (2 / come.upload) + sizes.trainable * sizes.nbytes / hardware.download
+        copied = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * sizes.nbytes / hardware.download
         streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
         self.each = (
             training.accumulate * float(self._recomputed[of_block].sum()) / max(len(index_of), 1),
@@ -131,10 +126,10 @@ class Candidates:
         self._tails: Seconds | None = None
         if self._host_steps is not None:
             first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
-            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], come, training)
+            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], hardware, training)
         self._casts = bool(sizes.low.any())
         # One byte less that comes meanwhile is more than what additions in another order are off.
-        slowest = 1 / (1 / min(come.upload, come.upload_beside) + self._last[0])
+        slowest = min(hardware.upload, hardware.upload_beside)
         meanwhile = (np.floor(seconds[:, 0] * slowest) - 1 for seconds in (self._forward, self._backward))
         self._least_held = [
             uses.least_held(each) for uses, each in zip((self._ahead, self._back), meanwhile, strict=True)
@@ -169,16 +164,16 @@ class Candidates:
 
     def forward(self, persistent: Integers, buffers: Integers, swapped: Integers, loose: Flags) -> Forward:
         """What `columns` says of forward."""
-        machine, come = self._hardware, self._incoming
+        machine = self._hardware
         ups, swaps = self._stream(AHEAD, persistent, buffers, loose), swapped.astype(np.float64)
         # Where the link is in use the other way.
         leaving = _near(swaps)
-        rate = np.where(leaving, come.upload_beside, come.upload)
+        rate = np.where(leaving, machine.upload_beside, machine.upload)
         rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
         return Forward(
             compute_forward=self._forward,
             upload_forward=ups.nbytes / rate,
-            late_forward=held_seconds(ups.late, rate, *self._last),
+            late_forward=ups.late / rate,
             wait_forward=ups.waits,
             tail=self._tail(ups, persistent, rate, leaving),
             swap_out=swaps / rate_out,
@@ -201,7 +196,7 @@ class Candidates:
         loose: Flags,
     ) -> Backward:
         """What `columns` says of the rest."""
-        machine, come, training = self._hardware, self._incoming, self._training
+        machine, training = self._hardware, self._training
         backs, swaps = self._stream(BACK, persistent, buffers, loose), swapped.astype(np.float64)
         begin = self._gradients.begin(persistent)
         download = self._gradients.amount(DOWNLOAD, begin)
@@ -212,8 +207,7 @@ class Candidates:
         touched = (self._steps.amount(STEPPED, begin) if training.clips else nothing) / machine.host_memory
         again = self._recomputed if selects is None else np.where(selects, self._selective, self._recomputed)
         landing, coming = _near(download), _near(backs.nbytes + swaps)
-        rate_backward = np.where(landing, come.upload_beside, come.upload)
-        rate_back = np.where(landing, machine.upload_beside, machine.upload)
+        rate_backward = np.where(landing, machine.upload_beside, machine.upload)
         rate_download = np.where(coming, machine.download_beside, machine.download)
         host_step = self._steps.amount(NUMEL, begin) / machine.host_step
         if training.overlap == "off":
@@ -223,7 +217,7 @@ class Candidates:
             recompute=recomputes * again,
             compute_backward=self._backward,
             upload_backward=backs.nbytes / rate_backward,
-            late_backward=held_seconds(backs.late, rate_backward, *self._last),
+            late_backward=backs.late / rate_backward,
             wait_backward=backs.waits,
             download=download / rate_download,
             stall=stall,
@@ -237,7 +231,7 @@ class Candidates:
             norm=NORM * touched,
             scale=SCALE * touched,
             host_step=host_step,
-            swap_in=swaps / rate_back,
+            swap_in=swaps / rate_backward,
             device_step=self._device_step(fewest),
         )
 
@@ -299,7 +293,7 @@ class Candidates:
             found[0, 0, 0] += self._pinned_bytes[persistent]
             tails, steps = None, self._host_steps
             if steps is not None:
-                tails = tails_of(ups, np.array(self._sizes), steps, self._incoming, self._training)
+                tails = tails_of(ups, np.array(self._sizes), steps, self._hardware, self._training)
             self._walked[persistent, buffers] = found, tails
         return self._walked[persistent, buffers]
 

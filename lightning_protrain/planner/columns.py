@@ -13,7 +13,6 @@ from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients, Steps
 from lightning_protrain.planner.landing import Landings
 from lightning_protrain.planner.named import come_together
-from lightning_protrain.planner.network import Gathering, incoming, last_window
 from lightning_protrain.planner.plan import ChunkPlan, Plan
 from lightning_protrain.planner.recomputation import again_seconds
 from lightning_protrain.planner.training import Training
@@ -91,7 +90,6 @@ def columns_of(
     plan: Plan,
     hardware: HardwareProfile,
     training: Training,
-    gathering: Gathering | None = None,
 ) -> Columns:
     """The one column of a plan.
 
@@ -101,7 +99,6 @@ def columns_of(
         plan: A whole plan.
         hardware: The machine.
         training: How the plan is used.
-        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Raises:
         ValueError: The profile has no segments, or is one of another model than the layout or the plan; or the rate of
@@ -121,27 +118,25 @@ def columns_of(
     landing = _landing(profile, layout, plan)
     download, upload, upload_again = _column(landing.nbytes), _column(ups.nbytes), _column(backs.nbytes)
     # A link that is busy in both directions is slower in each.
-    chunks, last = incoming(hardware, gathering), last_window(hardware, gathering)
-    rate_forward = np.where(_near(swapped), chunks.upload_beside, chunks.upload)
+    rate_forward = np.where(_near(swapped), hardware.upload_beside, hardware.upload)
     rate_out = np.where(_near(upload), hardware.download_beside, hardware.download)
-    rate_backward = np.where(_near(download), chunks.upload_beside, chunks.upload)
-    rate_back = np.where(_near(download), hardware.upload_beside, hardware.upload)
+    rate_backward = np.where(_near(download), hardware.upload_beside, hardware.upload)
     rate_download = np.where(_near(upload_again + swapped), hardware.download_beside, hardware.download)
     gradients, parts = _gradients(profile, layout, plan)
     works = gradients.works(hardware, training)
     stall, drain, landed, carry, ready, ready_behind = _holding(gradients, parts, works, backward[:, 0], rate_download)
     tail = upload / rate_forward
     if training.overlap == "forward":
-        tail = _tails(layout, plan, ups, gradients, chunks, training, rate_forward)
+        tail = _tails(layout, plan, ups, gradients, hardware, training, rate_forward)
     return Columns(
         compute_forward=forward,
         recompute=again,
         compute_backward=backward,
         upload_forward=upload / rate_forward,
-        late_forward=held_seconds(_column(ups.late), rate_forward, last, gathering),
+        late_forward=_column(ups.late) / rate_forward,
         wait_forward=np.array(ups.waits)[:, None],
         upload_backward=upload_again / rate_backward,
-        late_backward=held_seconds(_column(backs.late), rate_backward, last, gathering),
+        late_backward=_column(backs.late) / rate_backward,
         wait_backward=np.array(backs.waits)[:, None],
         download=download / rate_download,
         stall=stall,
@@ -159,17 +154,9 @@ def columns_of(
         + (training.overlap == "off") * _column(landing.copy_bytes) / hardware.host_memory,
         tail=tail,
         swap_out=swapped / rate_out,
-        swap_in=swapped / rate_back,
+        swap_in=swapped / rate_backward,
         device_step=np.array([_on_device(landing.resident, hardware, training)]),
     )
-
-
-def held_seconds(
-    nbytes: Seconds | NDArray[np.int64], rates: Seconds, last: float, gathering: Gathering | None
-) -> Seconds:
-    """Seconds of bytes that waited for their buffers, with what `last_window` says of them, see [Note: In parts]."""
-    seconds = nbytes / rates
-    return seconds if gathering is None else seconds + last * np.minimum(nbytes, gathering.window)
 
 
 def _column(values: Iterable[float]) -> Seconds:

@@ -64,9 +64,6 @@ class _Memory(Protocol):
     def activations(self) -> int: ...
 
     @property
-    def gathers_for_others(self) -> int: ...
-
-    @property
     def total(self) -> int: ...
 
 
@@ -90,9 +87,6 @@ class Explained(Protocol):
 
     @property
     def sharding(self) -> str: ...
-
-    @property
-    def gathered_by(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -206,9 +200,7 @@ def sharing_sentences(plan: Explained) -> list[str]:
     """How chunks come to several ranks that share one copy of them, if they do."""
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
-    if plan.gathered_by == 1:
-        return ["Streamed chunks are uploaded whole by each rank, from the one copy of its machine."]
-    return [f"Streamed chunks come in parts, gathered between the {plan.gathered_by} ranks of a machine."]
+    return ["Streamed chunks are uploaded whole by each rank, from the one copy of its machine."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:
@@ -221,7 +213,6 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
         "module buffers": memory.module_buffers,
     }
     also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
-    also["gathers for other ranks"] = memory.gathers_for_others
     terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
     table = _table("on the device", show_footer=True)
     table.add_column("size", footer=short_bytes(memory.total), justify="right")

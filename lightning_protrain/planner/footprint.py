@@ -82,13 +82,11 @@ class Footprint:
         foreach: bool = False,
         checkpoint_copy: int = 0,
         sharers: int = 1,
-        machines: float = 1,
-        rows: bool = False,
     ) -> None:
         self.buffers = Buffers(layout, sizes.nbytes, needed)
         self.swap_bytes = swap_table(profile, layout, named.calls, sizes)
         self._layout, self._sizes, self._state_bytes = layout, sizes, state_bytes
-        self._accumulates, self._asynchronous, self._divided = accumulate > 1, hardware.asynchronous, (machines, rows)
+        self._accumulates, self._asynchronous = accumulate > 1, hardware.asynchronous
         self._chunks, self._checkpoint_copy, self._sharers = tuple(chunks), checkpoint_copy, sharers
         num_blocks = len(layout.blocks)
         self._levels: Levels | None = None
@@ -119,7 +117,7 @@ class Footprint:
     def _host(self) -> tuple[Integers, Integers]:
         """Bytes of the host, without what is swapped, and the least if at most the first p are resident, (2, N + 1)."""
         lends = self._layout.lends_copies and self._sharers == 1
-        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends, *self._divided
+        how = self._state_bytes, self._accumulates, self._asynchronous, self._sharers, lends
         table = _host_states(self._chunks, self._sizes, *how) + np.array([[self._checkpoint_copy], [0]])
         return table, np.minimum.accumulate(table, axis=1)
 
@@ -290,8 +288,6 @@ def _host_states(
     asynchronous: bool,
     sharers: int,
     lends: bool,
-    machines: float,
-    rows: bool,
 ) -> Integers:
     """Bytes of the host while it trains, without what is swapped, and while the model is placed, (2, N + 1).
 
@@ -300,19 +296,13 @@ def _host_states(
     count = len(sizes.nbytes)
     weights = totals(sizes.chunk, sizes.own, count)
     whole = int(weights.sum())
-    copied, holders = np.where(sizes.low, sizes.nbytes, 0), machines if rows else 1
-    paged = np.where(sizes.low, _in_pages(sizes.nbytes), 0)
-    copies = _after(paged) - _elsewhere(paged, holders)
+    copied = np.where(sizes.low, sizes.nbytes, 0)
+    copies = _after(np.where(sizes.low, _in_pages(sizes.nbytes), 0))
     own_pages = _in_pages(sizes.own_bytes)
-    placed = np.where(sizes.low, weights, _in_pages(sizes.nbytes))
-    placed = _after(placed) - _elsewhere(placed, holders)
-    stepped = np.where(sizes.trainable, sizes.elements, 0)
-    moved = _elsewhere(stepped, machines)
-    optimizer = np.ceil(state_bytes * (_after(stepped) - moved)).astype(np.int64)
+    placed = _after(np.where(sizes.low, weights, _in_pages(sizes.nbytes)))
+    optimizer = np.ceil(state_bytes * _after(np.where(sizes.trainable, sizes.elements, 0))).astype(np.int64)
     lent = sizes.trainable & sizes.low & lends
     states = _after(sizes.resident_bytes(state_bytes) + np.where(lent, 0, sizes.gradient_bytes) + copied)
-    states = states - np.floor(state_bytes * moved).astype(np.int64)
-    states = states - _elsewhere(weights, holders) - _elsewhere(copied, holders)
     pool = np.zeros(count + 1, dtype=np.int64)
     growing = _Pool(asynchronous)
     waits = (sizes.trainable & ~lent & (accumulates | (sizes.low & (sharers == 1)))).tolist()
@@ -320,18 +310,15 @@ def _host_states(
         growing.add(chunks[index].unit, nbytes, waits[index])
         pool[index] = growing.nbytes
     gradients = _after(np.where(sizes.trainable & ~lent, own_pages, 0))
-    if not accumulates:
-        states = states - _elsewhere(np.where(sizes.trainable, sizes.gradient_bytes, 0), machines)
-        gradients = gradients - _elsewhere(np.where(sizes.trainable & ~lent, own_pages, 0), machines)
     pool += np.maximum.accumulate(np.append(np.where(lent, sizes.own_bytes, 0), 0)[::-1])[::-1]
     largest = np.maximum.accumulate(np.append(own_pages, 0)[::-1])[::-1]
-    resident = 0 if asynchronous and not rows else whole - _after(weights)
+    resident = 0 if asynchronous else whole - _after(weights)
     if accumulates:
         states = states + (sharers - 1) * _after(sizes.gradient_bytes)
     others = _of_other_ranks(sizes, accumulates, gradients, pool, sharers)
     table = np.stack(
         (np.maximum(states, placed + copies + gradients + optimizer + pool + others),
-         np.maximum(0 if rows else whole, placed + largest + resident) + copies)
+         np.maximum(whole, placed + largest + resident) + copies)
     )  # fmt: skip
     table[:, -1] = 0, whole
     return table
@@ -343,15 +330,6 @@ def _of_other_ranks(sizes: Sizes, accumulates: bool, gradients: Integers, pool: 
         return (sharers - 1) * (pool + gradients)
     owners = np.minimum(np.bincount(sizes.chunk, minlength=len(sizes.nbytes)), sharers)
     return (sharers - 1) * pool + PAGESIZE * _after(np.where(sizes.trainable, owners - 1, 0))
-
-
-def _elsewhere(values: Integers, machines: float) -> Integers:
-    """As `elsewhere`, if the first p chunks are resident, (N + 1,)."""
-    total = _after(values)
-    if machines == 1:
-        return np.zeros_like(total)
-    largest = np.append(np.maximum.accumulate(values[::-1])[::-1], 0)
-    return np.maximum(total - np.ceil(total / machines).astype(np.int64) - largest, 0)
 
 
 class _Pool:

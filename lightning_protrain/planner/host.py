@@ -6,14 +6,6 @@ their copies of lower precision and optimizer states are there once. Swapped act
 micro-batches are accumulated, so are gradients, which stay with their rank until the last one, and those that wait to
 be added. Averages come to their owners only, cast already, into a block of each rank for each chunk: the same bytes
 once, in so many blocks of whole pages.
-
-[Note: Divided]
-Where machines divide steps, optimizer states and averages are on the one that makes a step. Each chunk goes to the one
-that has least, or each rank's part of it, so the one with the most has no more than the mean and one chunk. Gradients
-that are accumulated are on all. Where they divide the weights themselves, and each reads its rows of them, weights and
-their copies are divided alike. Then the first machine has most rows of each weight, by far where there are few: one in
-eight of eight stacked experts, whether there are eight machines or sixteen. So machines count as so many with equal
-parts as the weight with the largest first part has; what a small weight is more is less than the largest chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ from collections.abc import Iterable
 from math import ceil
 from mmap import PAGESIZE
 
-from lightning_protrain.planner.memory import elsewhere
 from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets, unit_bytes
 from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
@@ -36,8 +27,6 @@ def host_terms(
     accumulate: int = 1,
     asynchronous: bool = True,
     sharers: int = 1,
-    machines: float = 1,
-    rows: bool = False,
 ) -> dict[str, int]:
     """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
@@ -57,27 +46,20 @@ def host_terms(
         accumulate: Micro-batches in a step.
         asynchronous: Whether copies run beside computation.
         sharers: Ranks of the machine that share one copy.
-        machines: Among how many steps are divided, see [Note: Divided].
-        rows: Whether weights are divided, too, and each machine reads its own.
     """
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
-    numels = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in trainable]
-    elements = sum(numels) - elsewhere(numels, machines)
+    elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
     casts = sharers == 1
     lends = layout.lends_copies and sharers == 1
     lent = [chunk for chunk in trainable if lends and chunk.streamed_dtype is not None]
     kept = [chunk for chunk in trainable if not lends or chunk.streamed_dtype is None]
     waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
-    gradients = [_pages(_own_bytes(layout, chunk)) for chunk in kept]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
-    weights = [_weights(layout, chunk) for chunk in offloaded]
-    copies = [_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None]
-    holders = machines if rows else 1
     terms = {
-        "parameters": sum(weights) - elsewhere(weights, holders),
-        "low_precision_copies": sum(copies) - elsewhere(copies, holders),
-        "gradients": sum(gradients) - (elsewhere(gradients, machines) if accumulate == 1 else 0),
+        "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
+        "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
+        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept),
         "optimizer_states": ceil(state_bytes * elements),
         "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
@@ -89,19 +71,17 @@ def host_terms(
     return terms
 
 
-def loading_terms(
-    layout: ModelLayout, plan: Plan, asynchronous: bool, machines: float = 1, rows: bool = False
-) -> dict[str, int]:
+def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:
     """The same while the model is placed: all its weights come from the host, chunk by chunk into their own memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-    terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous, machines=machines, rows=rows)
+    terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
     placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
     weights = sum(info.nbytes for info in layout.parameters)
     resident = sum(info.nbytes for info in layout.parameters) - sum(
         layout.parameter(fqn).nbytes for chunk in offloaded for fqn in chunk.parameters
     )
     return {
-        "parameters": placed + resident if rows else max(weights, placed if asynchronous else placed + resident),
+        "parameters": max(weights, placed if asynchronous else placed + resident),
         "low_precision_copies": terms["low_precision_copies"],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil, floor
+from math import ceil
 
 from lightning_protrain.planner.chunks import chunks_of, users_of
 from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets, gathers_gradients
@@ -19,14 +19,10 @@ class HostUse:
     Attributes:
         sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in host.py.
         accumulate: Micro-batches in a step.
-        machines: Among how many steps are divided, see [Note: Divided] in host.py.
-        rows: Whether weights are, too, and each machine reads its own.
     """
 
     sharers: int = 1
     accumulate: int = 1
-    machines: float = 1
-    rows: bool = False
 
     @property
     def gradients(self) -> int:
@@ -35,8 +31,6 @@ class HostUse:
 
 
 ALONE = HostUse()
-# Weights of a smaller part of a model do not matter where machines have rows of them.
-SMALL = 1e-3
 
 
 def format_bytes(nbytes: int) -> str:
@@ -148,35 +142,8 @@ def host_bytes(
     offloaded = [chunk for chunk in chunks if not chunk.resident]
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
     states = sum(_state_bytes(lending, chunk, state_bytes) for chunk in offloaded)
-    trainable = [chunk for chunk in offloaded if chunk.trainable]
-    gradients = [resident_bytes(layout, chunk, 0.0) for chunk in trainable]
-    elements = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in trainable]
-    states -= floor(state_bytes * elsewhere(elements, use.machines))
-    states -= elsewhere(gradients, use.machines) if use.accumulate == 1 else 0
-    if use.rows:
-        weights = [sum(layout.parameter(fqn).nbytes for fqn in chunk.parameters) for chunk in offloaded]
-        copies = [chunk.nbytes for chunk in offloaded if chunk.streamed_dtype is not None]
-        states -= elsewhere(weights, use.machines) + elsewhere(copies, use.machines)
+    gradients = [resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable]
     return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
-
-
-def elsewhere(chunks: Sequence[int], machines: float) -> int:
-    """What other machines have of what is divided by chunks, at least, see [Note: Divided] in host.py."""
-    total = sum(chunks)
-    return max(total - ceil(total / machines) - max(chunks), 0) if machines > 1 and chunks else 0
-
-
-def machines_by_rows(layout: ModelLayout, machines: int) -> float:
-    """As how many machines with equal parts those count that divide weights by rows, see [Note: Divided] in host.py.
-
-    Args:
-        layout: The model.
-        machines: How many there are.
-    """
-    # Packed weights are whole on all, as scalars are.
-    weights = [(info.nbytes, 1 if "int8" in info.dtype else (*info.shape, 1)[0]) for info in layout.parameters]
-    small = SMALL * sum(nbytes for nbytes, _ in weights)
-    return min((rows / -(-rows // machines) for nbytes, rows in weights if rows and nbytes > small), default=machines)
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:

@@ -77,8 +77,6 @@ def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
         problem.foreach,
         problem.checkpoint_copy,
         problem.sharers,
-        problem.machines,
-        problem.rows,
     )
 
 
@@ -119,8 +117,6 @@ def _prediction(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Predi
     if problem.network is not None:
         alone = _step_time(replace(problem, network=None), plan).seconds
         busy["network"] = time.network
-        if problem.network.exchange is not None:
-            busy["exchange"] = time.exchange
     return Prediction(
         hardware=problem.hardware.name,
         budget=problem.device_bytes or problem.hardware.device_bytes,
@@ -248,5 +244,5 @@ def _seconds(problem: Problem, knobs: Knobs) -> float | None:
 
 
 def _step_time(problem: Problem, plan: Plan) -> StepTime:
-    known = problem.hardware, problem.training, problem.network, problem.gathering
+    known = problem.hardware, problem.training, problem.network
     return step_time(problem.profile, problem.layout, plan, *known)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_protrain.planner.answers import only_plan
+from lightning_protrain.planner.answers import only_plan, without_removed
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -89,7 +89,6 @@ class MemoryTerms:
         swapped_activations: The most that swapped tensors occupy at one time: those of one block in use, those of its
             neighbour under way.
         activations: What operations make and autograd keeps, at the peak of the step; 0: nothing is known of them.
-        gathers_for_others: Of chunks that other ranks need, where ranks gather chunks.
     """
 
     resident_states: int
@@ -98,7 +97,6 @@ class MemoryTerms:
     module_buffers: int
     swapped_activations: int = 0
     activations: int = 0
-    gathers_for_others: int = 0
 
     @property
     def total(self) -> int:
@@ -118,7 +116,6 @@ class Plan:
         shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
         prediction: What it is expected to take and to give, if that was worked out.
         sharding: Who holds the offloaded chunks.
-        gathered_by: Ranks of a machine that upload a part of each of them and gather it; 1: each uploads all.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -128,7 +125,6 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
     prediction: Prediction | None = None
     sharding: Sharding = Sharding.REPLICATE
-    gathered_by: int = 1
 
     @property
     def num_offloaded_chunks(self) -> int:
@@ -179,7 +175,7 @@ class Plan:
         """Reads a plan, or the only one of those that `lightning-protrain plan --json` writes by name of the machine.
 
         Raises:
-            ValueError: Not a plan, several of them, or one of another format.
+            ValueError: Not a plan, several of them, one of another format, or one that uses what has been taken out.
         """
         try:
             content = only_plan(json.loads(text))
@@ -188,7 +184,7 @@ class Plan:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise ValueError(f"The plan has format {found!r}, this version reads format {FORMAT}. Make the plan again.")
-        del content["format"]
+        content = without_removed({name: value for name, value in content.items() if name != "format"})
         content = _typed("plan", content, _PLAN_FIELDS)
         chunks = [_typed(f"chunks[{index}]", entry, _CHUNK_FIELDS) for index, entry in enumerate(content["chunks"])]
         blocks = [_typed(f"blocks[{index}]", entry, _BLOCK_FIELDS) for index, entry in enumerate(content["blocks"])]
@@ -200,7 +196,6 @@ class Plan:
             shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
             prediction=None if content["prediction"] is None else Prediction.from_dict(content["prediction"]),
             sharding=content["sharding"],
-            gathered_by=content["gathered_by"],
         )
 
     def save(self, path: str | Path) -> None:
@@ -404,7 +399,6 @@ _PLAN_FIELDS: _Readers = {
     "shapes": _is(dict),
     "prediction": lambda where, value: value,  # read by its own class
     "sharding": _one_of(Sharding),
-    "gathered_by": _is(int),
 }
 _CHUNK_FIELDS: _Readers = {
     "parameters": _names,

@@ -11,8 +11,6 @@ from typing import Any, Self
 TOLERANCE = 0.05
 # Among the terms of the device: gradients of offloaded chunks that are summed over ranks.
 GRADIENT_BUCKETS = "gradient_buckets"
-# The same: what is gathered for the sake of other ranks; and in which phases of a run that may be.
-GATHERS, GATHERING_PHASES = "gathers_for_others", ("forward", "backward")
 # Among the terms of the host: the copy of a checkpoint that is written behind the training.
 CHECKPOINT_COPY = "checkpoint_copy"
 # The same: what the other ranks of a machine have of their own, where all of them share one copy of the rest.
@@ -56,8 +54,7 @@ class Prediction:
         phases: Memory, phase by phase.
         step_seconds: Of one optimizer step, with all its micro-batches.
         busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
-            where there are several ranks `"network"`, which sums gradients, and `"exchange"` where machines send each
-            other new weights.
+            where there are several ranks `"network"`, which sums gradients.
         bound: What the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
         samples: Of one micro-batch; 0: not known.
         tokens: Of one micro-batch; 0: not known.
@@ -93,14 +90,13 @@ class Prediction:
         """Of one device; None where the tokens of a batch are not known."""
         return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
 
-    def among_ranks(self, buckets: int, gathers: int) -> Self:
-        """The same where ranks sum gradients in so many bytes, and each gathers for the others in so many."""
+    def among_ranks(self, buckets: int) -> Self:
+        """The same where ranks sum gradients in so many bytes."""
 
         def among(phase: PhasePrediction) -> PhasePrediction:
-            own = {term: nbytes for term, nbytes in phase.device.items() if term not in (GRADIENT_BUCKETS, GATHERS)}
+            own = {term: nbytes for term, nbytes in phase.device.items() if term != GRADIENT_BUCKETS}
             sums = {GRADIENT_BUCKETS: buckets} if buckets and phase.name == "backward" else {}
-            parts = {GATHERS: gathers} if gathers and phase.name in GATHERING_PHASES else {}
-            return replace(phase, device={**own, **sums, **parts})
+            return replace(phase, device={**own, **sums})
 
         return replace(self, phases=tuple(map(among, self.phases)))
 

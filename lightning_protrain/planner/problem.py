@@ -14,7 +14,7 @@ from lightning_protrain.planner.candidates import Candidates
 from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.footprint import Footprint
 from lightning_protrain.planner.named import Named, come_together
-from lightning_protrain.planner.network import Gathering, Network
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
 from lightning_protrain.planner.recomputation import durations
@@ -48,13 +48,8 @@ class Problem:
         chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
-        machines: Among how many steps of that are divided, see [Note: Divided].
-        rows: Whether weights are, too, and each machine reads its own.
         network: How gradients are summed over ranks; None: there is one, or it is not known.
-        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks, and for
-            gathers.
-        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
-        num_nodes: Machines that train together.
+        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -72,12 +67,8 @@ class Problem:
     chunk_bytes: tuple[int | None, ...] = field(default=CHUNK_BYTES)
     checkpoint_copy: int = 0
     sharers: int = 1
-    machines: float = 1
-    rows: bool = False
     network: Network | None = None
     reserved: int = 0
-    gathering: Gathering | None = None
-    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         """Refuses a profile of another model."""
@@ -266,7 +257,7 @@ class Packing:
         problem = self.problem
         it = self._unpacked
         computes = it.forward, it.recomputed, it.selective, it.backward
-        known = problem.hardware, problem.training, problem.gathering
+        known = problem.hardware, problem.training
         return Candidates(problem.profile, problem.layout, it.named, self._needed, self.sizes, computes, *known)
 
     @cached_property
@@ -298,8 +289,6 @@ class Packing:
             problem.foreach,
             problem.checkpoint_copy,
             problem.sharers,
-            problem.machines,
-            problem.rows,
         )
 
     def keeps(self, num_swap: Integers, num_steps: Integers, persistent: Integers) -> Integers:

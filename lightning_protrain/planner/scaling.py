@@ -6,18 +6,11 @@ it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node g
 what crosses machines every node sends one copy, in parts by its L owners, which share its network. Each collective also
 takes as long as one of a few bytes. With these figures for those that a run measures, a plan for a cluster is searched
 for and timed as in a run, see [Note: Sends] in averages.py. Devices of a node share the memory of one host, and its
-rate. Where they gather chunks from parts (see [Note: In parts] in network.py), weights are read there once for all of
-them, and cross the link between them beside the sums.
-
-Where M machines divide steps, of B bytes of gradients and of new weights each machine sends and receives (M - 1) / M B:
-a sum to one owner is half of one to all. New weights go behind the step, each part of a chunk from one machine to the
-others along a binomial tree, one part after the other by each of the L ranks of a machine: no faster than its network,
-nor than ceil(log2 M) B / L one after the other; see [Note: Exchanged] in steptime.py.
+rate.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +35,6 @@ class Cluster:
         link: Bytes per second that a device sends to another one of its machine.
         network: Bytes per second that a machine sends to another one.
         host_memory: Bytes per second that the memory of a machine moves.
-        divides_steps: Whether machines divide the optimizer's steps of offloaded chunks.
-        divides_weights: Whether machines divide the weights, too: no new ones are sent after steps.
     """
 
     gpus_per_node: int
@@ -51,8 +42,6 @@ class Cluster:
     link: float
     network: float
     host_memory: float
-    divides_steps: bool = False
-    divides_weights: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -60,7 +49,7 @@ class Cluster:
         return self.gpus_per_node * self.num_nodes
 
     def network_under(self, sharding: Sharding, element: int | None = None) -> Network:
-        """How its devices sum gradients and send new weights, as a run would measure it, see [Note: Traffic].
+        """How its devices sum gradients, as a run would measure it, see [Note: Traffic].
 
         Args:
             sharding: Who holds offloaded chunks.
@@ -71,14 +60,11 @@ class Cluster:
         everyone = _route(latency, 2 * (self.num_gpus - 1) / self.num_gpus / rate)
         if sharding is not Sharding.SHARD:
             return Network(everyone, element=element)
-        owner, peers, exchange = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None, None
+        owner, peers = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None
         if nodes > 1:
             # Of bytes of one rank; the others of its machine send as many at the same time.
-            others, each = (nodes - 1) / nodes, here / self.network
-            peers = _route(LATENCY_BETWEEN, (1 if self.divides_steps else 2) * others * each)
-            if self.divides_steps and not self.divides_weights:
-                exchange = _route(LATENCY_BETWEEN, max(others, math.ceil(math.log2(nodes)) / here) * each)
-        return Network(everyone, owner, peers, here, element, exchange)
+            peers = _route(LATENCY_BETWEEN, 2 * ((nodes - 1) / nodes) * (here / self.network))
+        return Network(everyone, owner, peers, here, element)
 
 
 def _route(latency: float, seconds_per_byte: float) -> Route:
@@ -94,10 +80,6 @@ class Scaled:
         step_seconds: Of one optimizer step.
         sent_seconds: In which gradients are summed, most of it behind backward.
         host_seconds: In which the memory of a host is busy with what its devices stream.
-        exchange_seconds: In which machines send each other new weights, some of it behind forward; 0 where each steps
-            all of them.
-        link_seconds: In which the link between its devices is busy with chunks that they gather, and with sums; 0 where
-            they gather none.
         tokens_per_second: Of all devices; None where the tokens of a batch are not known.
         efficiency: Of the step of one device with this plan, its part of the step here; 1 at most.
         node_bytes: Host memory that each machine needs.
@@ -106,9 +88,7 @@ class Scaled:
     cluster: Cluster
     step_seconds: float
     sent_seconds: float
-    exchange_seconds: float
     host_seconds: float
-    link_seconds: float
     tokens_per_second: float | None
     efficiency: float
     node_bytes: int
@@ -130,17 +110,14 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     if prediction.alone_seconds is None:
         raise ValueError("The plan was timed for one GPU alone: make it for `num_gpus`.")
     moved = _streamed_bytes(plan, prediction.accumulate) * cluster.gpus_per_node / cluster.host_memory
-    linked = _linked_seconds(plan, cluster, prediction.accumulate)
-    seconds = max(prediction.step_seconds, moved, linked)
+    seconds = max(prediction.step_seconds, moved)
     tokens = prediction.tokens * prediction.accumulate * cluster.num_gpus
     copies = 1 if plan.sharding is Sharding.SHARD else cluster.gpus_per_node
     return Scaled(
         cluster=cluster,
         step_seconds=seconds,
         sent_seconds=prediction.busy.get("network", 0.0),
-        exchange_seconds=prediction.busy.get("exchange", 0.0),
         host_seconds=moved,
-        link_seconds=linked,
         tokens_per_second=tokens / seconds if tokens else None,
         # Devices that share gradients spare each other downloads; but one alone would have another plan.
         efficiency=min(prediction.alone_seconds / seconds, 1.0),
@@ -148,42 +125,13 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     )
 
 
-def exchanged_bytes(plan: Plan, num_nodes: int) -> float:
-    """New weights that each machine gets from the others in a step, and as many that it sends, where they divide steps.
-
-    Args:
-        plan: Of each machine.
-        num_nodes: Machines.
-    """
-    # Weights have the bytes of their gradients: what is streamed in two bytes is stepped, and sent, in four.
-    _, offloaded = _summed_bytes(plan)
-    return (num_nodes - 1) / num_nodes * offloaded
-
-
-def _linked_seconds(plan: Plan, cluster: Cluster, accumulate: int) -> float:
-    if plan.gathered_by == 1:
-        return 0.0
-    resident, offloaded = _summed_bytes(plan)
-    here, everywhere = cluster.gpus_per_node, cluster.num_gpus
-    gathered = accumulate * 2 * sum(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
-    between = (here - 1) / here * (gathered + offloaded) + 2 * (everywhere - 1) / everywhere * resident
-    return between / cluster.link
-
-
 def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
     """Gradients are summed in the dtype of the weights; what is streamed in two bytes has four."""
     return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
 
 
-def _summed_bytes(plan: Plan) -> tuple[int, int]:
-    """Gradients of resident chunks, and of offloaded ones."""
-    trained = [chunk for chunk in plan.chunks if chunk.trainable]
-    resident, offloaded = ([chunk for chunk in trained if chunk.resident is kind] for kind in (True, False))
-    return _gradient_bytes(resident), _gradient_bytes(offloaded)
-
-
 def _streamed_bytes(plan: Plan, accumulate: int) -> float:
     """Of one rank: twice a micro-batch its part of every offloaded weight, up; once the gradient, down."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-    up = 2 * sum(chunk.nbytes for chunk in offloaded) / plan.gathered_by
+    up = 2 * sum(chunk.nbytes for chunk in offloaded)
     return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))

@@ -14,7 +14,7 @@ from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.positions import LOSS_COPIES
-from lightning_protrain.planner.prediction import GATHERS, GRADIENT_BUCKETS
+from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Packing, Problem, Unpacked
 from lightning_protrain.planner.space import Space
 from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
@@ -76,7 +76,6 @@ def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
             *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
             *_sharing_sentences(problem),
-            *_dividing_sentences(problem),
             *_copy_sentences(problem),
         ]
     raise kind(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
@@ -108,8 +107,7 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     )
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
-    window = min(problem.gathering.spare, reserved) if problem.gathering is not None else 0
-    held = {**phase.device, GRADIENT_BUCKETS: reserved - window, GATHERS: window}
+    held = {**phase.device, GRADIENT_BUCKETS: reserved}
     terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
     unit = f" at {phase.unit!r}" if phase.unit else ""
     sentences = [
@@ -166,21 +164,6 @@ def _sharing_sentences(problem: Problem) -> list[str]:
     return [f"That is for all {problem.sharers} ranks of the machine: {what}."]
 
 
-def _dividing_sentences(problem: Problem) -> list[str]:
-    """What several machines could divide of what the host of each would need."""
-    if problem.num_nodes == 1 or problem.rows:
-        return []
-    if problem.gathering is not None and problem.gathering.rows:
-        return ["All weights are on each machine until they are placed: where its rows alone are read, it needs less."]
-    if problem.machines > 1:
-        return ['shard_weights="world" divides the weights among the machines, too.']
-    steps = 'shard_optimizer="world" divides gradients and optimizer states among them'
-    weights = 'shard_weights="world" the weights, too'
-    return [
-        f'Each of the {problem.num_nodes} machines would hold all of it: under sharding="shard", {steps}, {weights}.'
-    ]
-
-
 def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) -> list[str]:
     return [
         (
@@ -190,7 +173,6 @@ def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) 
         f"{format_bytes(needed - budget)} are short.",
         *_sharing_sentences(problem),
         f"Raise host_memory to {format_bytes(needed)}, or train fewer parameters.",
-        *_dividing_sentences(problem),
         *_copy_sentences(problem),
     ]
 

@@ -1,11 +1,4 @@
-"""How long a step of a plan takes, and why (paper, equations 2 to 7).
-
-[Note: Exchanged]
-Where machines divide steps, new weights are exchanged in the order of the plan. The first chunk is the last whose
-gradient is known, so wherever steps run this begins behind backward. Where they are overlapped it runs beside the
-forward that comes next, which needs chunks in that order; only what is longer than that forward shows. It is left out
-that chunks are stepped at the same time.
-"""
+"""How long a step of a plan takes, and why (paper, equations 2 to 7)."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from lightning_protrain.planner.activity import Columns, Seconds
 from lightning_protrain.planner.averages import averages_of
 from lightning_protrain.planner.clock import passes, simulate
 from lightning_protrain.planner.columns import columns_of
-from lightning_protrain.planner.network import Gathering, Network
+from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -58,12 +51,11 @@ class StepTime:
         host_exposed: What a host that takes no time would save on one rank.
         link_exposed: What a link that takes no time would save then.
         compute: The device's computation, the optimizer step of resident chunks included.
-        upload: How long the link towards the device is busy, or that over which chunks are gathered, hidden or not.
+        upload: How long the link towards the device is busy, hidden or not.
         download: The same towards the host.
         host: How long the host computes, hidden or not.
         network_exposed: What training on one rank would save; negative where averages spare the host more.
         network: How long gradients are summed over ranks, hidden or not.
-        exchange: How long new weights go from machine to machine, hidden or not, see [Note: Exchanged].
     """
 
     seconds: float
@@ -77,7 +69,6 @@ class StepTime:
     host: float
     network_exposed: float = 0.0
     network: float = 0.0
-    exchange: float = 0.0
 
     @property
     def bound(self) -> Literal["compute", "link", "host", "network"]:
@@ -86,8 +77,7 @@ class StepTime:
         link = max(self.upload, self.download)
         if max(link, self.host) > self.compute:
             longest = "link" if link >= self.host else "host"
-        sent = max(self.network, self.exchange)
-        return longest if sent <= max(self.compute, link, self.host) else "network"
+        return longest if self.network <= max(self.compute, link, self.host) else "network"
 
 
 def step_time(
@@ -97,7 +87,6 @@ def step_time(
     hardware: HardwareProfile,
     training: Training,
     network: Network | None = None,
-    gathering: Gathering | None = None,
 ) -> StepTime:
     """Predicts what one optimizer step takes when the run has settled.
 
@@ -108,13 +97,12 @@ def step_time(
         hardware: The machine.
         training: How the plan is used.
         network: How gradients are summed over ranks; None: there is one.
-        gathering: How chunks are gathered from parts; None: each rank uploads all of them.
 
     Raises:
         ValueError: The profile has no segments, or is one of another model than the layout or the plan; or the rate of
             the machine for a dtype is not known.
     """
-    columns = columns_of(profile, layout, plan, hardware, training, gathering)
+    columns = columns_of(profile, layout, plan, hardware, training)
     averages = averages_of(profile, layout, plan, hardware, training.accumulate > 1, network)
     without_host = _without(columns, HOST)
     without_links = _without(without_host, LINKS)
@@ -122,15 +110,12 @@ def step_time(
     alone = float(passes(columns, training, hardware.asynchronous)[0][0]) if averages is not None else float(seconds)
     unhindered, compute = (simulate(part, training, hardware.asynchronous)[0] for part in (without_host, without_links))
     again = training.accumulate
-    exchange = _exchange(layout, plan, network) if network is not None else 0.0
-    # Behind the optimizer's step, and beside the first forward of the next one, if anything is.
-    shown = exchange if training.overlap == "off" else max(exchange - float(forward) / again, 0.0)
     landed = columns.land + (again - 1) * columns.add if again > 1 else columns.land
     return StepTime(
-        seconds=float(seconds) + shown,
+        seconds=float(seconds),
         forward=float(forward),
-        backward=float(seconds - forward) + shown,
-        network_exposed=float(seconds) + shown - alone,
+        backward=float(seconds - forward),
+        network_exposed=float(seconds) - alone,
         host_exposed=alone - float(unhindered),
         link_exposed=float(unhindered - compute),
         compute=float(compute),
@@ -138,14 +123,7 @@ def step_time(
         download=again * _total(columns.download, columns.swap_out),
         host=_total(landed, columns.host_step) + training.clips * _total(columns.norm, columns.scale),
         network=0.0 if averages is None else float(averages.sent[0]),
-        exchange=exchange,
     )
-
-
-def _exchange(layout: ModelLayout, plan: Plan, network: Network) -> float:
-    names = (fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters)
-    trained = [info.nbytes for info in map(layout.parameter, names) if info.trainable]
-    return network.exchange_of(len(trained), sum(trained))
 
 
 def _without(columns: Columns, names: tuple[str, ...]) -> Columns:

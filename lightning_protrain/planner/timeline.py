@@ -96,8 +96,6 @@ def memory_timeline(
     foreach: bool = False,
     checkpoint_copy: int = 0,
     sharers: int = 1,
-    machines: float = 1,
-    rows: bool = False,
 ) -> MemoryTimeline:
     """What `plan` takes, phase by phase.
 
@@ -112,13 +110,11 @@ def memory_timeline(
         foreach: Whether the optimizer steps all resident parameters at once, with temporaries as large as they are.
         checkpoint_copy: Bytes of the host for the copy of a checkpoint, which is kept from the first save on.
         sharers: Ranks of a machine that share one copy of what is offloaded; then the host is that of all of them.
-        machines: Among how many steps of that are divided.
-        rows: Whether weights are, too, and each machine reads its own.
 
     Raises:
         ValueError: The profile has no backward.
     """
-    copies = checkpoint_copy, sharers, machines, rows
+    copies = checkpoint_copy, sharers
     model = _Model(profile, layout, plan, hardware.asynchronous, state_bytes, accumulate, alpha, *copies)
     phases = (model.loading(), model.forward(), model.backward(), model.step(foreach), model.evaluation())
     return MemoryTimeline(phases, model.reserve.names)
@@ -138,8 +134,6 @@ class _Model:
         alpha: float,
         checkpoint_copy: int,
         sharers: int,
-        machines: float,
-        rows: bool,
     ) -> None:
         self.reserve = Reserve.of(profile, layout)
         # Casts of these are not made: the copy comes in their place.
@@ -166,8 +160,7 @@ class _Model:
             "optimizer_states": states,
             "module_buffers": layout.buffer_bytes,
         }
-        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous, sharers, machines, rows)
-        self._divided = machines, rows
+        self._host = host_terms(layout, plan, state_bytes, accumulate, asynchronous, sharers)
         if checkpoint_copy:
             self._host[CHECKPOINT_COPY] = checkpoint_copy
         policies = [plan.policy(block.name) for block in layout.blocks]
@@ -183,7 +176,7 @@ class _Model:
         names = ("resident_parameters", "module_buffers")
         largest = max((chunk.nbytes for chunk in self._plan.chunks if not chunk.resident), default=0)
         device = {name: self._states[name] for name in names} | {"chunk_buffers": largest}
-        return Phase("loading", "", device, loading_terms(self._layout, self._plan, self._asynchronous, *self._divided))
+        return Phase("loading", "", device, loading_terms(self._layout, self._plan, self._asynchronous))
 
     def forward(self) -> Phase:
         """The gradients of the step before are still there: they are dropped when the loss is known."""

@@ -25,7 +25,6 @@ from lightning_protrain.runtime.additions import refuse_additions
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import (
     Interception,
@@ -102,12 +101,9 @@ def apply_plan(
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     updates = Updates(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
-    gathers = None
-    if communicator is not None and chunks and ranks is not None and ranks.gathering is not None:
-        gathers = Gathers(chunks, communicator, device, updates)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, gathers, together)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, together)
         if device.host.locks and communicator is None:
             executor.reserve_gradients(layout.lends_copies)
     watch = ViewWatch()
@@ -177,7 +173,6 @@ class Runtime:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         training: bool,
-        averages: bool = True,
     ) -> T:
         """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout.
 
@@ -186,7 +181,6 @@ class Runtime:
             args: Given to it.
             kwargs: The same.
             training: Whether backward follows.
-            averages: Whether that ends with gradients averaged over the ranks.
         """
         if not self._interceptions and not self._chunks:
             return function(*args, **kwargs)
@@ -194,7 +188,7 @@ class Runtime:
         if not training:
             self.updates.finish_all()
         root = None if training and self._manual else executor.root
-        with executor.scope(training, averages):
+        with executor.scope(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
             self._watch.check()

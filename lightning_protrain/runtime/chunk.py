@@ -25,7 +25,7 @@ offloading. A fetch in backward must give the values of the forward: anything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
@@ -45,7 +45,6 @@ from lightning_protrain.runtime.changes import (
 )
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.owners import Share
-from lightning_protrain.runtime.parts import Arrival
 from lightning_protrain.runtime.row_gathers import Piece, RowArrival, RowGathers
 from lightning_protrain.runtime.rows import Rows, held_bytes, rows_of
 from lightning_protrain.runtime.slot import Slot
@@ -113,13 +112,12 @@ class Chunk:
         ]
         self._device.resize(self._storage, 0)
 
-    def fetch(self, after: Job | None = None, upload: Callable[..., Arrival] | None = None) -> None:
+    def fetch(self, after: Job | None = None) -> None:
         """Issues the upload; `wait` must be called before its bytes are used.
 
         Args:
             after: The step of the chunk that is still pending: the upload comes after it. `wait` then comes after the
                 end of the step, too.
-            upload: Brings it in parts, see [Note: Gathers]; None: this rank uploads all of it.
 
         Raises:
             RuntimeError: A host parameter has been given another dtype or shape.
@@ -136,7 +134,7 @@ class Chunk:
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._latest = self._upload(after, upload)
+        self._fence = self._latest = self._upload(after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -303,9 +301,9 @@ class Chunk:
         if isinstance(self._fence, RowArrival):
             self._fence.abandoned = True
 
-    def _upload(self, after: Job | None, upload: Callable[..., Arrival] | None) -> Any:
+    def _upload(self, after: Job | None) -> Any:
         if self._together is None:
-            return (upload or self._device.upload)(self._source, self._target, after)
+            return self._device.upload(self._source, self._target, after)
         assert after is None, "steps of divided weights are not overlapped"
         if not self._pieces:
             with below_guard():

@@ -58,8 +58,6 @@ class Ranks:
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
         sending: The group of `peers` for new weights in host memory, which come from threads of their own, where nodes
             divide steps, see [Note: Machines]; None: each node steps everything.
-        gathering: The group of the ranks of this node for parts of chunks, see [Note: Gathers], which come in an order
-            of their own, too; None: every rank uploads chunks whole.
         fetching: The group of `peers` for rows of weights on devices, where nodes divide weights, see [Note: Rows];
             None: each node holds all of them.
         filling: The group of the ranks of this node that give each other what they have fetched; None: there is one.
@@ -78,7 +76,6 @@ class Ranks:
     everyone: Any = None
     node: Any = None
     peers: Any = None
-    gathering: Any = None
     sending: Any = None
     fetching: Any = None
     filling: Any = None
@@ -178,21 +175,6 @@ class Ranks:
         starts, size = range(0, self.world_size, self.local_size), self.local_size
         return [dist.new_group(list(range(at, at + size)), timeout) for at in starts][self.machine]
 
-    def with_gathering(self, device: torch.device, timeout: timedelta | None = None) -> Ranks:
-        """The same, who gather parts of chunks; every rank calls it.
-
-        The first gather is made here. In the first one of a group the host waits until NCCL has met all ranks: in the
-        middle of a step a rank may have begun it that another one only makes behind something that both wait for.
-
-        Args:
-            device: Where they come.
-            timeout: As in `find_ranks`.
-        """
-        group, whole = self._make_own_node(timeout), torch.zeros(self.local_size, device=device)
-        work = begin_all_gather(whole, whole[self.local_rank :][:1], group)
-        self.attendance.wait(work, "the other ranks of its node", self.on_node)
-        return replace(self, gathering=group)
-
 
 def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
     """Makes the groups of a run; every rank calls it, after the group of all is there.
@@ -242,7 +224,7 @@ class Communicator:
         self._device = device
         self._host_waits = not isinstance(device, StreamDevice)
         # One name for all of them: a rank may wait for one kind and another rank for the other, both for a third rank.
-        self._what = _SUMS if ranks.gathering is ranks.fetching is None else _SUMS_AND_WEIGHTS
+        self._what = _SUMS if ranks.fetching is None else _SUMS_AND_WEIGHTS
 
     def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
@@ -335,24 +317,6 @@ class Communicator:
         """
         self._device.counters.collectives += 1
         self.ranks.meet(what, waits_for=self._what)
-
-    def begin_gather(self, whole: Tensor, part: Tensor) -> Any:
-        """Begins to gather the parts of the ranks of this node; `end_gather` must be called before they are read.
-
-        Args:
-            whole: Where they come, in the order of ranks; on the device, one-dimensional.
-            part: That of this rank, in its place there.
-        """
-        self._count(part)
-        self._device.counters.gathers += 1
-        return begin_all_gather(whole, part, self.ranks.gathering)
-
-    def end_gather(self, work: Any) -> None:
-        """Makes the compute stream wait until all parts are there."""
-        if self._host_waits:
-            self.ranks.attendance.wait(work, self._what, self.ranks.on_node)
-        else:
-            work.wait()
 
     def sum_of_node(self, values: Tensor) -> Tensor:
         """The sum of small host tensors over the ranks of this node, in place."""

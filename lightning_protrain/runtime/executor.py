@@ -29,7 +29,6 @@ from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator
 from lightning_protrain.runtime.early import EarlyFetch
-from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
@@ -70,7 +69,6 @@ class Executor:
         say: Takes a sentence for the user.
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
-        gathers: Says which chunks ranks bring to their devices together; None: none.
         together: Brings all of them together with the ranks of other machines; None: it does not.
     """
 
@@ -84,7 +82,6 @@ class Executor:
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
         communicator: Communicator | None = None,
-        gathers: Gathers | None = None,
         together: RowGathers | None = None,
     ) -> None:
         self.units = tuple(units)
@@ -95,8 +92,7 @@ class Executor:
         self._say = say
         self._swap = swap
         self._updates = updates
-        self._gathers = gathers
-        self._residency = Residency(chunks, capacity, device, updates, say, gathers)
+        self._residency = Residency(chunks, capacity, device, updates, say)
         self._early = EarlyFetch(chunks, self._residency, updates, self._give_up)
         self._landing = Landing(
             chunks,
@@ -109,9 +105,8 @@ class Executor:
             is_behind=self._is_behind,
             leave=self._leave,
         )
-        around = gathers or together
-        if around is not None and self._landing.reduction is not None:
-            self._landing.reduction.around_sums = around.around_sums
+        if together is not None and self._landing.reduction is not None:
+            self._landing.reduction.around_sums = together.around_sums
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
@@ -139,8 +134,8 @@ class Executor:
     # --- scopes -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def scope(self, training: bool, averages: bool = True) -> Iterator[None]:
-        """One step of the training loop, whose backward `averages` over the ranks; or of evaluation (forward only)."""
+    def scope(self, training: bool) -> Iterator[None]:
+        """One step of the training loop, or of evaluation (forward only)."""
         if self._scope is not None and self._scope.open:
             # A step called from inside a step belongs to it.
             yield
@@ -155,8 +150,6 @@ class Executor:
             unit.forget_uses()
         self._cursor = 0
         self._timeline = self._orders[training].timeline
-        if self._gathers is not None and training:
-            self._gathers.begin(averages)
         try:
             self._early.begin(self._timeline, training)
             yield
@@ -238,8 +231,6 @@ class Executor:
         self._early.end()
         self._updates.rows.take()
         self._updates.begin_backward()
-        if self._gathers is not None:
-            self._gathers.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self._backward_runs = True
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
@@ -326,8 +317,6 @@ class Executor:
         for unit in self.units:
             unit.forget_uses()
         self._landing.finish()
-        if self._gathers is not None:
-            self._gathers.end()
         self.settle()
 
     # --- at any time ------------------------------------------------------------------------------------------------
@@ -362,8 +351,6 @@ class Executor:
         self._backward = None
         self._early.end()
         self._landing.forget()
-        if self._gathers is not None:
-            self._gathers.abandon()
         for chunk in self._chunks:
             chunk.abandon()
             for slot in chunk.slots:

@@ -1,4 +1,4 @@
-"""How fast the ranks of a run sum gradients and gather chunks: measured with what they will send, when they can."""
+"""How fast the ranks of a run sum gradients: measured with what they will send, when they can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm import Ranks, begin_all_gather
+from lightning_protrain.runtime.comm import Ranks
 
 # Bytes of a sum that tells the latency, and of the largest one; sums of each size, of which the fastest counts.
 _SMALL, _LARGEST = 1 << 10, 64 << 20
@@ -61,73 +61,6 @@ def gauge(
     slowest = told.tolist()
     routes = {name: _route(slowest[2 * at], slowest[2 * at + 1], large) for at, name in enumerate(sums)}
     return Network(**routes, owners=ranks.local_size if shards else 1, element=element)
-
-
-def gauge_gathers(ranks: Ranks, device: torch.device, layout: ModelLayout) -> float:
-    """Measures how fast parts of chunks come from the other ranks of a machine; every rank calls it.
-
-    Args:
-        ranks: Who they are.
-        device: Where chunks come.
-        layout: The weights of its largest unit are a chunk.
-
-    Returns:
-        Bytes per second that come to each device from the others, those of the slowest rank.
-
-    Raises:
-        RuntimeError: A rank is gone, or has failed.
-    """
-    group, place, size = ranks.node or ranks.everyone, ranks.local_rank, ranks.local_size
-
-    def gather(flat: torch.Tensor) -> list[Any]:
-        part = flat.numel() // size
-        return [begin_all_gather(flat[: size * part], flat[place * part :][:part], group)]
-
-    return _rate_from_others(gather, size, ranks, device, layout)
-
-
-def gauge_rows(ranks: Ranks, device: torch.device, layout: ModelLayout) -> float:
-    """Measures how fast rows of chunks come from other machines, for all ranks at once; every rank calls it.
-
-    Args:
-        ranks: Who divide weights among their machines.
-        device: Where chunks come.
-        layout: As of `gauge_gathers`.
-
-    Returns:
-        Bytes per second that come to each device from other machines, those of the slowest rank.
-
-    Raises:
-        RuntimeError: A rank is gone, or has failed.
-    """
-    size = ranks.num_machines
-
-    def send(flat: torch.Tensor) -> list[Any]:
-        each = size * ranks.local_size
-        rows = flat[: flat.numel() // each * each].chunk(size)
-        works = [
-            dist.broadcast(ranks.fetched_part(part), group=ranks.fetching, group_src=machine, async_op=True)
-            for machine, part in enumerate(rows)
-        ]
-        for machine, part in enumerate(rows if ranks.local_size > 1 else ()):
-            if machine != ranks.machine:
-                _end(ranks, works[machine : machine + 1], part)
-                works[machine] = begin_all_gather(part, ranks.fetched_part(part), ranks.filling)
-        return works
-
-    return _rate_from_others(send, size, ranks, device, layout)
-
-
-def _rate_from_others(
-    begin: Callable[[torch.Tensor], list[Any]], size: int, ranks: Ranks, device: torch.device, layout: ModelLayout
-) -> float:
-    sizes = {info.fqn: info.nbytes for info in layout.parameters}
-    largest = max((sum(sizes[fqn] for fqn in unit.parameters) for unit in layout.units), default=0)
-    nbytes = max(min(largest, _LARGEST), _SMALL * size)
-    told = torch.tensor([_seconds(begin, nbytes, device, ranks)], dtype=torch.float64)
-    work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
-    ranks.attendance.wait(work, "the rates of the network")
-    return (size - 1) / size * nbytes / float(told)
 
 
 def _largest(layout: ModelLayout) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 from lightning_protrain.device import Device
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.gathers import Gathers
 from lightning_protrain.runtime.schedule import Capacity, Timeline, choose_evictions, choose_prefetch
 from lightning_protrain.runtime.unit import Unit
 from lightning_protrain.runtime.updates import Updates
@@ -29,7 +28,6 @@ class Residency:
         device: Where to.
         updates: Knows which host weights are still being stepped.
         say: Takes a sentence for the user.
-        gathers: Says which chunks come in parts; None: none do.
 
     Attributes:
         live: Indices of the chunks on the device, or on their way there.
@@ -44,7 +42,6 @@ class Residency:
         device: Device,
         updates: Updates,
         say: Callable[[str], None],
-        gathers: Gathers | None = None,
     ) -> None:
         self.live: set[int] = set()
         self.running: dict[Unit, None] = {}
@@ -55,7 +52,6 @@ class Residency:
         self._counters = device.counters
         self._updates = updates
         self._say = say
-        self._gathers = gathers
         self._said = False
 
     def pinned(self) -> set[int]:
@@ -147,9 +143,8 @@ class Residency:
 
     def _fetch(self, index: int, ahead: bool = False) -> None:
         chunk = self._chunks[index]
-        upload = self._gathers.join(index) if self._gathers is not None else None
         job = self._updates.job(index) if ahead else None
-        chunk.fetch(job, upload)
+        chunk.fetch(job)
         if job is None:
             self._updates.copies.watch(chunk.slots)
         chunk.prefetched = ahead

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_protrain import ProTrainStrategy, consensus, joint_planning, parallelism, planning
+from lightning_protrain import ProTrainStrategy, consensus, joint_planning, planning
 from lightning_protrain.device import CPUDevice, Device
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planning import SHARE_OF_ALL
@@ -95,31 +95,6 @@ def test_where_there_is_nothing_to_choose_weights_are_shared(options: dict[str, 
         assert equal
         assert taken.sharding == "shard"
         assert not any("sharding=" in sentence for sentence in taken.said)
-
-
-def gather(rank: int, name: str) -> tuple[Taken, int, int]:
-    """What is taken with `gather="device"`, by how many ranks it is planned to be gathered, and how often it is."""
-    torch.set_num_threads(1)
-    joint_planning.gauge = lambda *_: NETWORKS[name]
-    said = listen()
-    parallelism.rank_zero_info = said.append
-    options: dict[str, Any] = {"gather": "device", "device_memory": "64KiB", "hardware": CPU}
-    module, strategy = train(rank, partial(ProTrainStrategy, **options))
-    assert strategy.plan is not None
-    return of(strategy, said, module)._replace(weights={}), strategy.plan.gathered_by, strategy.counters.gathers
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_gathered_is_measured_and_compared(name: str, tmp_path: Path) -> None:
-    """The link between these ranks is what it is."""
-    first, second = values(run_ranks(gather, 2, tmp_path, name))
-    taken, gathered_by, gathers = first
-    assert taken.plan == second[0].plan
-    assert (taken.sharding, gathered_by, gathers > 0) == (name, 2 if name == "shard" else 1, name == "shard")
-    assert sum("Parts of chunks of 2 ranks: " in sentence for sentence in taken.said) == 1
-    assert sum(f'sharding="auto" takes "{name}"' in sentence for sentence in taken.said) == 1
-    nothing = 'gather="device": every rank holds what the plan offloads (sharding="replicate"), so '
-    assert sum(sentence.startswith(nothing) for sentence in taken.said) == (name == "replicate")
 
 
 def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, bool]:

@@ -116,21 +116,18 @@ def _keeps(layout: ModelLayout, chunks: list[ChunkPlan], blocks: list[BlockPlan]
 
 def _host(problem: Problem, plan: Plan) -> int:
     layout, machine, again = problem.layout, problem.hardware, problem.training.accumulate
-    divided = problem.machines, problem.rows
-    use, among = HostUse(problem.sharers, again, *divided), (problem.sharers, *divided)
+    use = HostUse(problem.sharers, again)
     return max(
         host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, use),
-        sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous, *among).values()),
-        sum(loading_terms(layout, plan, machine.asynchronous, *divided).values()),
+        sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous, problem.sharers).values()),
+        sum(loading_terms(layout, plan, machine.asynchronous).values()),
     )
 
 
 def times(problem: Problem, candidates: list[Candidate]) -> list[float]:
     """Seconds of one step of each."""
     columns = [
-        columns_of(
-            problem.profile, problem.layout, candidate.plan, problem.hardware, problem.training, problem.gathering
-        )
+        columns_of(problem.profile, problem.layout, candidate.plan, problem.hardware, problem.training)
         for candidate in candidates
     ]
     if not columns:

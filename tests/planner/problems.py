@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from lightning_protrain.planner.network import Gathering, Network, Route
+from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.training import Training
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -237,13 +237,6 @@ def with_calls_of_the_head(problem: Problem, count: int) -> Problem:
 def with_budgets(problem: Problem, device: int | None, host: int | None) -> Problem:
     """The same with other budgets."""
     return replace(problem, device_bytes=device, host_bytes=host)
-
-
-def random_gathering(seed: int, hardware: HardwareProfile) -> Gathering:
-    """Devices that reach each other more slowly than the host or up to ten times as fast, in windows of any size."""
-    source = random.Random(seed)
-    link = source.choice([None, hardware.upload * source.uniform(0.3, 10.0)])
-    return Gathering(source.randint(2, 8), link, window=source.randint(1, 20_000))
 
 
 def random_network(seed: int, problem: Problem) -> Network:

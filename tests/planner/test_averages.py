@@ -91,26 +91,3 @@ def test_one_rank_sends_nothing() -> None:
     problem = replace(problem_of(1), network=None)
     candidate = next(iter(all_candidates(problem, Knobs())))
     assert averages_of(problem.profile, problem.layout, candidate.plan, problem.hardware, False, None) is None
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-def test_new_weights_go_behind_the_step_and_beside_the_next_forward(overlap: str, accumulate: int) -> None:
-    layout, profile = virtual.profile_of(6, 64, False)
-    training = Training(overlap, accumulate=accumulate)  # type: ignore[arg-type]
-    case = virtual.Case(training, link=0.5, host=0.2, num_blocks=6, num_tokens=64)
-    hardware, route = virtual.hardware_of(together.rates_of(case, 1.0)), Route(0.0, 1e9)
-    plan = virtual.plan_of(case, layout, profile)
-    known = profile, layout, plan, hardware, training
-    network = Network(route, route, route, owners=2)
-    before = step_time(*known, network)
-    trained = sum(info.nbytes for info in layout.parameters if info.trainable)
-    for part in (0.5, 3.0):
-        seconds = part * before.forward / accumulate
-        found = step_time(*known, replace(network, exchange=Route(0.0, trained / 2 / seconds)))
-        shown = seconds if overlap == "off" else max(part - 1, 0) * before.forward / accumulate
-        assert found.exchange == pytest.approx(seconds)
-        assert found.seconds - before.seconds == pytest.approx(shown)
-        assert found.network_exposed - before.network_exposed == pytest.approx(shown)
-        assert found.seconds == pytest.approx(found.forward + found.backward)
-    assert before.exchange == 0

@@ -10,7 +10,7 @@ from lightning_protrain.planner import space
 from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.problem import Packing
 from tests.planner.brute import all_candidates, times
-from tests.planner.problems import large_problem, random_gathering, random_problem, with_repeats
+from tests.planner.problems import large_problem, random_problem, with_repeats
 from tests.planner.test_search import rounded
 
 
@@ -19,8 +19,6 @@ def test_candidates_are_columns_of_plans(seed: int) -> None:
     problem = random_problem(seed, 5, 9)
     if seed % 2:
         problem = with_repeats(random.Random(seed), problem)
-    if seed % 3 == 0:
-        problem = replace(problem, gathering=random_gathering(seed, problem.hardware))
     packing = Packing(problem, problem.chunk_bytes[0], None)
     over = space.Space(packing, Knobs())
     for candidate in all_candidates(replace(problem, chunk_bytes=problem.chunk_bytes[:1]), Knobs()):

@@ -167,22 +167,14 @@ def test_short_seconds(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "gathered_by", "sentence"),
+    ("sharding", "sentence"),
     [
-        (Sharding.REPLICATE, 1, None),
-        (Sharding.SHARD, 1, "Streamed chunks are uploaded whole by each rank, from the one copy of its machine."),
-        (Sharding.SHARD, 4, "Streamed chunks come in parts, gathered between the 4 ranks of a machine."),
+        (Sharding.REPLICATE, None),
+        (Sharding.SHARD, "Streamed chunks are uploaded whole by each rank, from the one copy of its machine."),
     ],
 )
-def test_how_chunks_come_is_said(sharding: Sharding, gathered_by: int, sentence: str | None) -> None:
-    plan = replace(PLAN, sharding=sharding, gathered_by=gathered_by)
-    assert [line for line in _lines(plan) if "ranks of" in line or "each rank" in line] == [sentence] * bool(sentence)
+def test_how_chunks_come_is_said(sharding: Sharding, sentence: str | None) -> None:
+    plan = replace(PLAN, sharding=sharding)
+    assert [line for line in _lines(plan) if "each rank" in line] == [sentence] * bool(sentence)
     resident = replace(plan, chunks=tuple(chunk._replace(resident=True) for chunk in PLAN.chunks))
     assert not any("Streamed chunks" in line for line in _lines(resident))
-
-
-def test_what_gathers_for_others_take_is_a_term() -> None:
-    plan = replace(PLAN, prediction=None, memory=replace(PLAN.memory, gathers_for_others=2 * MIB))
-    assert "gathers for other ranks 2.0 MiB 12 % of 16.0 MiB" in _lines(plan, 16 * MIB)
-    assert "total 10.0 MiB 63 % of 16.0 MiB" in _lines(plan, 16 * MIB)
-    assert not any("gathers" in line for line in _lines(replace(PLAN, prediction=None)))

@@ -6,16 +6,13 @@ from dataclasses import replace
 from mmap import PAGESIZE
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import elsewhere, host_bytes, memory_terms
+from lightning_protrain.planner.memory import host_bytes, memory_terms
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.owners import assign_machines
 from tests.planner.layouts import transformer
 
 LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
@@ -102,38 +99,6 @@ def test_ranks_that_share_one_copy_have_the_rest_of_their_own(
         alone["landing_gradients"] = 0  # Averages are cast on the device.
     shared = host_terms(layout, plan, 8.0, accumulate, sharers=sharers)
     assert shared == {**alone, OTHER_RANKS: pages * PAGESIZE}
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12), st.integers(2, 4))
-def test_no_machine_has_more_than_is_planned(sizes: list[int], machines: int) -> None:
-    """Dealt out as the runtime does it: where one rank of each machine owns all, so that chunks stay whole."""
-    dealt = assign_machines([[(size, size)] for size in sizes], [[0]] * len(sizes), machines)
-    loads = [sum(size for size, (each,) in zip(sizes, dealt, strict=True) if each == at) for at in range(machines)]
-    assert max(loads) <= sum(sizes) - elsewhere(sizes, machines)
-    assert elsewhere(sizes, 1) == 0
-
-
-def test_machines_that_divide_steps_have_states_and_averages_of_a_part() -> None:
-    layout, plan = LAYOUT, plan_of(LAYOUT)
-    alone, two = (host_terms(layout, plan, 8.0, sharers=2, machines=machines) for machines in (1, 2))
-    accumulated = host_terms(layout, plan, 8.0, 2, sharers=2, machines=2)
-    numels = [sum(layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in plan.chunks]
-    other = elsewhere(numels, 2)
-    assert 0 < other <= sum(numels) / 2
-    assert two["optimizer_states"] == alone["optimizer_states"] - 8 * other
-    assert 0 < two["gradients"] < alone["gradients"] == accumulated["gradients"]
-    for name in ("parameters", "low_precision_copies"):
-        assert two[name] == alone[name]
-
-
-def test_machines_that_divide_weights_have_a_part_of_them() -> None:
-    layout, plan = LAYOUT, plan_of(LAYOUT)
-    steps, rows = (host_terms(layout, plan, 8.0, sharers=2, machines=2, rows=rows) for rows in (False, True))
-    assert rows["parameters"] < steps["parameters"] <= 2 * rows["parameters"]
-    assert all(rows[name] == steps[name] for name in steps if name not in ("parameters", "low_precision_copies"))
-    assert rows["low_precision_copies"] <= steps["low_precision_copies"]
-    placed, read = (loading_terms(layout, plan, True, 2, rows) for rows in (False, True))
-    assert read["parameters"] < placed["parameters"]
 
 
 def test_nothing_is_shared_by_one_rank() -> None:

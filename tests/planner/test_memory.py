@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import inf, prod
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -15,14 +15,13 @@ from lightning_protrain.planner.memory import (
     check_fits,
     format_bytes,
     host_bytes,
-    machines_by_rows,
     memory_terms,
     minimum_buffer_bytes,
     minimum_chunk_buffers,
     resident_bytes,
 )
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, gathers_gradients
-from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
+from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from tests.planner.layouts import is_inside, layout_of, layouts, parameter, transformer
 
 
@@ -280,33 +279,3 @@ def test_resident_bytes_are_those_of_the_terms_without_gradients(layout: ModelLa
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.trainable)
     terms = memory_terms(layout, chunks, 0, state_bytes)
     assert sum(resident_bytes(layout, chunk, state_bytes) for chunk in chunks) == terms.resident_states - gradients
-
-
-@pytest.mark.parametrize(
-    ("shapes", "machines", "expected"),
-    [
-        ([(4096, 64)], 16, 16),
-        ([(10, 64)], 4, 10 / 3),
-        ([(8, 64, 64), (4096, 64)], 16, 8),
-        ([(8, 64, 64), (4096, 64)], 5, 4),
-        ([(4096, 4096), (8, 2), (), (0, 4)], 16, 16),
-        ([()], 4, 1),
-    ],
-)
-def test_machines_count_as_those_of_the_weight_with_the_largest_first_part(
-    shapes: list[tuple[int, ...]], machines: int, expected: float
-) -> None:
-    infos = [
-        ParameterInfo(f"{at}.w", (f"{at}.w",), shape, "float32", 4 * prod(shape), True)
-        for at, shape in enumerate(shapes)
-    ]
-    layout = layout_of(infos, {f"{at}": [f"{at}.w"] for at in range(len(shapes))})
-    assert machines_by_rows(layout, machines) == expected
-    for info in infos:
-        if info.nbytes > 1000:
-            assert info.nbytes / expected >= info.nbytes * (-(-info.shape[0] // machines)) / info.shape[0] - 1e-6
-
-
-def test_packed_weights_are_whole_on_all_machines() -> None:
-    packed = ParameterInfo("a.w", ("a.w",), (4096, 1), "uint8", 5000, False)
-    assert machines_by_rows(layout_of([packed], {"a": ["a.w"]}), 4) == 1

@@ -43,13 +43,13 @@ def test_advice_is_added() -> None:
     assert PREDICTION.advice == ("Buy memory.",)
 
 
-def test_what_ranks_sum_and_gather_are_terms_of_their_phases() -> None:
-    among = PREDICTION.among_ranks(7, 5)
+def test_what_ranks_sum_is_a_term_of_backward() -> None:
+    among = PREDICTION.among_ranks(7)
     forward, backward = among.phases
-    assert forward.device == {**PREDICTION.phases[0].device, "gathers_for_others": 5}
-    assert backward.device == {**PREDICTION.phases[1].device, "gradient_buckets": 7, "gathers_for_others": 5}
-    assert among.among_ranks(0, 0) == PREDICTION
-    assert among.among_ranks(3, 0) == PREDICTION.among_ranks(3, 0) != PREDICTION
+    assert forward == PREDICTION.phases[0]
+    assert backward.device == {**PREDICTION.phases[1].device, "gradient_buckets": 7}
+    assert among.among_ranks(0) == PREDICTION
+    assert among.among_ranks(3) == PREDICTION.among_ranks(3) != PREDICTION
 
 
 @pytest.mark.parametrize("alone", [None, 1.5])

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ChunkPlan, MemoryTerms, Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
-from lightning_protrain.planner.scaling import LATENCY_BETWEEN, LATENCY_WITHIN, NO_TIME, Cluster, exchanged_bytes, scale
+from lightning_protrain.planner.scaling import LATENCY_BETWEEN, LATENCY_WITHIN, NO_TIME, Cluster, scale
 
 PREDICTION = Prediction(
     hardware="GPU",
     budget=10**9,
     phases=(PhasePrediction("step", "", {"states": 10}, {"parameters": 600}),),
     step_seconds=2.0,
-    busy={"compute": 1.5, "network": 0.75, "exchange": 0.25},
+    busy={"compute": 1.5, "network": 0.75},
     bound="compute",
     tokens=100,
     alone_seconds=1.5,
@@ -32,10 +32,6 @@ def plan_of(resident: int, offloaded: int, sharding: Sharding = Sharding.SHARD, 
         ChunkPlan(("c",), "c", "float32", False, 10**6, True),
     )
     return Plan(chunks, (), 1, MemoryTerms(0, 0, 0, 0), {}, PREDICTION, sharding)
-
-
-def gathered(plan: Plan, here: int) -> Plan:
-    return replace(plan, gathered_by=here)
 
 
 def cluster(here: int, nodes: int = 1, link: float = 100.0, network: float = 10.0) -> Cluster:
@@ -66,11 +62,10 @@ def test_sums_to_all_by_hand(where: Cluster, seconds: float, latency: float, sha
         assert found == Network(found.everyone)
 
 
-@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize(("here", "nodes"), [(4, 1), (4, 2), (2, 2), (8, 8), (1, 2), (1, 4)])
-def test_sums_of_shared_chunks_by_hand(here: int, nodes: int, divides: bool) -> None:
+def test_sums_of_shared_chunks_by_hand(here: int, nodes: int) -> None:
     """All ranks of a machine send 400 bytes together, to owners of 400 / here each."""
-    found = replace(cluster(here, nodes), divides_steps=divides).network_under(Sharding.SHARD)
+    found = cluster(here, nodes).network_under(Sharding.SHARD)
     assert found.owner is not None
     assert found.owners == here
     assert seconds_of(found.owner, 400) == pytest.approx((here - 1) / here * 400 / 100)
@@ -79,33 +74,8 @@ def test_sums_of_shared_chunks_by_hand(here: int, nodes: int, divides: bool) -> 
         assert found.peers is None
         return
     assert found.peers is not None
-    assert seconds_of(found.peers, 400 / here) == pytest.approx((1 if divides else 2) * (nodes - 1) / nodes * 400 / 10)
+    assert seconds_of(found.peers, 400 / here) == pytest.approx(2 * (nodes - 1) / nodes * 400 / 10)
     assert found.peers.latency == LATENCY_BETWEEN
-
-
-@pytest.mark.parametrize(
-    ("where", "seconds"),
-    [
-        # One machine sends all of its part, and the other waits; then the other way round.
-        (cluster(1, 2), 400 / 10),
-        # Two ranks of a machine do so at the same time, and fill the network.
-        (cluster(2, 2), 1 / 2 * 400 / 10),
-        (cluster(8, 8), 7 / 8 * 400 / 10),
-        # Along a tree, four machines are reached in two turns.
-        (cluster(1, 4), 2 * 400 / 10),
-        (cluster(2, 1), 0.0),
-    ],
-)
-def test_machines_that_divide_steps_send_weights(where: Cluster, seconds: float) -> None:
-    divided = replace(where, divides_steps=True)
-    found = divided.network_under(Sharding.SHARD)
-    assert found.exchange_of(0, 400) == pytest.approx(seconds)
-    assert found.exchange is None or found.exchange.latency == LATENCY_BETWEEN
-    for other in (where, replace(divided, divides_weights=True)):
-        assert other.network_under(Sharding.SHARD).exchange is None
-    assert divided.network_under(Sharding.REPLICATE).exchange is None
-    # The sums of these machines and what they send afterwards are one sum to all.
-    assert exchanged_bytes(plan_of(200, 400), where.num_nodes) == (where.num_nodes - 1) / where.num_nodes * 400
 
 
 @pytest.mark.parametrize("sharding", Sharding)
@@ -117,13 +87,9 @@ def test_the_dtype_of_sums_is_that_of_the_network(sharding: Sharding) -> None:
     st.integers(1, 16), st.integers(1, 64), st.sampled_from(list(Sharding)), st.floats(1e3, 1e12), st.floats(1.0, 1e3)
 )
 def test_what_is_faster_never_takes_longer(here: int, nodes: int, sharding: Sharding, rate: float, more: float) -> None:
-    for divides in ({}, {"divides_steps": True}, {"divides_steps": True, "divides_weights": True}):
-        slow, fast = (
-            Cluster(here, nodes, each, each, 1e12, **divides).network_under(sharding) for each in (rate, more * rate)
-        )
-        for seconds in (Network.sum_of_resident, Network.exchange_of, Network.sum_of_chunks):
-            sizes = {Network.sum_of_resident: (1e9,), Network.exchange_of: (10, 10**9)}.get(seconds, (9, 99, 1e9, 4e9))
-            assert 0 <= seconds(fast, *sizes) <= seconds(slow, *sizes) * (1 + 1e-9)
+    slow, fast = (Cluster(here, nodes, each, each, 1e12).network_under(sharding) for each in (rate, more * rate))
+    assert 0 <= fast.sum_of_resident(1e9) <= slow.sum_of_resident(1e9) * (1 + 1e-9)
+    assert 0 <= fast.sum_of_chunks(9, 99, 1e9, 4e9) <= slow.sum_of_chunks(9, 99, 1e9, 4e9) * (1 + 1e-9)
 
 
 def test_nothing_is_sent_where_there_is_one_device() -> None:
@@ -134,7 +100,7 @@ def test_nothing_is_sent_where_there_is_one_device() -> None:
 
 def test_the_step_is_that_of_the_prediction() -> None:
     found = scale(plan_of(0, 400), cluster(4))
-    assert (found.step_seconds, found.sent_seconds, found.exchange_seconds) == (2.0, 0.75, 0.25)
+    assert (found.step_seconds, found.sent_seconds) == (2.0, 0.75)
     assert found.efficiency == 1.5 / 2.0
     assert found.tokens_per_second == pytest.approx(400 / 2.0)
 
@@ -142,6 +108,7 @@ def test_the_step_is_that_of_the_prediction() -> None:
 def test_devices_share_the_memory_of_their_host() -> None:
     narrow = replace(cluster(4, link=1e9), host_memory=100.0)
     assert scale(plan_of(0, 400), narrow).step_seconds == pytest.approx(4 * (2 * 400 + 400) / 100)
+    assert scale(plan_of(0, 400, low=True), narrow).host_seconds == pytest.approx(4 * (2 * 400 + 800) / 100)
     assert scale(plan_of(0, 400), narrow).node_bytes == 600
     assert scale(plan_of(0, 400, Sharding.REPLICATE), narrow).node_bytes == 2400
 
@@ -152,15 +119,13 @@ def test_devices_share_the_memory_of_their_host() -> None:
     st.integers(1, 8),
     st.integers(1, 64),
     st.sampled_from(list(Sharding)),
-    st.booleans(),
     st.floats(1.0, 1e6),
     st.floats(0.1, 10.0),
 )
 def test_no_cluster_is_better_than_its_devices(
-    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, gathers: bool, rate: float, alone: float
+    resident: int, offloaded: int, here: int, nodes: int, sharding: Sharding, rate: float, alone: float
 ) -> None:
-    plan = gathered(plan_of(resident, offloaded, sharding), here if gathers else 1)
-    plan = replace(plan, prediction=replace(PREDICTION, alone_seconds=alone))
+    plan = replace(plan_of(resident, offloaded, sharding), prediction=replace(PREDICTION, alone_seconds=alone))
     found = scale(plan, cluster(here, nodes, rate, rate))
     assert 0 < found.efficiency <= 1
     assert found.tokens_per_second is not None
@@ -176,40 +141,3 @@ def test_what_was_timed_for_one_device_is_not_scaled() -> None:
     alone = replace(PREDICTION, busy={"compute": 1.5}, alone_seconds=None)
     with pytest.raises(ValueError, match=r"timed for one GPU alone: make it for `num_gpus`"):
         scale(replace(plan_of(1, 1), prediction=alone), cluster(2))
-
-
-@pytest.mark.parametrize(
-    ("plan", "where", "host", "link"),
-    [
-        # Four ranks read a quarter each of 400 bytes, twice, and write 400 bytes of gradients each.
-        (gathered(plan_of(0, 400), 4), cluster(4), 4 * (2 * 400 / 4 + 400), 3 / 4 * (2 * 400 + 400) / 100),
-        (gathered(plan_of(0, 400, low=True), 4), cluster(4), 4 * (2 * 400 / 4 + 800), 3 / 4 * (2 * 400 + 800) / 100),
-        (
-            gathered(plan_of(200, 400), 2),
-            cluster(2),
-            2 * (2 * 400 / 2 + 400),
-            (1 / 2 * (2 * 400 + 400) + 2 * 1 / 2 * 200) / 100,
-        ),
-        # Sums of other machines cross the network, not this link.
-        (gathered(plan_of(0, 400), 4), cluster(4, 2), 4 * (2 * 400 / 4 + 400), 3 / 4 * (2 * 400 + 400) / 100),
-        (plan_of(0, 400), cluster(4), 4 * (2 * 400 + 400), 0.0),
-    ],
-)
-def test_parts_leave_the_host_once_and_cross_the_link(plan: Plan, where: Cluster, host: float, link: float) -> None:
-    found = scale(plan, where)
-    assert found.host_seconds == pytest.approx(host / where.host_memory)
-    assert found.link_seconds == pytest.approx(link)
-
-
-def test_micro_batches_gather_each_and_sum_once() -> None:
-    plan = gathered(plan_of(0, 400), 4)
-    assert plan.prediction is not None
-    plan = replace(plan, prediction=replace(plan.prediction, accumulate=3))
-    assert scale(plan, cluster(4)).link_seconds == pytest.approx(3 / 4 * (3 * 2 * 400 + 400) / 100)
-
-
-def test_a_step_takes_no_less_than_the_link_between_devices() -> None:
-    plan, slow = gathered(plan_of(0, 400), 4), cluster(4, link=10.0)
-    assert scale(plan, slow).step_seconds == scale(plan, slow).link_seconds == pytest.approx(90.0)
-    narrow = replace(cluster(4, link=1e9), host_memory=100.0)
-    assert scale(plan, narrow).step_seconds == pytest.approx(4 * (2 * 400 / 4 + 400) / 100)

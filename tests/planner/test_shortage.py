@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.network import Gathering
 from lightning_protrain.planner.problem import Packing, Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.profiler.records import ModelProfile, Segment, UnitCall
@@ -84,46 +83,6 @@ def test_what_a_plan_needs_without_activations_is_no_more_than_what_it_needs() -
     assert said > 5
 
 
-@pytest.mark.parametrize(
-    ("given", "steps", "weights"),
-    [
-        ({}, False, False),
-        ({"num_nodes": 4}, True, True),
-        ({"num_nodes": 4, "machines": 4}, False, True),
-        ({"num_nodes": 4, "machines": 4, "rows": True}, False, False),
-    ],
-)
-@pytest.mark.parametrize("also", ["the device", ""])
-def test_what_several_machines_may_divide_is_named(
-    given: dict[str, Any], steps: bool, weights: bool, also: str
-) -> None:
-    problem = replace(random_problem(3, 4, 8), **given)
-    device = least(problem, "device") if also else problem.device_bytes
-    host = least(problem, "host") - (not also)
-    message = refusal(replace(problem, device_bytes=device, host_bytes=host), Knobs())
-    assert ("if it is to fit the host" in message) is bool(also)
-    assert ('shard_optimizer="world" divides' in message) is steps
-    assert ('shard_weights="world"' in message) is weights
-
-
-@pytest.mark.parametrize(
-    ("seed", "divided"),
-    [
-        (3, {"machines": 4}),
-        (9, {"machines": 4}),
-        (4, {"machines": 4, "rows": True}),
-        (5, {"machines": 4, "rows": True}),
-    ],
-)
-def test_what_is_named_helps(seed: int, divided: dict[str, Any]) -> None:
-    problem = random_problem(seed, 4, 8)
-    problem = replace(problem, device_bytes=least(problem, "device"), num_nodes=4)
-    host = min(one.host for one in all_candidates(problem, Knobs()) if one.device <= problem.device_bytes)
-    tight = replace(problem, host_bytes=host - 1)
-    assert "Each of the 4 machines would hold all of it" in refusal(tight, Knobs())
-    search(replace(tight, **divided), Knobs())
-
-
 def refusal(problem: Problem, knobs: Knobs) -> str:
     with pytest.raises(NoFeasiblePlan) as caught:
         search(problem, knobs)
@@ -186,13 +145,11 @@ def test_the_part_of_the_batch_that_the_refusal_names_fits(pinned: bool, tokens:
     assert max(shares) < 1
 
 
-@pytest.mark.parametrize(("window", "terms"), [(0, "gradient_buckets 900 bytes"), (640, "gradient_buckets 260 bytes")])
-def test_the_refusal_names_what_is_held_for_other_ranks(window: int, terms: str) -> None:
-    problem = replace(random_problem(0, 4, 8), gathering=Gathering(2, spare=window), reserved=900)
+def test_the_refusal_names_what_is_held_for_other_ranks() -> None:
+    problem = replace(random_problem(0, 4, 8), reserved=900)
     with pytest.raises(NoFeasiblePlan) as caught:
         search(replace(problem, device_bytes=0), Knobs())
-    assert terms in str(caught.value)
-    assert ("gathers_for_others 640 bytes" in str(caught.value)) is (window > 0)
+    assert "gradient_buckets 900 bytes" in str(caught.value)
 
 
 def test_the_refusal_names_the_knob_that_is_in_the_way() -> None:

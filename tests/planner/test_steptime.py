@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_protrain.planner.network import Gathering, Network, Route
-from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.steptime import StepTime, Training, step_time
-from tests.planner import together
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,
@@ -22,7 +17,6 @@ from tests.planner.virtual import (
     plan_of,
     profile_of,
     rates_of,
-    to_the_end,
 )
 
 WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
@@ -77,42 +71,3 @@ def test_the_virtual_clock_agrees(case: Case) -> None:
 
 
 # --- ranks that gather, on the virtual clock --------------------------------------------------------------------------
-
-# Ranks; what chunks and gradients take on their links over computing, whole; buffers; of a chunk, how many windows.
-GATHERED = {
-    "the link to the host": (2, 4.0, 0.1, "off", 3, 16),
-    "that between devices": (2, 1.0, 1.0, "backward", 3, 16),
-    "neither": (2, 2.0, 0.1, "backward", 3, 16),
-    "both alike": (2, 2.0, 0.5, "off", 3, 16),
-    "few windows": (2, 4.0, 0.5, "off", 3, 4),
-    "four ranks": (4, 4.0, 0.3, "backward", 3, 16),
-    "one buffer and window": (2, 2.0, 0.3, "off", 1, 1),
-}
-
-
-@pytest.mark.parametrize("waits_for", GATHERED)
-def test_steps_of_ranks_that_gather_take_what_is_predicted(waits_for: str) -> None:
-    size, link, ratio, overlap, num_buffers, num_windows = GATHERED[waits_for]
-    case = Case(
-        Training(overlap),  # type: ignore[arg-type]
-        link=link,
-        host=0.2,
-        num_blocks=6,
-        num_tokens=64,
-        num_buffers=num_buffers,
-        policies=lambda _: CHECKPOINT,
-    )
-    layout, profile = profile_of(6, 64, False)
-    rates, plan = together.rates_of(case, ratio), plan_of(case, layout, profile)
-    hardware, route = hardware_of(rates), Route(0.0, rates.network)
-    hardware = replace(hardware, host_step=size * hardware.host_step)  # Each rank steps its part.
-    known = to_the_end(profile), layout, plan, hardware, case.training, Network(route, route, owners=size)
-    # Of what a collective brings the simulation counts the own part, too.
-    window = max(chunk.nbytes for chunk in plan.chunks) // num_windows
-    gathering = Gathering(size, (size - 1) / size * rates.network, window=window)
-    with set_checkpoint_early_stop(False):
-        measured = together.measure(case, ratio, Sharding.SHARD, 6, size, window)
-    predicted = step_time(*known, gathering).seconds
-    assert predicted == pytest.approx(measured, rel=TOLERANCE)
-    # With whole chunks it would be another time.
-    assert abs(step_time(*known).seconds / measured - 1) > 2 * TOLERANCE

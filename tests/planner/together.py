@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_protrain.planner.network import WINDOW
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime import parts, turns
+from lightning_protrain.runtime import turns
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.optimizer import fused_host_step
 from lightning_protrain.runtime.updates import Overlap
@@ -36,24 +35,15 @@ def rates_of(case: virtual.Case, ratio: float) -> Rates:
     return replace(virtual.rates_of(case, layout, profile), network=nbytes / (ratio * backward), latency=0.0)
 
 
-def measure(
-    case: virtual.Case,
-    ratio: float,
-    sharding: Sharding,
-    num_steps: int = 4,
-    gathered_by: int = 1,
-    window: int = WINDOW,
-) -> float:
-    """Virtual seconds of one step of two ranks, or of those that gather, when the run has settled."""
-    size = max(gathered_by, 2)
-    network = SimulatedNetwork(size)
+def measure(case: virtual.Case, ratio: float, sharding: Sharding, num_steps: int = 4) -> float:
+    """Virtual seconds of one step of two ranks when the run has settled."""
+    network = SimulatedNetwork(2)
     rates = rates_of(case, ratio)
-    among = ranked.Case(sharding=sharding, node_size=size, gathers=gathered_by > 1)
+    among = ranked.Case(sharding=sharding, node_size=2)
     with pytest.MonkeyPatch.context() as patch:
         own = ranked._OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
         patch.setattr(turns, "HostWorker", own.new_worker)
-        patch.setattr(parts, "WINDOW", window)
 
         def run(rank: int) -> list[float]:
             own.rank = rank
@@ -96,7 +86,7 @@ def _step(case: virtual.Case, gpt: nn.Module, runtime: Runtime, optimizer: torch
 
     def forward_and_backward(index: int) -> None:
         last = index == training.accumulate - 1
-        loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True, last)
+        loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True)
         if index == 0:
             optimizer.zero_grad()
         if last:

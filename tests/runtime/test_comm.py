@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime import attendance, comm
+from lightning_protrain.runtime import attendance
 from lightning_protrain.runtime.attendance import Attendance
 from lightning_protrain.runtime.comm import Communicator, Ranks, find_ranks
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
@@ -33,20 +33,6 @@ def _places(rank: int, local_size: int) -> Any:
         dist.get_process_group_ranks(group) if group is not None else None for group in (ranks.node, ranks.peers)
     ]
     return ranks.first_of_node, list(ranks.on_node), members, set(limits)
-
-
-def _gathering(rank: int, local_size: int) -> tuple[list[int], int]:
-    """Who gathers with this rank, and how many gathers are made before any is asked for."""
-    patch, gather, made = pytest.MonkeyPatch(), comm._all_gather, []
-    patch.setattr(comm, "_all_gather", lambda *args, **how: (made.append(args), gather(*args, **how))[1])
-    ranks = find_ranks(rank % local_size, local_size).with_gathering(torch.device("cpu"), timedelta(seconds=7))
-    patch.undo()
-    return dist.get_process_group_ranks(ranks.gathering), len(made)
-
-
-@pytest.mark.parametrize(("world_size", "groups"), [(2, [[0, 1]] * 2), (4, [[0, 1], [0, 1], [2, 3], [2, 3]])])
-def test_ranks_of_a_node_that_gather_have_met(world_size: int, groups: list[list[int]], tmp_path: Path) -> None:
-    assert values(run_ranks(_gathering, world_size, tmp_path, 2)) == [(group, 1) for group in groups]
 
 
 def test_the_ranks_of_one_machine_are_one_node(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ class Case:
         reduce_dtype: In which gradients of offloaded chunks are sent.
         skips: Whether batches take different ways through the model on different ranks.
         num_steps: Of the optimizer.
-        gathers: Whether ranks of a node upload parts of the chunks that they share.
     """
 
     plan: Callable[[nn.Module], Plan] = kept
@@ -70,7 +69,6 @@ class Case:
     reduce_dtype: torch.dtype | None = None
     skips: bool = True
     num_steps: int = 3
-    gathers: bool = False
 
     @property
     def world_size(self) -> int:
@@ -184,8 +182,6 @@ def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, ran
     members = {"node": range(first, first + size), "peers": world[rank % size :: size]}
     group = partial(SimulatedGroup, network=network, device=device, rank=rank)
     groups = {name: group(name, members=each) for name, each in members.items()} if case.nodes > 1 else {}
-    if case.gathers:
-        groups["gathering"] = group("gathering", members=members["node"])
     return Ranks(
         rank,
         case.world_size,

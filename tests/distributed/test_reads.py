@@ -1,4 +1,4 @@
-"""A weight that is read anywhere in a step that machines divide: nobody hangs, and nobody sees an old value."""
+"""A weight that is read anywhere in a step of ranks that share it: nobody hangs, and nobody sees an old value."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.distributed.test_exchange import Case, fit
-from tests.distributed.test_overlap import slow_steps
+from tests.distributed.test_overlap import Case, fit, slow_steps
 from tests.distributed.test_parity import Module
 from tests.ranks import run_ranks, values
 
@@ -29,10 +28,10 @@ def total(weights: Iterable[Tensor]) -> float:
 class Reading(Module):
     """Reads all weights, on some ranks only, in hooks of its own and in one behind the optimizer's step.
 
-    Where machines do not divide steps, what that one should see is read when the step is over.
+    Where ranks share nothing, what that one should see is read when the step is over.
     """
 
-    rank, ranks, hooks, late, divided = 0, range(4), (), False, True
+    rank, ranks, hooks, late, shared = 0, range(2), (), False, True
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -43,7 +42,7 @@ class Reading(Module):
             self.seen.append((where, self.trainer.fit_loop.total_batch_idx, total(self.model.parameters())))
 
     def read_behind(self, *_: Any) -> None:
-        if self.divided:
+        if self.shared:
             self.note("behind the step")
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -57,7 +56,7 @@ class Reading(Module):
             self.note("on_before_backward")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if not self.divided and (self.late or isinstance(self, Hooked)):  # It is over, everywhere.
+        if not self.shared and (self.late or isinstance(self, Hooked)):  # It is over, everywhere.
             self.note("behind the step")
         if self.late:
             self.handle.remove()
@@ -88,43 +87,40 @@ class Hooked(Reading):
         return optimizer
 
 
-def _read(rank: int, local_size: int, cls: type[Reading], kind: str, overlap: str, how: dict[str, Any]) -> Any:
-    """What is seen on machines that each step everything, and on those that divide steps."""
+def _read(rank: int, cls: type[Reading], kind: str, overlap: str, how: dict[str, Any]) -> Any:
+    """What is seen on ranks that hold everything themselves, and on those that share it."""
     found = []
-    for divided in (False, True):
+    for shared in (False, True):
         torch.manual_seed(0)
         module = cls(kind)
-        module.rank, module.divided = rank, divided
+        module.rank, module.shared = rank, shared
         for name, value in how.items():
             setattr(module, name, value)
         validation = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
-        case = Case(divided, local_size, overlap if divided else "off", trainer={"max_steps": STEPS})
-        with slow_steps(0.02 if rank == 1 and divided else 0.0):
-            fit(rank, module, case, **validation)
+        case = Case(overlap, "shard") if shared else Case("off", "replicate")
+        with slow_steps(0.02 if rank == 1 and shared else 0.0):
+            fit(rank, 2, module, case, max_steps=STEPS, **validation)
         found.append(module.seen)
     return found
 
 
-def check(local_size: int, folder: Path, *args: Any, num_reads: int) -> None:
-    for rank, (expected, found) in enumerate(values(run_ranks(_read, 2 * local_size, folder, local_size, *args))):
+def check(folder: Path, *args: Any, num_reads: int) -> None:
+    for rank, (expected, found) in enumerate(values(run_ranks(_read, 2, folder, *args))):
         assert found == expected
-        assert len(found) >= (num_reads if rank in args[-1].get("ranks", range(4)) else 0)
+        assert len(found) >= (num_reads if rank in args[-1].get("ranks", range(2)) else 0)
 
 
 @pytest.mark.parametrize("kind", ["full", "half frozen", "lora"])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_hooks_of_a_module_see_what_one_machine_has(local_size: int, overlap: str, kind: str, tmp_path: Path) -> None:
-    check(local_size, tmp_path, Early, kind, overlap, {"hooks": HOOKS}, num_reads=STEPS * len(HOOKS))
+def test_hooks_of_a_module_see_what_one_rank_has(overlap: str, kind: str, tmp_path: Path) -> None:
+    check(tmp_path, Early, kind, overlap, {"hooks": HOOKS}, num_reads=STEPS * len(HOOKS))
 
 
 @pytest.mark.parametrize("kind", ["full", "half frozen"])
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_so_does_one_behind_a_step_that_is_under_way(local_size: int, overlap: str, kind: str, tmp_path: Path) -> None:
-    check(local_size, tmp_path, Reading, kind, overlap, {"late": True, "ranks": [0]}, num_reads=STEPS)
+def test_so_does_one_behind_a_step_that_is_under_way(overlap: str, kind: str, tmp_path: Path) -> None:
+    check(tmp_path, Reading, kind, overlap, {"late": True, "ranks": [0]}, num_reads=STEPS)
 
 
-@pytest.mark.parametrize("local_size", [1, 2])
-def test_so_does_one_of_an_optimizer(local_size: int, tmp_path: Path) -> None:
-    check(local_size, tmp_path, Hooked, "half frozen", "off", {}, num_reads=STEPS)
+def test_so_does_one_of_an_optimizer(tmp_path: Path) -> None:
+    check(tmp_path, Hooked, "half frozen", "off", {}, num_reads=STEPS)
