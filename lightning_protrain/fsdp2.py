@@ -74,6 +74,7 @@ from lightning_protrain.fsdp_units import (
     refuse_unshardable,
 )
 from lightning_protrain.meetings import MeetingStrategy
+from lightning_protrain.outline import find_waiting, load_on_first, make_room, returning_memory, send_attributes
 from lightning_protrain.peers import PeerAccess, peers_found
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
@@ -162,6 +163,11 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         self._settings = FSDPSettings(*sharding, sharding_strategy, device_mesh, device_memory)
         if not isinstance(save_distributed_checkpoint, bool):
             raise ValueError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give True or False.")
+        if cpu_offload and process_group_backend is not None and "gloo" not in process_group_backend:
+            raise ValueError(
+                f"process_group_backend={process_group_backend!r} does not send what is on the host, where "
+                'cpu_offload=True keeps gradients whose norm all ranks sum. Leave it out, or give "cpu:gloo,cuda:nccl".'
+            )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -172,6 +178,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         self._paper: _Paper | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
+        # Whether one rank of each node loads the model, see [Note: Outlines].
+        self._has_outlines = False
         # Reads the weights of a checkpoint once the model is sharded.
         self._waiting: Callable[[], None] | None = None
         self._has_stepped = False
@@ -219,8 +227,14 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             yield
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """Return what `load` gives, or where it is only planned `outline`."""
-        return load() if self._paper is None else outline()
+        """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
+        self._has_outlines = True
+        if self._paper is not None:
+            return outline()
+        with returning_memory():
+            if self._ranks is None or self._ranks.local_size == 1:
+                return load()
+            return load_on_first(self._ranks, load, outline)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -248,8 +262,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
                 self._sigterm.listen(self.lightning_module.trainer)
 
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self._settings.cpu_offload and self.root_device.type == "cuda":
-            return "cpu:gloo,cuda:nccl"  # The norm of offloaded gradients is reduced on the host.
+        if self._process_group_backend in (None, "nccl") and self.root_device.type == "cuda":
+            # The norm of offloaded gradients is reduced on the host, and what modules keep in attributes is sent there.
+            return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
     @property
@@ -295,14 +310,16 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             count = 0
         if not is_sharded:
             refuse_sharded(model)
+            waiting = frozenset(name for name, _ in model.named_parameters())
             if self._paper is None:
                 refuse_other_models(describe_tensors(model))
+                waiting = find_waiting(model, self._ranks) if self._ranks is not None else frozenset()
             units = choose_units(model, self._settings.policy, self._settings.min_num_params)
-            refuse_unshardable(model, units, needs_values=self._paper is None)
+            refuse_unshardable(model, units, waiting)
             self.precision_plugin.convert_module(model)
         if fitting:
             self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
+            refuse_optimizers(self.optimizers, self._settings.cpu_offload)
         meshes = self._settings.meshes(self.num_nodes, self.num_processes)
         if fitting and not is_sharded:
             problem = self._problem(trainer, model, names, units)
@@ -312,6 +329,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             self._memory = self._decide(trainer, problem, meshes, count)
         put_back = release_parameters(self.optimizers, model) if fitting else None
         if not is_sharded:
+            if waiting:
+                make_room(model, waiting)
+                send_attributes(model, waiting)
             # What a fit will take is not known to an evaluation.
             self._shard(model, units, meshes[-1] if self._memory is None else self._memory.ranks)
         load, self._waiting = self._waiting, None
@@ -343,6 +363,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             on_gpu=on_gpu,
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
             groups=parameters_by_unit(model, units),
+            loads_once=self._has_outlines,
         )
 
     def _decide(
@@ -350,7 +371,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     ) -> FSDPMemory:
         """What all ranks take, which rank 0 decides; every rank calls it."""
         limit, offloads = self._settings.device_bytes, self._settings.cpu_offload
-        weights = sum(info.nbytes for info in problem.layout.parameters)
+        model = cast(LightningModule, self.lightning_module)
+        weights = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
         device = free_device_bytes(self.root_device) if limit is None else None
         free = FreeMemory(device, free_host_bytes() if offloads else None, weights)
         if self._ranks is not None:
@@ -363,7 +385,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
                 limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
             if problem.profile is None and count is None:
                 count = len(problem.block_names)
-        # Shards take the place of the model, which each rank has built.
+        # Shards take the place of the models that ranks have built.
         host_bytes = None if free.host is None else free.host + free.weights
         found: FSDPMemory | ValueError | None = None
         if self.is_global_zero:
@@ -603,7 +625,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         model, states = self.lightning_module, checkpoint["state_dict"]
         assert model is not None
         if not isinstance(states, Path):
-            load_parts(model, states, strict)
+            if not any(parameter.is_meta for parameter in model.parameters()):  # Others get what rank 0 has.
+                load_parts(model, states, strict)
         elif isinstance(model, FSDPModule):
             load_sharded(model, states, strict)
         else:  # Each rank would read all of it.

@@ -57,17 +57,27 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
             )
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers whose kernels take no DTensor.
+def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False) -> None:
+    """Refuse optimizers that cannot step shards.
+
+    Args:
+        optimizers: Those of the model.
+        cpu_offload: Whether shards are on the host.
 
     Raises:
-        ValueError: An optimizer of bitsandbytes, or one that derives from it.
+        ValueError: The kernels of bitsandbytes take no DTensor; capturable steps take none on the host.
     """
     for optimizer in optimizers:
+        name = type(optimizer).__name__
         if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__):
             raise ValueError(
-                f"{type(optimizer).__name__} is an optimizer of bitsandbytes, which cannot step the parts of weights "
+                f"{name} is an optimizer of bitsandbytes, which cannot step the parts of weights "
                 'that strategy="protrain_fsdp2" leaves on each rank. Use torch.optim.AdamW, or strategy="protrain".'
+            )
+        if cpu_offload and any(group.get("capturable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{name} has capturable=True, which steps on a GPU, and cpu_offload=True steps on the host. Leave one "
+                "of the two out."
             )
 
 

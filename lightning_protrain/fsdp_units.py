@@ -93,13 +93,13 @@ def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, 
     return tuple(map(tuple, held.values()))
 
 
-def refuse_unshardable(model: nn.Module, units: ShardUnits, needs_values: bool = True) -> None:
+def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[str] = ()) -> None:
     """Refuse what FSDP2 cannot shard, before anything is moved.
 
     Args:
         model: What is to be sharded.
         units: How.
-        needs_values: Whether every parameter must have values here.
+        waiting: Names of parameters that need no values here.
 
     Raises:
         ValueError: A parameter without memory, without dimensions or with quantised values, or two trainable ones of
@@ -109,7 +109,7 @@ def refuse_unshardable(model: nn.Module, units: ShardUnits, needs_values: bool =
     first: dict[tuple[str, ...], tuple[str, torch.dtype]] = {}
     for name, owners in _owners(model, chosen).items():
         parameter = model.get_parameter(name)
-        if needs_values and parameter.is_meta:
+        if parameter.is_meta and name not in waiting:
             raise ValueError(
                 f"{name!r} has no memory (meta device), and nothing says what its values are. Build the model on the "
                 "CPU; each rank takes its parts from there."

@@ -198,6 +198,17 @@ def send_values(
     broadcast_weights([place.tensor for place in others])
 
 
+def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
+    """Give all ranks what modules of rank 0 keep in buffers and in attributes; every rank calls it after `make_room`.
+
+    Args:
+        model: The same on all ranks.
+        waiting: What `find_waiting` found.
+    """
+    others = [place for place in _places(model) if place.name in waiting and place.put is not None]
+    broadcast_weights([place.tensor for place in others])
+
+
 def _places(model: nn.Module) -> Iterator[_Place]:
     """Every parameter, then every buffer, then what modules keep in attributes."""
     for fqn, parameter in model.named_parameters():

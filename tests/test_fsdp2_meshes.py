@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_protrain.fsdp2
 from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.models.loading import load_once
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from tests.fsdp2_cases import BOUND, CLIPPED, Trained, largest_difference
-from tests.models import VOCABULARY, LanguageModel, Mlp, ParityModule
+from tests.models import HIDDEN, VOCABULARY, LanguageModel, Mlp, ParityModule
 from tests.ranks import run_ranks, trainer_on_rank, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*smaller than the logging")
@@ -254,3 +256,64 @@ def test_shards_on_the_host_train_as_fully_shard_and_ddp_do(tmp_path: Path) -> N
         for name, (of_direct, of_ddp) in found.items():
             assert of_direct == 0.0 or (name == "clipped" and of_direct <= BOUND), found
             assert of_ddp <= (0.02 if name == "bf16-mixed" else BOUND), found
+
+
+# --- models that one rank of each node loads --------------------------------------------------------------------------
+
+
+class Rotated(nn.Module):
+    """Keeps a buffer under a second name, which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.rand(HIDDEN), persistent=False)
+        self.original = self.angles
+        self.mlp = Mlp()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mlp(hidden * self.angles + self.original)
+
+
+class Loaded(Wide):
+    """Built in `configure_model`, once on each node or on every rank."""
+
+    def __init__(self, once: bool) -> None:
+        super().__init__()
+        self.network, self.once = None, once  # type: ignore[assignment]
+        self.was_meta = False
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            torch.manual_seed(3)
+            self.network = load_once(self._trainer, self.build, self.build) if self.once else self.build()
+            self.was_meta = self.network.head.weight.is_meta
+
+    @staticmethod
+    def build() -> LanguageModel:
+        return LanguageModel([Rotated() for _ in range(BLOCKS)])
+
+
+def load(rank: int, folder: Path) -> None:
+    world, nodes = 4, 2
+    kind = partial(ProTrainFSDP2Strategy, device_memory="1GiB")
+    every, strategy = train(rank, world, nodes, Loaded(False), kind)
+    module = Loaded(True)
+    once, strategy_of_once = train(rank, world, nodes, module, kind)
+    assert module.was_meta == (rank % 2 == 1)
+    assert largest_difference(once, every, rank) == 0.0
+    loading = [each.memory.phases[0].host["whole_model"] for each in (strategy, strategy_of_once)]
+    assert loading[0] == 2 * loading[1]
+    # A whole checkpoint is read by the ranks that have weights.
+    strategy_of_once.lightning_module.trainer.save_checkpoint(folder / "whole.ckpt")
+    resumed = []
+    for module in (Loaded(True), Loaded(False)):
+        trainer = trainer_on_rank(rank, world, kind, nodes, max_steps=2 * STEPS)
+        trainer.fit(module, ckpt_path=folder / "whole.ckpt")
+        resumed.append(module.losses)
+    assert len(resumed[0]) == STEPS
+    assert all(torch.equal(one, other) for one, other in zip(*resumed, strict=True))
+    assert not torch.equal(resumed[0][0], once.losses[0])
+
+
+def test_one_rank_of_each_node_loads(tmp_path: Path) -> None:
+    values(run_ranks(load, 4, tmp_path, tmp_path))

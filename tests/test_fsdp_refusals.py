@@ -42,6 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
         ({"device_mesh": (2,)}, "device_mesh=.2,.: give two positive numbers"),
         ({"device_mesh": (2, 0)}, "device_mesh=.2, 0.: give two positive numbers"),
         ({"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"}, "Give one of the two"),
+        ({"cpu_offload": True, "process_group_backend": "nccl"}, "'nccl' does not send what is on the host"),
         ({"device_memory": "much"}, "'much' is no amount of memory"),
         ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
         ({"sync_each_batch": None}, "sync_each_batch=None"),
@@ -142,6 +143,13 @@ class Derived(bnb.optim.AdamW8bit):
 def test_an_optimizer_that_steps_whole_tensors_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{kind.__name__} is an optimizer of bitsandbytes.*torch\.optim\.AdamW"):
         refuse_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))]), kind([nn.Parameter(torch.ones(1))])])
+
+
+def test_an_optimizer_that_steps_on_a_gpu_alone_is_refused_where_shards_are_on_the_host() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], capturable=True)
+    refuse_optimizers([optimizer])
+    with pytest.raises(ValueError, match=r"^AdamW has capturable=True.*Leave one of the two out"):
+        refuse_optimizers([optimizer], cpu_offload=True)
 
 
 def different_models(rank: int) -> None:

@@ -112,6 +112,7 @@ class FSDPProblem:
         on_gpu: Whether the device has an allocator of its own, and pins the host memory of its shards.
         alpha: Fragmentation factor of that allocator.
         groups: First names of the parameters of each unit beside the root; None: those of each block.
+        loads_once: Whether one rank of each node builds the model with its values, or all do.
     """
 
     layout: ModelLayout
@@ -124,6 +125,7 @@ class FSDPProblem:
     on_gpu: bool = True
     alpha: float = 1.0
     groups: tuple[tuple[str, ...], ...] | None = None
+    loads_once: bool = False
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -177,7 +179,7 @@ class FSDPMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The most on the host for one rank; each of them loads the whole model."""
+        """The most on the host for one rank, with its part of the models that are loaded there."""
         return max(phase.host_bytes for phase in self.phases)
 
     @property
@@ -244,7 +246,8 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
     during = shards | {"gradients": max(whole, shards["gradients"])}
     weights = {name: shards[name] for name in ("sharded_parameters", "module_buffers")}
     fresh = {"whole_unit": max(sum(info.nbytes for info in each) for each in (root, *units))}
-    model = {"whole_model": sum(info.nbytes for info in problem.layout.parameters)}
+    builders = problem.ranks.ranks_per_node if problem.loads_once else 1
+    model = {"whole_model": -(-sum(info.nbytes for info in problem.layout.parameters) // builders)}
     phases = [PhasePrediction("loading", "", weights | fresh, model)]
     for name, each in moments.items():
         peak = max(each, key=lambda terms: sum(terms.values()))
