@@ -54,7 +54,7 @@ class Device(ABC):
         host: Host memory that this device can copy to and from at full speed.
         worker: The host's thread beside the main one.
         hold_bytes: The most that sources of downloads under way should take together.
-        aside, beside: Within them the compute stream is another one: what waits there holds up no computing.
+        aside: Within it the compute stream is another one: what waits there holds up no computing.
     """
 
     torch_device: torch.device
@@ -63,7 +63,6 @@ class Device(ABC):
     worker: HostWorker = field(default_factory=HostWorker)
     hold_bytes: int = 0
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
-    beside: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
@@ -341,7 +340,7 @@ class CUDADevice(StreamDevice):
         cores = worker_cores(node=numa_node(torch_device))
         # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
         self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
-        self.aside, self.beside = (torch.cuda.stream(torch.cuda.Stream(torch_device)) for _ in range(2))
+        self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._say = say
         self._pageable = False
         self._merge_free_memory()

@@ -1,4 +1,4 @@
-"""Optimizer states that are spread over the ranks of a node, or over all of them, as one, see [Note: Owners]."""
+"""Optimizer states that are spread over the ranks of a node, as one, see [Note: Owners]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_protrain.runtime.comm import Ranks
@@ -24,10 +23,8 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks)
         owners: Owner of each parameter that has one, as of `Runtime.owners`, by identity.
         ranks: Who they are.
     """
-    if ranks.divides_weights:
-        return _gather_rows(optimizer, owners, ranks)
     whole = optimizer.state_dict()
-    number, group = (ranks.world_size, ranks.meeting) if ranks.divides_steps else (ranks.local_size, ranks.node)
+    number, group = ranks.local_size, ranks.node
     if ranks.rank >= number:  # The first node has everything.
         return whole
     owned = _owned(optimizer, owners)
@@ -47,66 +44,18 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks)
     return whole
 
 
-def _gather_rows(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks) -> dict[str, Any]:
-    """The same where each machine has the states of some rows, as DTensors, and all of what has none."""
-    whole = optimizer.state_dict()
-    mine = {}
-    for index, owner in _owned(optimizer, owners).items():
-        state = whole["state"].get(index, {}) if owner == ranks.local_rank else {}
-        mine[index] = {name: value for name, value in state.items() if not ranks.machine or isinstance(value, DTensor)}
-    told: list[Any] = [None] * ranks.world_size
-    dist.gather_object(_describe(mine), told if ranks.rank == 0 else None, 0, group=ranks.meeting)
-    if ranks.rank:
-        for value in (value for state in mine.values() for value in state.values()):
-            part = value.to_local() if isinstance(value, DTensor) else value
-            if isinstance(part, Tensor) and part.numel():
-                dist.send(part.contiguous().cpu(), 0, group=ranks.meeting)
-        return whole
-    states: dict[int, dict[str, Any]] = {}
-    for rank, described in enumerate(told):
-        for index, state in described.items():
-            place = states.setdefault(index, {})
-            for name, value in state.items():
-                place[name] = _filled(place.get(name), mine[index][name] if rank == 0 else value, rank, ranks.meeting)
-    whole["state"] = {index: state for index, state in {**whole["state"], **states}.items() if state}
-    return whole
-
-
-def _filled(whole: Tensor | None, value: Any, rank: int, group: Any) -> Any:
-    """A state with what one more rank has of it."""
-    if not isinstance(value, (_Missing, DTensor)):
-        return value
-    if isinstance(value, DTensor):
-        value = _Missing(value, value.to_local())
-    if whole is None:
-        whole = torch.empty(value.whole, dtype=value.dtype)
-    part = whole if value.first is None else whole[value.first : value.first + value.shape[0]]
-    if value.local is not None:
-        part.copy_(value.local)
-    elif part.numel():
-        dist.recv(part, rank, group=group)
-    return whole
-
-
 def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks) -> None:
     """Forgets the states of parameters that another rank owns, after all have been loaded."""
-    own = ranks.rank if ranks.divides_steps else ranks.local_rank
     for parameter in list(optimizer.state):
-        if owners.get(id(parameter), own) != own:
+        if owners.get(id(parameter), ranks.local_rank) != ranks.local_rank:
             del optimizer.state[parameter]
 
 
 class _Missing:
     """Stands for a tensor that comes by itself."""
 
-    def __init__(self, tensor: Tensor, local: Tensor | None = None) -> None:
-        self.shape, self.whole, self.dtype = tensor.shape, tensor.shape, tensor.dtype
-        self.first: int | None = None  # Of the rows that a machine has.
-        self.local = local
-        if isinstance(tensor, DTensor):
-            most = -(-tensor.shape[0] // tensor.device_mesh.size())
-            self.shape = tensor.to_local().shape
-            self.first = min(tensor.device_mesh.get_local_rank() * most, tensor.shape[0])
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
 
 
 def _owned(optimizer: Optimizer, owners: Mapping[int, int]) -> dict[int, int]:

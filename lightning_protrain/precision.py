@@ -128,7 +128,7 @@ class ProTrainPrecision(Precision):
         """
         how: tuple[Any, ...] = (self._device_type,)
         if (updates := self._updates) is not None:
-            how = *how, updates.launch, self._threads, updates.rows.stepping, updates.publishing.end_step
+            how = *how, updates.launch, self._threads, updates.publishing.end_step
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
             with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:

@@ -91,26 +91,6 @@ def test_only_the_first_node_tells(tmp_path: Path) -> None:
     assert found == [[0, 1, 2, 3, 4], [2, 3, 4], [0, 1, 2], [2, 3, 4]]
 
 
-def _gather_from_all(rank: int, local_size: int) -> tuple[Any, list[int]]:
-    ranks = find_ranks(rank % local_size, local_size).dividing_steps()
-    optimizer, made = stepped("adamw", [owner in (None, rank) for owner in OWNERS])
-    owners = {id(parameter): owner for parameter, owner in zip(made, OWNERS, strict=True) if owner is not None}
-    saved = plain(gather_states(optimizer, owners, ranks))
-    whole, _ = stepped("adamw", [True] * len(OWNERS))
-    optimizer.load_state_dict(whole.state_dict())
-    drop_states(optimizer, owners, ranks)
-    return saved, [at for at, parameter in enumerate(made) if parameter in optimizer.state]
-
-
-@pytest.mark.parametrize(("world_size", "local_size"), [(3, 1), (4, 2)])
-def test_where_machines_divide_steps_all_of_them_tell(world_size: int, local_size: int, tmp_path: Path) -> None:
-    found = values(run_ranks(_gather_from_all, world_size, tmp_path, local_size))
-    whole, _ = stepped("adamw", [True] * len(OWNERS))
-    assert found[0][0] == plain(whole.state_dict())
-    for rank, (_, left) in enumerate(found):
-        assert left == [at for at, owner in enumerate(OWNERS) if owner in (None, rank)]
-
-
 def test_an_owner_without_a_state_has_none_in_the_whole(tmp_path: Path) -> None:
     assert values(run_ranks(_gather_without, 2, tmp_path)) == [[0, 2], [0, 2]]
 
@@ -125,6 +105,6 @@ def _gather_without(rank: int) -> list[int]:
 
 def test_what_everybody_steps_is_kept() -> None:
     optimizer, made = stepped("adamw", [True] * len(OWNERS))
-    ranks: Any = type("Ranks", (), {"local_rank": 1, "divides_steps": False})
+    ranks: Any = type("Ranks", (), {"local_rank": 1})
     drop_states(optimizer, {id(made[0]): 0, id(made[1]): 1}, ranks)
     assert [parameter in optimizer.state for parameter in made] == [False, True, True, True, True]

@@ -34,10 +34,8 @@ from lightning_protrain.runtime.hooks import (
     hook_outputs,
     refuse_weights,
 )
-from lightning_protrain.runtime.local_rows import register_divided
 from lightning_protrain.runtime.owners import Share, share_chunks
 from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
-from lightning_protrain.runtime.row_gathers import RowGathers
 from lightning_protrain.runtime.schedule import Capacity
 from lightning_protrain.runtime.sites import sites_of
 from lightning_protrain.runtime.slot import Site, Slot
@@ -59,9 +57,7 @@ def apply_plan(
     ranks: Ranks | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Runtime:
-    """Places the model as the plan says; no name and no module changes.
-
-    Nor does a parameter object, unless machines divide it, see [Note: Rows].
+    """Places the model as the plan says; no name, no module and no parameter object changes.
 
     Args:
         model: The model that `layout` describes; parameters in host memory.
@@ -89,28 +85,24 @@ def apply_plan(
     _move_resident(model, plan, parameters, device)
     communicator = Communicator(ranks, device, reduce_dtype) if ranks is not None else None
     sharing = ranks if plan.sharding is Sharding.SHARD else None
-    divides = communicator is not None and sharing is not None and sharing.divides_weights
-    together = RowGathers(communicator, device) if communicator is not None and divides else None
-    chunks = _make_chunks(offloaded, parameters, device, sharing, together)
+    chunks = _make_chunks(offloaded, parameters, device, sharing)
     gathered = zip(plan.chunks, gathers_gradients(layout, plan.chunks), strict=True)
     for chunk, gathers_own in zip(chunks, [own for each, own in gathered if not each.resident], strict=True):
         chunk.gathers_gradients = gathers_own
-    slots = [slot for chunk in chunks for slot in chunk.slots]
-    replaced = register_divided(model, slots, parameters)
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     updates = Updates(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator, together)
+        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator)
         if device.host.locks and communicator is None:
             executor.reserve_gradients(layout.lends_copies)
     watch = ViewWatch()
     each = {unit.name: Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
-    interceptions = Interceptions(model, each, caching, divided=bool(replaced))
+    interceptions = Interceptions(model, each, caching)
     if caching:
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
@@ -121,7 +113,7 @@ def apply_plan(
             share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].slots[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, swap, replaced)
+    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, swap)
 
 
 class Runtime:
@@ -130,7 +122,6 @@ class Runtime:
     Attributes:
         plan: What was applied.
         updates: Optimizer steps that run beside the device.
-        replaced: Parameters that are no longer there, and the DTensors that are, see [Note: Rows].
     """
 
     def __init__(
@@ -144,11 +135,9 @@ class Runtime:
         watch: ViewWatch,
         manual: bool,
         swap: ActivationSwap | None,
-        replaced: Sequence[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> None:
         self.plan = plan
         self.updates = updates
-        self.replaced = replaced
         self._manual = manual
         self._device = device
         self._chunks = chunks
@@ -196,16 +185,9 @@ class Runtime:
 
     @property
     def owners(self) -> dict[int, int]:
-        """Who steps a weight that ranks share, as in `Chunk.stepped_by`, by the identity of its parameter."""
-        owners = {id(slot.registered): chunk.stepped_by(slot) for chunk in self._chunks for slot in chunk.slots}
+        """Who steps a weight that ranks share, as in `Chunk.owner`, by the identity of its parameter."""
+        owners = {id(slot.host): chunk.owner(slot) for chunk in self._chunks for slot in chunk.slots}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
-
-    def note_loaded(self) -> None:
-        """Each rank has loaded the same weights: that is no write of its own."""
-        for chunk in self._chunks:
-            for slot in chunk.slots:
-                slot.seen_version, slot.steps_elsewhere = slot.version, 0
-            chunk.publish()
 
     def begin_averages(self) -> None:
         """Before a backward on every rank: it ends with gradients averaged over them, see [Note: Reduction]."""
@@ -213,7 +195,6 @@ class Runtime:
 
     def end_backward(self) -> None:
         """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
-        self.updates.rows.take()  # Hooks behind the backward have seen gradients already, and may have dropped some.
         self._executor.end_backward()
 
     def settle(self) -> None:
@@ -308,14 +289,13 @@ def _make_chunks(
     parameters: dict[str, nn.Parameter],
     device: Device,
     sharing: Ranks | None,
-    together: RowGathers | None,
 ) -> list[Chunk]:
     """The offloaded chunks, whole in memory of this rank, or shared with others."""
     shares: Sequence[Share | None] = [None] * len(plans)
     if sharing is not None and plans:
         shares = share_chunks(plans, parameters, sharing, device.host)
     pairs = tqdm([*zip(plans, shares, strict=True)], "Placing weights in host memory", delay=2, leave=False)
-    return [Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share, together) for plan, share in pairs]
+    return [Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share) for plan, share in pairs]
 
 
 def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:
@@ -347,7 +327,7 @@ def _make_units(
     If one block swaps, then all blocks: its copies take the time of its neighbours.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
-    slots = {id(slot.registered): slot for chunk in chunks for slot in chunk.slots}
+    slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
     sites = sites_of(model, layout, slots)
     units = []
     for info in layout.units:

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -162,34 +162,6 @@ class Attendance:
                 look = now + _EVERY
             time.sleep(pause)
             pause = min(1.5 * pause, _LATER)
-
-    def wait_for_peers(self, work: Any, members: Collection[int], what: str) -> None:
-        """Waits for a collective beside those of the main thread; may be called from any thread, as `wait_for_rank`.
-
-        Args:
-            work: The collective.
-            members: The ranks that take part in it.
-            what: One of them has to do for it.
-
-        Raises:
-            RuntimeError: One of them has failed or is gone, or it has not ended when a collective would be given up.
-        """
-        begin, pause = time.monotonic(), _SOON
-        look, failed_at = begin + _AT_FIRST, float("inf")
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > look:
-                reasons = ((other, self._read(f"left/{other}")) for other in members if other != self._rank)
-                missing = next(((other, reason) for other, reason in reasons if reason is not None), None)
-                failed_at = min(failed_at, now) if missing is not None else failed_at
-                if missing is not None and now - failed_at > _TO_ANSWER:
-                    raise RuntimeError(f"{self._stops()}: rank {missing[0]} {missing[1]}, and {what} is missing")
-                if now - begin > (_TO_END if self._has_left else self._patience):
-                    raise RuntimeError(f"{self._stops()}: {what} has not come for {now - begin:.0f} seconds")
-                look = now + _EVERY
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LATER)
-        self.naming(work.wait)
 
     def naming(self, collective: Callable[[], object]) -> None:
         """Calls a collective, and names who is missing if it fails.

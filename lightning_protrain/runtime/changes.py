@@ -27,13 +27,3 @@ def refuse_changed_by_others(changed: Sequence[Slot]) -> None:
                 "it, so each of them would change it once more, and while others read it. Set "
                 'sharding="replicate" where callbacks or hooks write to weights.'
             )
-
-
-def refuse_changed_after_sending(changed: Sequence[Slot]) -> None:
-    """What other nodes have got from this rank, they do not get again before the next step of their optimizer."""
-    for slot in changed:
-        if slot.changed_after_sending:
-            raise RuntimeError(
-                f"{slot.fqn!r} was changed between steps on the rank that steps it for all machines: the others have "
-                'it as it was. Step it with an optimizer that Lightning knows, or set shard_optimizer="machine".'
-            )

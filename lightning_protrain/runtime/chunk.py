@@ -25,7 +25,7 @@ offloading. A fetch in backward must give the values of the forward: anything el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
@@ -37,16 +37,9 @@ from lightning_protrain.companions import attach_companions, packed_nbytes, plac
 from lightning_protrain.device import Device
 from lightning_protrain.host import Job
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.arriving import Arriving
-from lightning_protrain.runtime.changes import (
-    changed_before_backward,
-    refuse_changed_after_sending,
-    refuse_changed_by_others,
-)
+from lightning_protrain.runtime.changes import changed_before_backward, refuse_changed_by_others
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.owners import Share
-from lightning_protrain.runtime.row_gathers import Piece, RowArrival, RowGathers
-from lightning_protrain.runtime.rows import Rows, held_bytes, rows_of
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.twin import Twin, Uses, low_class
 from lightning_protrain.runtime.views import dense_like, in_block, in_storage
@@ -68,7 +61,6 @@ class Chunk:
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Where it is fetched to.
         share: What this rank holds of it; None: all.
-        together: Fetches it with the ranks of other machines, if these divide weights.
 
     Attributes:
         gathers_gradients: Whether its gradients leave in one copy, see [Note: Small gradients].
@@ -80,11 +72,9 @@ class Chunk:
         parameters: Sequence[nn.Parameter],
         device: Device,
         share: Share | None = None,
-        together: RowGathers | None = None,
     ) -> None:
         self.plan = plan
         self._share = share
-        self._together, self._pieces = together, list[Piece]()
         self.state = ChunkState.HOST
         self.prefetched = False
         self.gathers_gradients = False
@@ -97,18 +87,14 @@ class Chunk:
         sizes = [low_size * parameter.numel() or packed_nbytes(parameter) for parameter in parameters]
         offsets, self.nbytes = chunk_offsets(sizes)
         assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
-        rows = rows_of(parameters, share.mesh if share is not None else None)
-        begins, held = chunk_offsets(held_bytes(sizes, rows))
-        self._buffer = (device.host if share is None else share.memory).empty(held)
-        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[:held]
+        self._buffer = (device.host if share is None else share.memory).empty(self.nbytes)
+        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
         self.slots = [
-            self._make_slot(fqn, parameter, offset, begin, cut)
-            for fqn, parameter, offset, begin, cut in zip(
-                plan.parameters, parameters, offsets, begins, rows, strict=True
-            )
+            self._make_slot(fqn, parameter, offset)
+            for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
         ]
         self._device.resize(self._storage, 0)
 
@@ -134,7 +120,7 @@ class Chunk:
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._latest = self._upload(after)
+        self._fence = self._latest = self._device.upload(self._source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -161,7 +147,6 @@ class Chunk:
             refuse_changed_by_others(changed)
         if changed and in_backward:
             raise changed_before_backward(changed[0])
-        refuse_changed_after_sending(changed)
         if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
@@ -187,12 +172,10 @@ class Chunk:
         """Frees the device storage; the views of it that autograd holds come back to life with the next fetch."""
         if self.state is ChunkState.HOST:
             return
-        fence = self._fence
-        if fence is not None:
+        if self._fence is not None:
             # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
             self._arrive()
-        if not (isinstance(fence, Arriving) and fence.abandoned):  # Then others may still write there.
-            self._device.resize(self._storage, 0)
+        self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
@@ -215,15 +198,6 @@ class Chunk:
         """Which rank of a node writes a parameter, as `local_rank`; None: every rank does."""
         return None if self._share is None else self._share.owners[self.slots.index(slot)]
 
-    def machine(self, slot: Slot) -> int | None:
-        """Which node steps a parameter, see [Note: Machines]; None: every one does."""
-        machines = None if self._share is None else self._share.machines
-        return None if machines is None else machines[self.slots.index(slot)]
-
-    def stepped_by(self, slot: Slot) -> int | None:
-        """Which rank steps a parameter; where every node does, as `local_rank`; None: every rank does."""
-        return None if self._share is None else self._share.stepped_by(self.slots.index(slot))
-
     def publish(self) -> None:
         """After an optimizer step of a shared chunk: what this rank owns is there for the ranks of the node."""
         if self._low_dtype is not None:
@@ -231,18 +205,12 @@ class Chunk:
 
     def _arrive(self) -> None:
         """Makes the compute stream wait for what has been fetched."""
-        if isinstance(self._fence, Arriving):
-            self._fence.wait()
-        else:
-            self._device.wait(self._fence)
+        self._device.wait(self._fence)
         self._fence = None
 
     def _land_latest(self) -> None:
         """Waits for the upload before: it may still read what is written over now."""
-        if isinstance(self._latest, Arriving):
-            self._latest.land()
-        else:
-            self._device.land(self._latest)
+        self._device.land(self._latest)
 
     def _looking(self) -> AbstractContextManager[None]:
         """To look at weights is no touch of them where they are watched for long, see [Note: Distrust]."""
@@ -296,59 +264,25 @@ class Chunk:
             slot.drop_gradient()
             slot.forget_gradient()
 
-    def abandon(self) -> None:
-        """After an exception: waits for no other rank to send its rows."""
-        if isinstance(self._fence, RowArrival):
-            self._fence.abandoned = True
-
-    def _upload(self, after: Job | None) -> Any:
-        if self._together is None:
-            return self._device.upload(self._source, self._target, after)
-        assert after is None, "steps of divided weights are not overlapped"
-        if not self._pieces:
-            with below_guard():
-                self._pieces = [piece for slot in self.slots for piece in self._pieces_of(slot)]
-        return self._together.upload(self.plan.unit, self._pieces)
-
-    def _pieces_of(self, slot: Slot) -> Iterator[Piece]:
-        """What comes of a parameter from each machine."""
-        end = slot.offset + packed_nbytes(slot.twin)
-        if slot.rows is None:
-            yield Piece(None, self._source[slot.begin :][: end - slot.offset], self._target[slot.offset : end])
-            return
-        for machine, (first, last) in enumerate(slot.rows.ranges):
-            begin, nbytes = (slot.rows.elements(*rows) * slot.twin.itemsize for rows in ((0, first), (first, last)))
-            source = self._source[slot.begin :][:nbytes] if machine == slot.rows.machine else None
-            if nbytes:
-                yield Piece(machine, source, self._target[slot.offset + begin :][:nbytes])
-
-    def _make_slot(self, fqn: str, user: nn.Parameter, offset: int, begin: int, rows: Rows | None) -> Slot:
-        whole = in_storage(self._storage, offset, dense_like(user), self._low_dtype or user.dtype)
-        host = user if rows is None else nn.Parameter(rows.own(user), requires_grad=user.requires_grad)
-        data = whole if rows is None else rows.cut(whole)
+    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
+        whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
         kind = Twin if type(host) is nn.Parameter else type(host)
         kind = kind if self._low_dtype is None else low_class(type(host))
         twin: Any = torch.Tensor._make_subclass(kind, whole, host.requires_grad)
-        twin.__dict__.update(user.__dict__)
-        slot = Slot(fqn, host, twin, offset, begin, seen_version=host._version, twin_version=twin._version, rows=rows)
+        twin.__dict__.update(host.__dict__)
+        slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
         if self._share is not None:
-            at = self.plan.parameters.index(fqn)
-            slot.owned, slot.writes = self._share.owns(at), self._share.owners[at] == self._share.local_rank
+            slot.owned = self._share.owns(self.plan.parameters.index(fqn))
         if self._low_dtype is None:
             self._adopt(slot, self._share is None or self._share.memory.fills)
             attach_companions(host, twin, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
-            slot.copy = in_block(self._buffer, begin, data, self._low_dtype)
+            slot.copy = in_block(self._buffer, offset, whole, self._low_dtype)
             if self._share is not None:
                 self._share.memory.adopt(host)
             slot.pointer = host.data_ptr()
-        if rows is not None:
-            slot.divide()
-            vars(slot.registered).update(vars(user))
-            slot.seen_version = slot.version
-            user.data = torch.empty(0, dtype=user.dtype)  # Nobody has all of it any more.
         if self._low_dtype is not None:
-            twin.uses = slot.uses = Uses(fqn, slot.registered, whole.device, whole.dtype)
+            twin.uses = slot.uses = Uses(fqn, host, whole.device, whole.dtype)
             self._device.note_host(host)
         return slot
 
@@ -361,11 +295,11 @@ class Chunk:
         """
         host = slot.host
         if host.numel():
-            data = in_block(self._buffer, slot.begin, slot.twin if slot.rows is None else host, host.dtype)
+            data = in_block(self._buffer, slot.offset, slot.twin, host.dtype)
             if fills:
                 data.copy_(host.detach())
             host.data = data
-        place_companions(host, lambda begin, like: in_block(self._buffer, slot.begin + begin, like))
+        place_companions(host, lambda begin, like: in_block(self._buffer, slot.offset + begin, like))
         slot.pointer = host.data_ptr()
 
     def _rebind(self, slot: Slot) -> None:

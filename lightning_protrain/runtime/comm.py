@@ -3,8 +3,7 @@
 [Note: Nodes]
 A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
 between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
-then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners. Where
-nodes divide steps, see [Note: Machines], the second sum comes to one of these owners only.
+then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
 
 [Note: Sums on streams]
 On a device with streams a collective has one of its own, which first waits for what the compute stream has been given.
@@ -22,25 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_protrain.device import Device, StreamDevice
 from lightning_protrain.runtime.attendance import Attendance
 
-_SUMS, _SUMS_AND_WEIGHTS = "averages of gradients", "gradients and weights of other ranks"
-# PyTorch 2.13 has a new name for it, and warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def begin_all_gather(whole: Tensor, part: Tensor, group: Any) -> Any:
-    """Begins to gather the parts of the ranks of a group, in their order.
-
-    Args:
-        whole: Where they come, one-dimensional.
-        part: That of this rank; it may lie in its place there.
-        group: Who takes part.
-    """
-    return _all_gather(whole, part, group=group, async_op=True)
+_SUMS = "averages of gradients"
 
 
 @dataclass(frozen=True)
@@ -56,12 +41,6 @@ class Ranks:
             of their own, which may be another one on each rank (`find_unused_parameters`). None: ranks only meet.
         node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
-        sending: The group of `peers` for new weights in host memory, which come from threads of their own, where nodes
-            divide steps, see [Note: Machines]; None: each node steps everything.
-        fetching: The group of `peers` for rows of weights on devices, where nodes divide weights, see [Note: Rows];
-            None: each node holds all of them.
-        filling: The group of the ranks of this node that give each other what they have fetched; None: there is one.
-        mesh: The same ranks as a device mesh, for DTensors in host memory.
         attendance: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
             something else would read what is not meant for it.
@@ -76,10 +55,6 @@ class Ranks:
     everyone: Any = None
     node: Any = None
     peers: Any = None
-    sending: Any = None
-    fetching: Any = None
-    filling: Any = None
-    mesh: Any = None
 
     @property
     def first_of_node(self) -> int:
@@ -95,27 +70,6 @@ class Ranks:
     def machine(self) -> int:
         """Which of the nodes this rank is on."""
         return self.rank // self.local_size
-
-    @property
-    def num_machines(self) -> int:
-        """How many nodes there are."""
-        return self.world_size // self.local_size
-
-    @property
-    def divides_steps(self) -> bool:
-        """Whether one node steps a parameter for all of them, see [Note: Machines]."""
-        return self.sending is not None
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether each node holds some rows of offloaded weights, see [Note: Rows]."""
-        return self.fetching is not None
-
-    def fetched_part(self, flat: Tensor) -> Tensor:
-        """What this rank fetches of rows that all ranks of its node need: a view, all of it if no equal parts are."""
-        if self.local_size == 1 or flat.numel() % self.local_size:
-            return flat
-        return flat.chunk(self.local_size)[self.local_rank]
 
     def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
         """Waits until all ranks are at the same point of a run.
@@ -141,39 +95,6 @@ class Ranks:
             each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
         return bool(told[0])
-
-    def dividing_steps(self, timeout: timedelta | None = None) -> Ranks:
-        """The same, who divide steps among their nodes, see [Note: Machines]; every rank calls it.
-
-        Args:
-            timeout: As in `find_ranks`.
-        """
-        if self.peers is None:
-            return self
-        groups = [
-            dist.new_group(list(range(place, self.world_size, self.local_size)), timeout, backend="gloo")
-            for place in range(self.local_size)
-        ]
-        return replace(self, sending=groups[self.local_rank])
-
-    def dividing_weights(self, timeout: timedelta | None = None) -> Ranks:
-        """The same, who divide weights among their nodes, see [Note: Rows]; every rank calls it.
-
-        Args:
-            timeout: As in `find_ranks`.
-        """
-        if self.peers is None:
-            return self
-        places = [list(range(place, self.world_size, self.local_size)) for place in range(self.local_size)]
-        fetching = [dist.new_group(each, timeout) for each in places]
-        hosts = [dist.new_group(each, timeout, backend="gloo") for each in places]
-        mesh = DeviceMesh.from_group(hosts[self.local_rank], "cpu", mesh_dim_names=("machine",))
-        return replace(self, fetching=fetching[self.local_rank], filling=self._make_own_node(timeout), mesh=mesh)
-
-    def _make_own_node(self, timeout: timedelta | None) -> Any:
-        """Another group of the ranks of this node; every rank calls it."""
-        starts, size = range(0, self.world_size, self.local_size), self.local_size
-        return [dist.new_group(list(range(at, at + size)), timeout) for at in starts][self.machine]
 
 
 def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
@@ -223,19 +144,16 @@ class Communicator:
         self.dtype = dtype
         self._device = device
         self._host_waits = not isinstance(device, StreamDevice)
-        # One name for all of them: a rank may wait for one kind and another rank for the other, both for a third rank.
-        self._what = _SUMS if ranks.fetching is None else _SUMS_AND_WEIGHTS
 
-    def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> Any:
+    def begin(self, flat: Tensor, owner: int | None) -> Any:
         """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
 
         Args:
             flat: On the device, one-dimensional.
             owner: The rank of each node that needs the sum, as its `local_rank`; None: all do.
-            machine: The node whose owner alone does; None: those of all nodes.
         """
         if owner is not None and self.ranks.local_size == 1:
-            return self._begin_between_nodes(flat, machine)
+            return self._begin_between_nodes(flat)
         self._count(flat)
         if owner is None:
             return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
@@ -245,78 +163,25 @@ class Communicator:
             return work
         with self._device.aside:
             work.wait()
-            return self._begin_between_nodes(flat, machine)
+            return self._begin_between_nodes(flat)
 
-    def end(self, work: Any, flat: Tensor, owner: int | None, machine: int | None = None) -> None:
+    def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
         if not self._host_waits:
             work.wait()  # Of the compute stream: the host goes on.
             return
         alone = self.ranks.local_size == 1
         members = None if owner is None or alone else self.ranks.on_node
-        self.ranks.attendance.wait(work, self._what, members)
+        self.ranks.attendance.wait(work, _SUMS, members)
         if self._sums_between_nodes(owner) and not alone:
-            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat, machine).wait())
+            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
 
     def _sums_between_nodes(self, owner: int | None) -> bool:
         return self.ranks.peers is not None and owner == self.ranks.local_rank
 
-    def _begin_between_nodes(self, flat: Tensor, machine: int | None = None) -> Any:
+    def _begin_between_nodes(self, flat: Tensor) -> Any:
         self._count(flat)
-        if machine is not None:
-            return dist.reduce(flat, group=self.ranks.peers, async_op=True, group_dst=machine)
         return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
-
-    def send_weights(self, flat: Tensor, machine: int) -> Any:
-        """Begins to give host memory of this rank's peers what the peer on one node has; `count_weights` counts it.
-
-        Args:
-            flat: One-dimensional, in host memory.
-            machine: That node.
-        """
-        return dist.broadcast(flat, group=self.ranks.sending, group_src=machine, async_op=True)
-
-    def send_rows(self, flat: Tensor, machine: int) -> Any:
-        """Begins to give this rank's peers its part of what the peer on one node has; `fill_rows` goes on with it.
-
-        Args:
-            flat: Bytes on the device, one-dimensional.
-            machine: That node.
-        """
-        part = self.ranks.fetched_part(flat)
-        self._count(part)
-        return dist.broadcast(part, group=self.ranks.fetching, group_src=machine, async_op=True)
-
-    def fill_rows(self, work: Any, flat: Tensor, machine: int) -> Any:
-        """Begins to gather what the ranks of this node have got; `end_rows` must be called before it is read.
-
-        Args:
-            work: Of `send_rows`, as are the others.
-            flat: As there.
-            machine: As there; on that node every rank has all of it.
-        """
-        part = self.ranks.fetched_part(flat)
-        if part is flat or machine == self.ranks.machine:
-            return work
-        self.end_rows(work)
-        self._count(part)
-        return begin_all_gather(flat, part, self.ranks.filling)
-
-    def end_rows(self, work: Any) -> None:
-        """Makes the compute stream wait until rows are there."""
-        if self._host_waits:
-            self.ranks.attendance.wait(work, self._what)
-        else:
-            work.wait()
-
-    def meet_everywhere(self, what: str) -> None:
-        """Waits until all ranks are about to do the same in a step.
-
-        Raises:
-            RuntimeError: As of `Ranks.meet`.
-        """
-        self._device.counters.collectives += 1
-        self.ranks.meet(what, waits_for=self._what)
 
     def sum_of_node(self, values: Tensor) -> Tensor:
         """The sum of small host tensors over the ranks of this node, in place."""
@@ -324,24 +189,6 @@ class Communicator:
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
         self.ranks.attendance.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
-
-    def count_weights(self, weights: Tensor) -> None:
-        """Counts what a thread of its own sends later: two threads must not count."""
-        self._count(weights)
-
-    def sum_of_owners(self, values: Tensor) -> Tensor:
-        """The sum of small host tensors over the ranks that own parameters: each is owned by one of them; in place."""
-        if not (self.ranks.divides_steps or self.ranks.divides_weights):
-            return self.sum_of_node(values)
-        self._count(values)
-        work = dist.all_reduce(values, group=self.ranks.meeting, async_op=True)
-        self.ranks.attendance.wait(work, "the other ranks")
-        return values
-
-    @property
-    def counts_whole(self) -> bool:
-        """Whether this node counts what each of several nodes has all of, in `sum_of_owners`."""
-        return not self.ranks.divides_weights or self.ranks.machine == 0
 
     def meet(self) -> None:
         """Waits for the ranks of this node: what they have written to memory that they share is there."""

@@ -37,8 +37,7 @@ class Copies:
         low = [slot for chunk in chunks for slot in chunk.slots if slot.copy is not None and slot.owned]
         self._slots = {id(slot.host): slot for slot in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
-        # Of rows the user has a DTensor: nobody sees who touches that.
-        self._watchable = {slot for slot in low if can_be_watched(slot.registered)}
+        self._watchable = {slot for slot in low if can_be_watched(slot.host)}
         self._pending = pending
         self.guard = Guard(self.touched, NO_VALUES, beside=pending)
         self._interrupted = True

@@ -44,9 +44,7 @@ class EarlyFetch:
         self._give_up = give_up
         self._guard = Guard(lambda _: self.cancel(), GRADIENTS, beside=updates.copies.guard)
         self._unguarded = frozenset(
-            index
-            for index, chunk in enumerate(chunks)
-            if not all(can_be_watched(slot.registered) for slot in chunk.slots)
+            index for index, chunk in enumerate(chunks) if not all(can_be_watched(slot.host) for slot in chunk.slots)
         )
         updates.when_touched.append(self.cancel)
         self._allowed = {True: True, False: True}

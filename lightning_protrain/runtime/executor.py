@@ -32,7 +32,6 @@ from lightning_protrain.runtime.early import EarlyFetch
 from lightning_protrain.runtime.gradients import Landing
 from lightning_protrain.runtime.order import Order
 from lightning_protrain.runtime.residency import Residency
-from lightning_protrain.runtime.row_gathers import RowGathers
 from lightning_protrain.runtime.schedule import Capacity, Timeline
 from lightning_protrain.runtime.slot import Slot
 from lightning_protrain.runtime.swap import ActivationSwap
@@ -69,7 +68,6 @@ class Executor:
         say: Takes a sentence for the user.
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
-        together: Brings all of them together with the ranks of other machines; None: it does not.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class Executor:
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
         communicator: Communicator | None = None,
-        together: RowGathers | None = None,
     ) -> None:
         self.units = tuple(units)
         self._unread = tuple(unit for unit in units if not unit.backward_reads)
@@ -105,8 +102,6 @@ class Executor:
             is_behind=self._is_behind,
             leave=self._leave,
         )
-        if together is not None and self._landing.reduction is not None:
-            self._landing.reduction.around_sums = together.around_sums
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
         self._recorded = {True: False, False: False}
@@ -229,7 +224,6 @@ class Executor:
         if self._backward_runs:
             return
         self._early.end()
-        self._updates.rows.take()
         self._updates.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self._backward_runs = True
@@ -254,7 +248,6 @@ class Executor:
 
     def begin_averages(self) -> None:
         """The backward that follows ends with gradients averaged over the ranks, see [Note: Reduction]."""
-        self._updates.rows.take()
         if self._landing.reduction is not None:
             self._landing.reduction.begin()
 
@@ -352,7 +345,6 @@ class Executor:
         self._early.end()
         self._landing.forget()
         for chunk in self._chunks:
-            chunk.abandon()
             for slot in chunk.slots:
                 slot.drop_gradient()
                 if slot.uses is not None:

@@ -42,19 +42,10 @@ def gauge(
     if shards:
         node = ranks.node or ranks.everyone
         sums["owner"] = lambda flat: [dist.reduce(flat, group=node, async_op=True, group_dst=0)]
-        if ranks.divides_steps or ranks.divides_weights:
-            sums["peers"] = lambda flat: [dist.reduce(flat, group=ranks.peers, async_op=True, group_dst=0)]
-        if ranks.divides_steps:
-            sums["exchange"] = lambda flat: [dist.broadcast(flat, group=ranks.sending, async_op=True, group_src=0)]
-        elif ranks.peers is not None and not ranks.divides_weights:
+        if ranks.peers is not None:
             sums["peers"] = lambda flat: [dist.all_reduce(flat, group=ranks.peers, async_op=True)]
     large = max(min(_largest(layout), _LARGEST), 2 * _SMALL)
-    host = torch.device("cpu")  # Where new weights are, see [Note: Exchange].
-    seconds = [
-        _seconds(begin, size, host if name == "exchange" else device, ranks)
-        for name, begin in sums.items()
-        for size in (_SMALL, large)
-    ]
+    seconds = [_seconds(begin, size, device, ranks) for begin in sums.values() for size in (_SMALL, large)]
     told = torch.tensor(seconds, dtype=torch.float64)
     work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
     ranks.attendance.wait(work, "the rates of the network")

@@ -126,11 +126,11 @@ class Landing:
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
-        self._stays = [GradientMemory(device.host, [slot.collects.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
         self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
         # Where averages stay that come to their owners only; without owners it is the same place.
         owned = [[slot.host.nbytes if slot.owned else 0 for slot in chunk.slots] for chunk in chunks]
-        whole = [all(slot.owned and slot.rows is None for slot in chunk.slots) for chunk in chunks]
+        whole = [all(slot.owned for slot in chunk.slots) for chunk in chunks]
         self._averages = [
             stays if all_here else GradientMemory(device.host, sizes)
             for stays, all_here, sizes in zip(self._stays, whole, owned, strict=True)
@@ -177,7 +177,6 @@ class Landing:
                 slot.host.grad = older
         self._aside.clear()
         self.forget()
-        self._updates.rows.show()
 
     def forget(self) -> None:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
@@ -212,14 +211,14 @@ class Landing:
 
     def _attach(self, slot: Slot) -> None:
         if slot.twin.is_floating_point() or slot.twin.is_complex():
-            trained = slot.registered.requires_grad
-            slot.registered.requires_grad_(True)
+            trained = slot.host.requires_grad
+            slot.host.requires_grad_(True)
             slot.twin.requires_grad_(True)
             slot.hooks.append(slot.twin.register_post_accumulate_grad_hook(lambda _: self._land(slot)))
-            direct = slot.registered.register_hook(lambda _: self._use_directly(slot))
+            direct = slot.host.register_hook(lambda _: self._use_directly(slot))
             slot.own_hook = direct.id
             slot.hooks.append(direct)
-            slot.registered.requires_grad_(trained)
+            slot.host.requires_grad_(trained)
             slot.twin.requires_grad_(trained)
 
     def _land(self, slot: Slot) -> None:
@@ -246,7 +245,7 @@ class Landing:
             if index in self._gathered and not hooked and not grad.is_sparse:
                 self._keep(index, slot, grad)
             else:
-                self._receive(slot, grad, slot.collects)
+                self._receive(slot, grad, slot.host)
 
     def _keep(self, index: int, slot: Slot, grad: Tensor) -> None:
         """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
@@ -261,14 +260,14 @@ class Landing:
         kept, self._kept = self._kept, {}
         if not kept or not self._send_together(kept):
             for slot, grad in kept.items():
-                self._receive(slot, grad, slot.collects)
+                self._receive(slot, grad, slot.host)
 
     def _send_together(self, gradients: dict[Slot, Tensor]) -> bool:
         """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
         index, _ = self._places[next(iter(gradients))]
         slots = self._chunks[index].slots
         with below_guard():
-            hosts = [slot.collects for slot in slots]
+            hosts = [slot.host for slot in slots]
             if len(gradients) < len(slots) or any(is_given_up(host.grad) for host in hosts):
                 return False
             for memory in (self._stays[index], self._waits[index]):
@@ -332,7 +331,7 @@ class Landing:
                 low.lands(lambda: self._device.land(fence))
                 self._stay(index, fence)
 
-            return _Place(low.stored(), lend, self._chunks[index], slot.begin)
+            return _Place(low.stored(), lend, self._chunks[index], slot.offset)
         waits = self._waits[index]
         part = waits.empty_like(grad, at)
         cast = None
@@ -362,8 +361,7 @@ class Landing:
         have left a block for all of the chunk when averages land.
         """
         stays = self._stays[index]
-        shares = any(slot.rows is not None for slot in self._chunks[index].slots)
-        averages = self.reduction is not None and self.reduction.runs and (shares or not stays.has_been_used)
+        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
 
     def _stay(self, index: int, fence: object) -> None:
@@ -442,8 +440,6 @@ class Landing:
     def _use_directly(self, slot: Slot) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
         self._begin()
-        if slot.divided is not None:
-            raise _refusal(slot, "machines divide it, so that none has all of that gradient")
         if slot in self._landed:
             raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
         if slot.mirrored or slot.host._post_accumulate_grad_hooks:

@@ -133,13 +133,11 @@ class Interceptions:
         model: The model that the plan is applied to.
         each: Its interceptions by the names of their units.
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
-        divided: Whether nodes divide weights, so that none has all of them.
     """
 
-    def __init__(self, model: nn.Module, each: Mapping[str, Interception], caching: list[Any], divided: bool) -> None:
+    def __init__(self, model: nn.Module, each: Mapping[str, Interception], caching: list[Any]) -> None:
         self._each = list(each.values())
         self._caching = caching
-        self._divided = divided
         parts = [name.split(".") for name in each if name]
         around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
         modules = [model.get_submodule(name) for name in (around or dict.fromkeys(each))]
@@ -172,8 +170,6 @@ class Interceptions:
             module.__dict__.pop("__deepcopy__", None)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        if self._divided:
-            raise ValueError("The model cannot be copied in a run whose nodes divide weights. Copy it before fit.")
         if (running := next((each.unit.name for each in self._each if each.unit.depth), None)) is not None:
             raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
         self._take_off()

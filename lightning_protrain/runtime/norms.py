@@ -3,8 +3,7 @@
 [Note: Norms of owners]
 Under `shard` a gradient is on the rank that owns its parameter. So ranks tell each other the norm of every parameter
 they own, and each of them takes the norm of all norms, in the order of the parameters: the same number on every rank,
-to the bit what one rank with all gradients would have got. Of parameters that nodes divide ([Note: Rows]) each of them
-has the norm of its rows, and squares are summed: the same number on every rank, rounded otherwise than by one rank.
+to the bit what one rank with all gradients would have got.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ def norms_of_owners(
     shared: Collection[int],
     communicator: Communicator,
     known: Mapping[int, Tensor] = MappingProxyType({}),
-    rows: Collection[int] = (),
 ) -> dict[int, Tensor]:
     """The norms of all gradients that ranks of a node own, by the identity of the parameter; every rank calls it.
 
@@ -104,7 +102,6 @@ def norms_of_owners(
         shared: Identities of those whose gradients are on the ranks that own them.
         communicator: Reaches the others.
         known: Norms that this rank has taken already.
-        rows: Identities of those of which each node has some rows.
     """
     exchanged = [parameter for parameter in parameters if id(parameter) in shared]
     # In double precision a norm of any dtype is kept as it is; to add zeros changes nothing.
@@ -112,16 +109,9 @@ def norms_of_owners(
     for at, parameter in enumerate(exchanged):
         if parameter.grad is not None:
             norm = known.get(id(parameter))
-            norm = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
-            if id(parameter) in rows:
-                told[0, at] = norm.double().square()
-            elif communicator.counts_whole:
-                told[0, at] = norm
+            told[0, at] = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
             told[1, at] = 1
-    communicator.sum_of_owners(told)
-    for at, parameter in enumerate(exchanged):
-        if id(parameter) in rows:
-            told[0, at].sqrt_()
+    communicator.sum_of_node(told)
     return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
 
 
@@ -133,7 +123,7 @@ def tell_overflow(found: dict[torch.device, Tensor], communicator: Communicator)
         communicator: Reaches the ranks that own gradients.
     """
     here = sum((each.cpu() for each in found.values()), torch.zeros(1))
-    anywhere = communicator.sum_of_owners(here)
+    anywhere = communicator.sum_of_node(here)
     found.setdefault(torch.device("cpu"), torch.zeros(1))
     for each in found.values():
         each.copy_(anywhere[0])
@@ -146,7 +136,6 @@ def bound_norm(
     later: Collection[int] = (),
     shared: Collection[int] = (),
     communicator: Communicator | None = None,
-    rows: Collection[int] = (),
 ) -> Tensor | None:
     """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit.
 
@@ -159,14 +148,13 @@ def bound_norm(
         shared: Identities of those whose gradients are on the ranks of a node that own them, see [Note: Norms of
             owners]; others are whole on every rank.
         communicator: Reaches these ranks, each of which calls it; None: nothing is shared.
-        rows: As of `norms_of_owners`.
 
     Returns:
         The factor of those that are scaled later; None: all have been.
     """
     norms = known or {}
     if communicator is not None:
-        norms = norms_of_owners(parameters, shared, communicator, norms, rows)
+        norms = norms_of_owners(parameters, shared, communicator, norms)
     present = [p for p in parameters if (id(p) in norms if id(p) in shared else p.grad is not None)]
     if known is None or len({parameter.dtype for parameter in present}) != 1:
         if communicator is None:

@@ -18,7 +18,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +82,6 @@ def fused_host_step(
     device_type: str,
     stepped: Callable[[], Set[int]] = frozenset,
     threads: int | None = None,
-    rows: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
     then: Callable[[], object] = lambda: None,
 ) -> Iterator[Callable[[], Any]]:
     """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
@@ -99,7 +98,6 @@ def fused_host_step(
         device_type: Of the accelerator.
         stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
         threads: See `on_host_threads`; the closure itself runs on as many as before.
-        rows: Within it the optimizer has rows in place of weights that machines divide, see [Note: Local rows].
         then: Called when it has stepped, before any hook on it.
     """
     groups, stepping = optimizer.param_groups, ExitStack()
@@ -116,7 +114,6 @@ def fused_host_step(
         stepping.close()  # LBFGS calls the closure again in the middle of its step.
         result = closure()
         elsewhere = stepped()
-        stepping.enter_context(rows(optimizer))
         if elsewhere:
             rest = ({**group, "params": [p for p in group["params"] if id(p) not in elsewhere]} for group in groups)
             optimizer.param_groups = [group for group in rest if group["params"]]

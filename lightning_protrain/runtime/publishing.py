@@ -3,9 +3,8 @@
 [Note: Publishing]
 What the optimizer steps at once, on the main thread, is told to other ranks when its hooks have run, and only then is
 there what others have stepped. Who reads one of theirs in such a hook has the step published first, and sees what one
-rank would have. So has who reads a weight whose step is pending: machines exchange chunks in the order of the plan, see
-[Note: Exchange], and one before it may be told of only here. In the middle of the optimizer's own code nothing can be
-published: to wait for a pending step there would be to wait for oneself, and is an error. Other threads wait.
+rank would have. So has who reads a weight whose step is pending. In the middle of the optimizer's own code nothing can
+be published. Other threads wait.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Publishing:
         rest = [index for index in range(len(self._chunks)) if index not in self._pending]
         for index in rest:
             self._copies.publish(self._chunks[index])
-        turns.announce_rest(rest)
+        turns.announce(rest, turns.number)
         for index in rest:
             turns.wait_until_stepped(index, turns.number)
 
@@ -80,17 +79,10 @@ class Publishing:
         """This thread is about to wait for pending steps, because somebody reads a weight.
 
         Raises:
-            RuntimeError: It would wait for itself; or a rank is missing.
+            RuntimeError: A rank is missing.
         """
-        if self._thread != threading.get_ident():
-            return
-        if self._has_stepped:
+        if self._thread == threading.get_ident() and self._has_stepped:
             self.publish()
-        elif self._turns is not None and self._turns.awaits_rest:
-            raise RuntimeError(
-                "A weight is read in the middle of `optimizer.step`, while its own step is pending: machines get new "
-                'weights when that has ended. Set overlap_optimizer="off", or leave `shard_optimizer` out.'
-            )
 
     def end(self) -> None:
         """It is published, or never will be."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 from typing import Any
 
@@ -39,7 +38,6 @@ class _Region:
         owner: As `local_rank`; None: all ranks.
         slots: Whose gradients.
         device: Where they lie.
-        machine: Whose owner alone has the sum; None: those of all.
 
     Attributes:
         flat: The gradients and the flags, which say whether any rank has one.
@@ -47,14 +45,11 @@ class _Region:
         work: The sum that is under way.
     """
 
-    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device, machine: int | None = None) -> None:
+    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device) -> None:
         self.owner = owner
-        self.machine = machine
         self.slots = tuple(slots)
-        self._shapes = [slot.twin.shape if slot.rows is None else slot.rows.shape_of(machine) for slot in slots]
-        ends = list(accumulate(shape.numel() for shape in self._shapes))
+        ends = list(accumulate(slot.twin.numel() for slot in slots))
         self._begins = dict(zip(slots, [0, *ends], strict=False))
-        self._places = {slot: at for at, slot in enumerate(slots)}
         self._num_elements = ends[-1]
         size, dtype = ends[-1] + len(slots), slots[0].host.dtype
         flat = torch.empty(0, dtype=dtype, device=device.torch_device)
@@ -63,15 +58,11 @@ class _Region:
         self.work: Any = None
 
     def view(self, slot: Slot) -> Tensor:
-        """The gradient of a parameter, or of the rows that its node has of it."""
-        shape = self._shapes[self._places[slot]]
+        """The gradient of a parameter."""
+        shape = slot.twin.shape
         if not shape.numel():
             return self.flat.new_empty(shape)
         return self.flat.as_strided(shape, slot.host.stride(), self._begins[slot])
-
-    def takes(self, slot: Slot, whole: Tensor) -> Tensor:
-        """The part of a gradient that belongs here; a view."""
-        return whole if slot.rows is None else slot.rows.cut(whole, self.machine)
 
     def end_filling(self, filled: Container[Slot]) -> None:
         """What has no gradient on this rank counts as zero."""
@@ -81,12 +72,6 @@ class _Region:
             if slot not in filled:
                 self.view(slot).zero_()
                 self.flat[at : at + 1].zero_()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is of this node, where nodes have rows of their own."""
-        rows = self.slots[0].rows
-        return rows is None or rows.machine == self.machine
 
     def flags(self) -> list[float]:
         """For each gradient, more than 0 if any rank has one; the host waits for them."""
@@ -105,28 +90,23 @@ class _Bucket:
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
         self.filled: set[Slot] = set()
-        self._places: dict[Slot, list[_Region]] = {}
-        for region in regions:
-            for slot in region.slots:
-                self._places.setdefault(slot, []).append(region)
+        self._places = {slot: region for region in regions for slot in region.slots}
         self._device = device
-        self._arriving: dict[Slot, list[Any]] = {}  # Fences that the compute stream has not waited for.
+        self._arriving: dict[Slot, Any] = {}  # Fences that the compute stream has not waited for.
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, slot: Slot, older: Tensor) -> None:
         """Adds a gradient in host memory, which nobody writes to before `let_go`."""
         self._wait_for(slot)
-        for region in self._places[slot]:
-            view, part = region.view(slot), region.takes(slot, older)
-            if slot in self.filled:
-                there = torch.empty_like(view)
-                fence = self._device.upload(part, there)
-                self._device.wait(fence)
-                view.add_(there)
-            else:
-                fence = self._device.upload(part, view)
-                self._arriving.setdefault(slot, []).append(fence)
-            self._uploaded.append((older, fence))
+        view = self._places[slot].view(slot)
+        if slot in self.filled:
+            there = torch.empty_like(view)
+            fence = self._device.upload(older, there)
+            self._device.wait(fence)
+            view.add_(there)
+        else:
+            fence = self._arriving[slot] = self._device.upload(older, view)
+        self._uploaded.append((older, fence))
         self.filled.add(slot)
 
     def wait(self) -> None:
@@ -143,17 +123,16 @@ class _Bucket:
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
         self._wait_for(slot)
-        for region in self._places[slot]:
-            view, part = region.view(slot), region.takes(slot, gradient)
-            if slot in self.filled:
-                view.add_(part)
-            else:
-                view.copy_(part)
+        view = self._places[slot].view(slot)
+        if slot in self.filled:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
         self.filled.add(slot)
 
     def _wait_for(self, slot: Slot) -> None:
-        for fence in self._arriving.pop(slot, ()):
-            self._device.wait(fence)
+        if slot in self._arriving:
+            self._device.wait(self._arriving.pop(slot))
 
 
 class Reduction:
@@ -186,8 +165,6 @@ class Reduction:
         # Averages that this rank owns and others have no part of.
         self._averages: dict[Slot, weakref.ref[Tensor]] = {}
         self.runs = False
-        # Within it the gradients of a chunk are sent.
-        self.around_sums: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def begin(self) -> None:
         """The backward that follows ends with averages, on every rank."""
@@ -275,12 +252,11 @@ class Reduction:
         return bucket
 
     def _new_bucket(self, chunk: Chunk) -> _Bucket:
-        owners: dict[tuple[int | None, int | None], list[Slot]] = {}
+        owners: dict[int | None, list[Slot]] = {}
         for slot in chunk.slots:
-            machines = range(len(slot.rows.ranges)) if slot.rows is not None else [chunk.machine(slot)]
-            for machine in machines if _takes_gradient(slot) else ():
-                owners.setdefault((chunk.owner(slot), machine), []).append(slot)
-        regions = [_Region(owner, slots, self._device, machine) for (owner, machine), slots in owners.items()]
+            if _takes_gradient(slot):
+                owners.setdefault(chunk.owner(slot), []).append(slot)
+        regions = [_Region(owner, slots, self._device) for owner, slots in owners.items()]
         bucket = _Bucket(regions, self._device)
         for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
             if _takes_gradient(slot):
@@ -289,11 +265,11 @@ class Reduction:
 
     def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
         """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
-        older = slot.collects.grad
+        older = slot.host.grad
         if older is None or (slot in self._averages and self._averages[slot]() is older):
             return
         bucket.upload(slot, older)
-        slot.collects.grad = None
+        slot.host.grad = None
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
@@ -301,21 +277,20 @@ class Reduction:
         for slot in dict.fromkeys(chain.from_iterable(region.slots for region in bucket.regions)):
             self._take_older(bucket, slot)
         bucket.wait()
-        with self.around_sums():
-            for region in bucket.regions:
-                region.end_filling(bucket.filled)
-                region.flat.mul_(1.0 / self._communicator.ranks.world_size)
-                region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
-                region.work = self._communicator.begin(region.sent, region.owner, region.machine)
+        for region in bucket.regions:
+            region.end_filling(bucket.filled)
+            region.flat.mul_(1.0 / self._communicator.ranks.world_size)
+            region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
+            region.work = self._communicator.begin(region.sent, region.owner)
         self._sent.append(bucket)
 
     def _land(self) -> None:
         bucket = self._sent.popleft()
         bucket.let_go()
         for region in bucket.regions:
-            self._communicator.end(region.work, region.sent, region.owner, region.machine)
+            self._communicator.end(region.work, region.sent, region.owner)
             # Those of a region have one owner: whether this rank is it says any of them.
-            if region.owner is None or (region.slots[0].owned and region.is_here):
+            if region.owner is None or region.slots[0].owned:
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)
                 self._land_region(bucket, region)

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.low_gradients import LowGradient
-from lightning_protrain.runtime.rows import Rows
 from lightning_protrain.runtime.twin import Uses
 
 
@@ -45,10 +43,9 @@ class Slot:
 
     Attributes:
         fqn: First fully qualified name.
-        host: The user's parameter; where nodes divide it, the rows of this one, see [Note: Rows].
+        host: The user's parameter.
         twin: Its device counterpart.
-        offset: Its first byte in the chunk on the device.
-        begin: Its first byte in the chunk in host memory.
+        offset: Its first byte in the chunk.
         pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
@@ -61,20 +58,13 @@ class Slot:
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
         owned: Whether this rank steps it, see [Note: Owners].
-        writes: Whether it writes what its node has of it: what it steps, or gets from who does, see [Note: Exchange].
-        sent_version: Version of `host` when this rank has last sent it to other nodes, see [Note: Exchange]; -1: never.
         steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
-        rows: How nodes divide it; None: each has all of it.
-        divided: The DTensor that the user has then.
-        own: Stands for all of it where gradients of this rank alone are collected; takes no memory.
-        shown: What the user was shown as the gradient of `divided`.
     """
 
     fqn: str
     host: nn.Parameter
     twin: nn.Parameter
     offset: int
-    begin: int = 0
     pointer: int = 0
     read_version: int = 0
     seen_version: int = 0
@@ -87,70 +77,12 @@ class Slot:
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
     owned: bool = True
-    writes: bool = True
-    sent_version: int = -1
     steps_elsewhere: int = 0
-    rows: Rows | None = None
-    divided: nn.Parameter | None = None
-    own: nn.Parameter | None = None
-    shown: Any = None
-
-    @property
-    def registered(self) -> nn.Parameter:
-        """What the user has: in modules and in optimizers."""
-        return self.host if self.divided is None else self.divided
-
-    @property
-    def collects(self) -> nn.Parameter:
-        """What has gradients of this rank alone."""
-        return self.host if self.own is None else self.own
 
     @property
     def version(self) -> int:
         """Changes where the values do."""
-        return self.host._version if self.divided is None else self.host._version + self.divided._version
-
-    def divide(self) -> None:
-        """`host` lies where it stays: from now on the user has a DTensor over it."""
-        assert self.rows is not None
-        self.divided = nn.Parameter(self.rows.shown(self.host), requires_grad=self.host.requires_grad)
-        nothing = torch.empty((), dtype=self.host.dtype).expand(self.rows.shape)
-        self.own = nn.Parameter(nothing, requires_grad=False)
-
-    def show_gradient(self) -> None:
-        """After a backward the DTensor has the gradient, as far as it is known here, see [Note: Local rows]."""
-        if self.divided is None or self.own is None or self.rows is None:
-            return
-        average, own = self.host.grad, self.own.grad
-        if own is not None:
-            self.shown = self.rows.shown_as_part(own)
-        else:
-            self.shown = None if average is None else self.rows.shown(average)
-        self.divided.grad = self.shown
-
-    def take_gradient(self) -> None:
-        """What the user has put in place of the gradient, or whether it is trained at all.
-
-        Raises:
-            RuntimeError: It is another gradient than one of rows, or hooks look at gradients.
-        """
-        if self.divided is None or self.own is None:
-            return
-        if self.host.requires_grad is not self.divided.requires_grad:
-            self.host.requires_grad_(self.divided.requires_grad)
-        if self.divided._post_accumulate_grad_hooks:
-            raise _refuse_hook(self.fqn)
-        given: Any = self.divided.grad
-        if given is self.shown:
-            return
-        if given is not None and not (isinstance(given, DTensor) and given.placements == self.divided.placements):  # type: ignore[attr-defined]
-            raise RuntimeError(
-                f"{self.fqn!r} was given a gradient that is no DTensor of its rows: machines divide it "
-                '(shard_weights="world"). Change the gradient that is there in place.'
-            )
-        self.shown = given
-        self.own.grad = None
-        self.host.grad = None if given is None else given.to_local()
+        return self.host._version
 
     def show(self, whole: bool = False) -> nn.Parameter:
         """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
@@ -174,8 +106,6 @@ class Slot:
                 "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
                 "its block under autocast."
             )
-        if self.divided is not None:
-            raise _refuse_whole(self.fqn, dtype)
         with below_guard():
             host = self.host.detach()
         return nn.Parameter(host.to(self.twin.device), requires_grad=False)
@@ -183,7 +113,7 @@ class Slot:
     @property
     def is_stale(self) -> bool:
         """Whether the copy is another one than that of the host parameter now; who writes the copy says so."""
-        return self.copy is not None and self.writes and self.copied_version != self.version
+        return self.copy is not None and self.owned and self.copied_version != self.version
 
     def renew_copy(self) -> None:
         """Casts the host parameter again; a gradient that lies in the memory of the copy goes elsewhere."""
@@ -217,7 +147,7 @@ class Slot:
     def note_step(self) -> None:
         """After a step, which has written the copy if there was a gradient."""
         if self.host.grad is None:
-            if self.owned and self.is_stale:
+            if self.is_stale:
                 self.renew_copy()
             return
         self.copied_version = self.version
@@ -242,11 +172,6 @@ class Slot:
         known = self.seen_version + self.steps_elsewhere
         return self.version != known or self.host.data_ptr() != self.pointer
 
-    @property
-    def changed_after_sending(self) -> bool:
-        """Whether this rank has changed it since other nodes got it, which have the old one."""
-        return self.owned and self.sent_version >= 0 and self.host._version != self.sent_version
-
     def drop_gradient(self) -> None:
         """Forgets a gradient of the twin that has not landed."""
         with below_guard():
@@ -255,21 +180,19 @@ class Slot:
     @property
     def has_user_hooks(self) -> bool:
         """Whether the user has hooks on the gradient of the parameter."""
-        host = self.registered
+        host = self.host
         hooks = host._backward_hooks or {}
         return bool(host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
 
     def follow(self) -> None:
         """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
-        host = self.registered
+        host = self.host
         if host.requires_grad is not self.twin.requires_grad:
             self.twin.requires_grad_(host.requires_grad)
         hooks = host._backward_hooks or {}
         wanted = [key for key in hooks if key != self.own_hook]
         if wanted == list(self.mirrored) or not self.twin.requires_grad:
             return
-        if self.divided is not None:
-            raise _refuse_hook(self.fqn)
         if self.copy is not None:
             raise RuntimeError(
                 f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
@@ -280,18 +203,3 @@ class Slot:
         for handle in self.mirrored.values():
             handle.remove()
         self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
-
-
-def _refuse_hook(fqn: str) -> RuntimeError:
-    return RuntimeError(
-        f"{fqn!r} has a hook on its gradient, and machines divide it: none of them has all of the gradient "
-        '(shard_weights="world"). Take the hook off, or leave `shard_weights` out.'
-    )
-
-
-def _refuse_whole(fqn: str, dtype: torch.dtype) -> RuntimeError:
-    return RuntimeError(
-        f"{fqn!r} is streamed in {dtype} and needed in full precision, and machines divide it "
-        '(shard_weights="world"): no machine has all of it. Use it under autocast, or make its chunk resident '
-        "(`num_persistent_chunks`)."
-    )

@@ -29,16 +29,12 @@ who has seen one passes through there before it goes on. The worker's own thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from functools import partial
-
-from torch.optim import Optimizer
 
 from lightning_protrain.host import HostWorker, Job
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm import Communicator, Ranks
-from lightning_protrain.runtime.exchange import Exchange
 from lightning_protrain.runtime.node_memory import NodeMemory
 from lightning_protrain.runtime.owners import num_counters
 
@@ -52,8 +48,7 @@ def turns_of(chunks: Sequence[Chunk], communicator: Communicator) -> Turns:
     """
     ranks, units = communicator.ranks, [chunk.plan.unit for chunk in chunks]
     shares = [chunk.share for chunk in chunks if chunk.share is not None]
-    exchange = Exchange(chunks, communicator) if ranks.divides_steps else None
-    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units, exchange)
+    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units)
 
 
 class Turns:
@@ -64,7 +59,6 @@ class Turns:
         ranks: Of whom.
         owners: Who steps some of each chunk, as `local_rank`.
         units: What each chunk belongs to, for errors.
-        exchange: Has the new weights that other nodes step; None: this one steps all.
 
     Attributes:
         number: Of the step that this rank has begun; the first one is that of the weights as they are placed.
@@ -77,7 +71,6 @@ class Turns:
         ranks: Ranks,
         owners: Sequence[Iterable[int]],
         units: Sequence[str],
-        exchange: Exchange | None = None,
     ) -> None:
         self.number = 1
         self.failure: RuntimeError | None = None
@@ -86,12 +79,7 @@ class Turns:
         self._others = [place for place in range(ranks.local_size) if place != ranks.local_rank]
         self._owners = [sorted(set(places) - {ranks.local_rank}) for places in owners]
         self._units = tuple(units)
-        self._exchange = exchange
         self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
-        # Of each chunk, the latest step that this rank has begun to make; and what ends when all of it is there.
-        self._known = [1] * len(units)
-        self._arrivals: dict[int, Job] = {}
-        self._is_left = False
         numbers, size = memory.counters, ranks.local_size
         assert len(numbers) == num_counters(len(owners), size), "counters of other chunks"
         # Twice the number of the step that has begun, and one more where it may run behind backward.
@@ -99,17 +87,13 @@ class Turns:
         self._left = numbers[size : 2 * size]
         self._stepped = [numbers[begin : begin + size] for begin in range(2 * size, len(numbers), size)]
 
-    def begin(self, behind_backward: bool, optimizer: Optimizer | None = None) -> None:
+    def begin(self, behind_backward: bool) -> None:
         """This rank begins its next step.
 
         Args:
             behind_backward: Whether it may run behind backward here.
-            optimizer: Whose step it is; needed where machines divide steps only.
         """
         self.number += 1
-        self._is_left = False
-        if self._exchange is not None and optimizer is not None:
-            self._exchange.begin(parameter for group in optimizer.param_groups for parameter in group["params"])
         self._write([self._begun], 2 * self.number + behind_backward)
 
     def all_behind_backward(self) -> bool:
@@ -125,7 +109,6 @@ class Turns:
 
     def leave(self) -> None:
         """Until the step has been made, this rank reads no weight without waiting."""
-        self._is_left = True
         self._write([self._left], self.number)
 
     def wait_until_left(self, number: int) -> None:
@@ -141,21 +124,6 @@ class Turns:
             self._wait(self._left, place, number, f"the end of its backward of step {number - 1}")
         self._pass()
 
-    def follow(self, index: int, submit: Callable[[], Job]) -> Job:
-        """This rank is about to make its part of a step of a chunk; if that fails, other nodes get nothing more.
-
-        Args:
-            index: Which chunk.
-            submit: Begins to make it; the job announces it.
-        """
-        if self._exchange is None:
-            return submit()
-        self._exchange.choose(index)
-        self._known[index] = self.number
-        job = submit()
-        job.add_done_callback(self._end)
-        return job
-
     def behind(self, job: Job, index: int, number: int) -> Job:
         """What ends when a chunk has been stepped by all who own some of it; others do not wait for it meanwhile.
 
@@ -169,48 +137,16 @@ class Turns:
             job.result()
             self.wait_until_stepped(index, number)
 
-        if self._exchange is None:
-            return self._waiter.submit(wait)
-        self._waiter.submit(int)  # It starts here: two threads may come to it later.
-        ended: Future[None] = Future()
-
-        def submit(_: object) -> None:
-            self._waiter.submit(wait).add_done_callback(partial(_pass_on, ended))
-
-        # Chunks come in another order than that in which they are stepped: nothing is waited for before it has come.
-        job.add_done_callback(lambda _: self._arrivals.get(index, job).add_done_callback(submit))
-        return ended
-
-    def _end(self, job: Job) -> None:
-        error = job.exception()
-        if error is not None:
-            self.give_up(f": {type(error).__name__}: {error}")
+        return self._waiter.submit(wait)
 
     def announce(self, indices: Iterable[int], number: int) -> None:
         """This rank has made its part of a step of chunks, whether or not it has one.
-
-        Where nodes divide steps, other ranks of this one hear of it when what other nodes have made is there, too.
 
         Args:
             indices: Which chunks.
             number: Of the step.
         """
-        if self._exchange is None or number == 1:
-            self._write([self._stepped[index] for index in indices], number)
-            return
-        for index in indices:
-            then = partial(self._write, [self._stepped[index]], number)
-            self._arrivals[index] = self._exchange.add(index, then)
-
-    def announce_rest(self, indices: Iterable[int]) -> None:
-        """The same of the present step, for chunks that nobody has followed."""
-        rest = list(indices)
-        if self._exchange is not None and self.number > 1:
-            rest = [index for index in rest if self._known[index] < self.number]
-            for index in rest:
-                self._known[index] = self.number
-                self._exchange.choose(index)
-        self.announce(rest, self.number)
+        self._write([self._stepped[index] for index in indices], number)
 
     def wait_until_stepped(self, index: int, number: int) -> None:
         """Before this rank reads weights that others step.
@@ -222,44 +158,17 @@ class Turns:
         Raises:
             RuntimeError: A rank is missing; names it and the chunk.
         """
-        if (arrival := self._arrivals.get(index)) is not None and (error := arrival.exception()) is not None:
-            self.failure = self.failure or RuntimeError(str(error))
-            raise self.failure
         for place in self._owners[index]:
             self._wait(self._stepped[index], place, number, f"its part of step {number - 1} of {self._units[index]!r}")
         self._pass()
 
-    @property
-    def awaits_rest(self) -> bool:
-        """Whether other nodes wait for chunks of the present step that nobody has followed or announced."""
-        return self._exchange is not None and min(self._known, default=self.number) < self.number
-
-    @property
-    def partial(self) -> str:
-        """Why some weights may be from another step than others, as other machines step them; empty: they are not."""
-        if self._exchange is None:
-            return ""
-        failure = self._exchange.failure or self.failure  # Who is missing here has sent nothing elsewhere, either.
-        if failure is not None:
-            return str(failure).rstrip(".")
-        return "a step has not been announced to other machines" if self._is_left and self.awaits_rest else ""
-
-    def give_up(self, why: str = ".") -> None:
+    def give_up(self) -> None:
         """After an exception in the middle of a step, which other ranks will never make."""
-        self.failure = self.failure or RuntimeError(f"A step was broken off on this rank{why}")
-        if self._exchange is not None:
-            self._exchange.fail(self.failure)
-
-    def abandon(self) -> None:
-        """After an exception: if it came before all of a step was announced, the rest of that will never come."""
-        if self.partial:
-            self.give_up()
+        self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:
         """Nothing is under way any more."""
         self._waiter.close()
-        if self._exchange is not None:
-            self._exchange.close()
 
     def _write(self, numbers: Iterable[memoryview], value: int) -> None:
         with self._memory.alone():
@@ -286,11 +195,3 @@ class Turns:
                 self.failure = failure
         if self.failure is not None and numbers[place] < value:
             raise self.failure
-
-
-def _pass_on(ended: Future[None], done: Job) -> None:
-    error = done.exception()
-    if error is None:
-        ended.set_result(None)
-    else:
-        ended.set_exception(error)

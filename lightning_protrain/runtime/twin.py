@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -128,11 +127,6 @@ class Uses:
     def whole(self, requires_grad: bool) -> nn.Parameter:
         """The weight in its own dtype on the device; kept while the twin is registered."""
         if self._whole is None:
-            if isinstance(self.host, DTensor):
-                raise RuntimeError(
-                    f"{self.fqn!r} is streamed in {self.dtype} and needed in full precision, and machines divide it "
-                    f'(shard_weights="world"): none of them has all of it. {_REMEDY}.'
-                )
             whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
             if not self.shown:
                 return whole

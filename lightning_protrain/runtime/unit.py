@@ -56,7 +56,7 @@ class Unit:
         self.slots = tuple(dict.fromkeys(slot for _, slot in self.sites))
         self._uses = tuple(slot.uses for slot in self.slots if slot.uses is not None)
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
-        self._pairs = tuple((slot, slot.registered, slot.twin) for slot in self.slots)
+        self._pairs = tuple((slot, slot.host, slot.twin) for slot in self.slots)
 
     def follow(self) -> None:
         """Brings flags and gradient hooks of the host parameters to the twins, where they have changed."""
@@ -83,14 +83,14 @@ class Unit:
         whole = self._has_fast_path and not torch.is_autocast_enabled()
         self._shown = [slot.twin if slot.copy is None else slot.show(whole) for _, slot in self.sites]
         for (site, slot), shown in zip(self.sites, self._shown, strict=True):
-            site.exchange(slot.registered, shown)
+            site.exchange(slot.host, shown)
         for uses in self._uses:
             uses.shown = True
 
     def register_hosts(self) -> None:
         """Registers the host parameters again, where something else is; does nothing if nothing has been."""
         for (site, slot), shown in zip(self.sites, self._shown, strict=bool(self._shown)):
-            site.exchange(shown, slot.registered)
+            site.exchange(shown, slot.host)
         self._shown = []
 
     def end_uses(self) -> None:

@@ -33,7 +33,6 @@ from lightning_protrain.runtime.copies import Copies
 from lightning_protrain.runtime.guard import Guard, below_guard, can_be_watched, is_aliased
 from lightning_protrain.runtime.hoststep import HostStep
 from lightning_protrain.runtime.kernels import Clip
-from lightning_protrain.runtime.local_rows import LocalRows
 from lightning_protrain.runtime.norms import NormScratch, bound_norm, clip_values, take_norms, tell_overflow
 from lightning_protrain.runtime.optimizer import PartGroups, has_step_hooks
 from lightning_protrain.runtime.publishing import Publishing
@@ -53,7 +52,6 @@ class Updates:
         torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
         when_touched: Called when somebody has looked at a weight whose step was pending.
         copies: Trusts copies that steps have made.
-        rows: Gives steps the rows of weights that machines divide.
         publishing: Tells other ranks of steps, see [Note: Publishing].
     """
 
@@ -64,7 +62,6 @@ class Updates:
         self._device = device
         self._guard = Guard(self._touched)
         self.copies = Copies(chunks, self._guard)
-        self.rows = LocalRows(slot for chunk in chunks for slot in chunk.slots)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, Pending] = {}
         self._aliased: set[int] = set()
@@ -118,7 +115,7 @@ class Updates:
             take_norms = take_norms and not self._several_backwards
             self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
         if self._turns is not None:
-            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD, optimizer)
+            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
         self._in_step = True
 
@@ -202,8 +199,7 @@ class Updates:
         known = armed.norms if armed is not None and armed.take_norms else None
         later = {id(slot.host) for index in self._steppable for slot in self._chunks[index].slots}
         shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots} if self._sharing else frozenset()
-        given, rows = self.rows.of(parameters), self.rows.identities
-        coefficient = bound_norm(given, max_norm, known, later, shared, self._sharing, rows)
+        coefficient = bound_norm(list(parameters), max_norm, known, later, shared, self._sharing)
         if armed is not None:
             armed.coefficient = coefficient
 
@@ -215,7 +211,7 @@ class Updates:
             armed.late_bound = clip_value
         # Weights that this rank has left are watched, stepped here or not.
         with below_guard() if self._turns is not None else nullcontext():
-            clip_values([each for each in self.rows.of(parameters) if id(each) not in stepped], clip_value)
+            clip_values([each for each in parameters if id(each) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
         """After backward and clipping: submits the steps of all chunks that are left, the first-needed first.
@@ -295,8 +291,6 @@ class Updates:
             for index in armed.left:
                 self._guard.leave(slot.host for slot in self._chunks[index].slots)
         self.publishing.end()
-        if self._turns is not None:
-            self._turns.abandon()
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
@@ -329,7 +323,7 @@ class Updates:
             RuntimeError: They do not.
         """
         half_done = self._armed is not None and self._armed.has_begun and "the first chunks of a step have been stepped"
-        torn = self.torn or half_done or (self._turns is not None and self._turns.partial)
+        torn = self.torn or half_done
         if torn:
             raise RuntimeError(
                 f"The weights are torn: {torn}, so some are from before that step and some from after it. They "
@@ -396,8 +390,7 @@ class Updates:
             self._hand_on(slots)
         armed.stepped.add(index)
         armed.parameters.update(id(slot.host) for slot in slots)
-        submit = partial(self._device.worker.submit, work)
-        job = submit() if turns is None else turns.follow(index, submit)
+        job = self._device.worker.submit(work)
         self._pending[index] = Pending(job if turns is None else turns.behind(job, index, number), slots)
 
 

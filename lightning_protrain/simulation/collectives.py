@@ -5,8 +5,7 @@ A collective of device tensors runs on a stream that its group has on each rank 
 issue. That stream first waits for what the compute stream has been given; `wait` makes the compute stream wait for it,
 and the host goes on. Without `async_op` it runs on the compute stream itself. It holds its tensor until it has been
 waited for. So it is in `ProcessGroupNCCL::collective` of PyTorch 2.12. To the checker it writes its tensor from its
-first moment to its last. Until it runs, that is poisoned; what somebody else writes there meanwhile is sent. One that
-gathers writes the whole of it and reads this rank's part, which may lie in its place there and is sent as it is then.
+first moment to its last. Until it runs, that is poisoned; what somebody else writes there meanwhile is sent.
 
 It begins when the last rank is ready for it on its own virtual clock, and ends on all ranks at the same time. So that
 this is known at once, ranks meet where they issue it; it runs where the first of them needs it.
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_protrain.simulation.accesses import Extent, extent_of
 from lightning_protrain.simulation.device import SimulatedDevice, poison
 from lightning_protrain.simulation.network import SimulatedNetwork
 from lightning_protrain.simulation.streams import SimulatedEvent, SimulatedStream
@@ -41,7 +39,6 @@ class _Part:
         ready: When it could begin, in virtual seconds.
         begin: Where it stands in its stream; None: nothing is before it.
         taken: What has been read of it.
-        poisoned: Whether the tensor is poisoned until it runs.
     """
 
     kind: str
@@ -50,18 +47,14 @@ class _Part:
     ready: float
     begin: SimulatedEvent | None = None
     taken: Tensor | None = None
-    poisoned: bool = True
 
     def take(self) -> Tensor:
         """What this rank contributes, as it is when the first rank needs the result."""
         if self.taken is None:
             if self.begin is not None:
                 self.begin.stream.run_until(self.begin)
-            if not self.poisoned:
-                self.taken = self.tensor.clone()
-            else:
-                floats = self.tensor.is_floating_point()
-                self.taken = torch.where(self.tensor.isnan(), self.sent, self.tensor) if floats else self.sent
+            floats = self.tensor.is_floating_point()
+            self.taken = torch.where(self.tensor.isnan(), self.sent, self.tensor) if floats else self.sent
         return self.taken
 
 
@@ -83,19 +76,6 @@ class _Sum:
                 for other in others:
                     total = torch.maximum(total, other) if self.largest else total.add_(other)
                 self.target.copy_(total)
-
-
-@dataclass(eq=False)
-class _Whole:
-    """A queued collective that gathers: its end on one rank."""
-
-    device: SimulatedDevice
-    parts: list[_Part]
-    target: Tensor
-
-    def __call__(self) -> None:
-        with self.device.unattributed(), torch.no_grad():
-            self.target.copy_(torch.cat([part.take() for part in self.parts]))
 
 
 @dataclass(eq=False)
@@ -133,7 +113,7 @@ class _HostWork:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A group of ranks as one of them sees it, for `all_reduce`, `reduce` and `all_gather_single` of PyTorch.
+    """A group of ranks as one of them sees it, for `all_reduce` and `reduce` of PyTorch.
 
     Args:
         name: Of no other group of these ranks; that of its stream on the device.
@@ -155,8 +135,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._stream = device.add_stream(name)
         self._latest: SimulatedEvent | None = None
         self._num_issued = 0
-        # Where those that gather put what comes: storage, extent and end.
-        self._gathered: list[tuple[int, Extent, SimulatedEvent]] = []
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Sums a tensor over all ranks, or takes the largest of each element."""
@@ -165,34 +143,6 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Sums a tensor over all ranks to one of them."""
         return self._issue(tensors[0], "reduce", options.rootRank, options)
-
-    def all_gather_single(self, whole: Tensor, part: Tensor, options: Any) -> Any:  # type: ignore[override]
-        """Puts the tensors of all ranks one behind the other, on all of them; device tensors of one dimension."""
-        kind = f"all_gather of {tuple(part.shape)}, {part.dtype}"
-        lies_inside = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
-        assert whole.numel() == self.size() * part.numel(), f"{kind} into {tuple(whole.shape)}"
-
-        def hide() -> None:
-            key, (begin, end) = whole.untyped_storage()._cdata, extent_of(whole)
-            for other, (first, last), event in self._gathered:
-                if other == key and first < end and begin < last:
-                    event.stream.run_until(event)  # What is in its way there is sent before it is hidden.
-            kept = part.clone()
-            poison(whole)
-            if lies_inside:  # Nobody but the collective itself may write there, and that is checked.
-                part.copy_(kept)
-
-        def meet(ready: float, begin: SimulatedEvent) -> list[_Part]:
-            return self._meet(_Part(kind, part, part, ready, begin, poisoned=False), hide, self._let_worker_go_on)
-
-        stream = self._begin("all_gather", whole, None if lies_inside else part, options)
-        work = self._run(stream, whole, meet, lambda parts: _Whole(self._device, parts, whole))
-        self._gathered = [each for each in self._gathered if not each[2].passed]
-        self._gathered.append((whole.untyped_storage()._cdata, extent_of(whole), work.ended))
-        return work
-
-    # PyTorch before 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def _issue(self, tensor: Tensor, what: str, root: int | None, options: Any) -> SimulatedWork | _HostWork:
         largest = options.reduceOp == dist.ReduceOp.MAX
@@ -206,10 +156,10 @@ class SimulatedGroup(dist.ProcessGroup):
             return self._meet(_Part(kind, tensor, tensor.clone(), ready, begin), lambda: poison(tensor))
 
         target = tensor if receives else None
-        stream = self._begin(what, tensor, None, options)
+        stream = self._begin(what, tensor, options)
         return self._run(stream, tensor, meet, lambda parts: _Sum(self._device, parts, target, largest))
 
-    def _begin(self, what: str, written: Tensor, read: Tensor | None, options: Any) -> SimulatedStream:
+    def _begin(self, what: str, written: Tensor, options: Any) -> SimulatedStream:
         """The stream that runs a collective, which has noted what that touches."""
         stream = self._stream if options.asyncOp else self._device.compute_stream()
         if options.asyncOp:
@@ -217,10 +167,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if self._latest is not None:
             stream.wait_event(self._latest)
         with self._device.unattributed():
-            step = stream.step()
-            if read is not None:
-                self._device.access(stream, step, read, False, what)
-            self._device.access(stream, step, written, True, what)
+            self._device.access(stream, stream.step(), written, True, what)
         return stream
 
     def _run(

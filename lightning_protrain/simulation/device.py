@@ -99,7 +99,7 @@ class SimulatedDevice(StreamDevice):
         self._links = {towards_host: Link() for towards_host in (False, True)}
         super().__init__(torch.device("cpu"), self.new_host_memory(), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
-        self.aside, self.beside = (_Aside(self, self.add_stream(name)) for name in ("aside", "beside"))
+        self.aside = _Aside(self, self.add_stream("aside"))
 
     def __enter__(self) -> SimulatedDevice:
         self._mode.__enter__()

@@ -23,7 +23,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "flat": {"plan": "resident", "adapter_grad_sync": "flat"},
     "replicate": {"plan": "offload", "sharding": "replicate"},
     "shard": {"plan": "offload", "sharding": "shard"},
-    "parts": {"plan": "offload", "sharding": "shard", "gather": "device"},
 }
 
 

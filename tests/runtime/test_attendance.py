@@ -228,41 +228,6 @@ def test_what_a_rank_does_by_itself_is_waited_for(seconds: float) -> None:
     assert reached()
 
 
-class Late:
-    """A collective that ends when it is told to, or never."""
-
-    def __init__(self, reached: Any) -> None:
-        self.is_completed = reached
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-
-def test_a_collective_of_another_thread_is_waited_for() -> None:
-    one, other = ranks(2)
-    other.leave("failed with ValueError: boom")
-    work = Late(after(0.15))
-    one.wait_for_peers(work, [0, 1], STEP)
-    assert work.waits == 1
-
-
-def test_one_that_a_rank_will_never_join_names_it() -> None:
-    one, other = ranks(2)
-    one.doing = "Training at step 3"
-    other.leave("failed with ValueError: boom")
-    one.leave("ends itself")  # Of that it does not wait for itself.
-    found = together(lambda: one.wait_for_peers(Late(never), [0, 1], STEP))
-    assert found == [f"Training at step 3 ends on rank 0: rank 1 failed with ValueError: boom, and {STEP} is missing"]
-
-
-def test_one_that_nobody_has_left_ends_with_patience() -> None:
-    one, _ = ranks(2)
-    one._patience = 0.3
-    found = together(lambda: one.wait_for_peers(Late(never), [1], STEP))
-    assert f"{STEP} has not come for " in found[0]
-
-
 def test_who_ends_without_a_word_is_named_with_what_is_missing() -> None:
     one, _ = ranks(2)
     one.doing = "Training at step 3"

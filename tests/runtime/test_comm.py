@@ -83,54 +83,6 @@ def test_between_nodes_only_owners_send(tmp_path: Path) -> None:
         assert meeting == [1, 4]
 
 
-def _divided(rank: int, local_size: int) -> Any:
-    """What this rank has after sums for one owner on each machine in turn, with what each has cost; and of others."""
-    ranks = find_ranks(rank % local_size, local_size).dividing_steps()
-    device = CPUDevice(torch.device("cpu"))
-    communicator, found = Communicator(ranks, device), []
-    for machine in range(ranks.num_machines):
-        flat, before = torch.tensor([1.0, 10.0**rank]), device.counters.collectives
-        communicator.end(communicator.begin(flat, 0, machine), flat, 0, machine)
-        owns = ranks.local_rank == 0 and ranks.machine == machine
-        found.append((flat.tolist() if owns else None, device.counters.collectives - before))
-    weights = torch.full((3,), float(rank))
-    communicator.send_weights(weights, 1).wait()
-    return found, communicator.sum_of_owners(torch.tensor([float(rank)])).item(), weights.tolist()
-
-
-@pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (4, 2)])
-def test_where_machines_divide_steps_one_owner_has_the_sum(world_size: int, local_size: int, tmp_path: Path) -> None:
-    whole = [float(world_size), float(sum(10**rank for rank in range(world_size)))]
-    for rank, (found, total, weights) in enumerate(values(run_ranks(_divided, world_size, tmp_path, local_size))):
-        each = 1 if local_size == 1 or rank % local_size else 2
-        own = [whole if rank == machine * local_size else None for machine in range(2)]
-        assert found == [(own[0], each), (own[1], each)]
-        assert total == sum(range(world_size))
-        assert weights == [float(local_size + rank % local_size)] * 3
-
-
-def test_one_machine_divides_nothing(tmp_path: Path) -> None:
-    assert values(run_ranks(_divides, 2, tmp_path)) == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("local_size", "numel", "parts"), [(1, 5, [5]), (2, 6, [3, 3]), (4, 6, [6] * 4), (4, 8, [2] * 4)]
-)
-def test_ranks_of_a_machine_fetch_equal_parts_or_all(local_size: int, numel: int, parts: list[int]) -> None:
-    nobody: Any = None
-    flat = torch.arange(numel)
-    found = [
-        Ranks(at, local_size, at, local_size, nobody, nobody, nobody).fetched_part(flat) for at in range(local_size)
-    ]
-    assert [part.numel() for part in found] == parts
-    assert torch.cat(found).unique().tolist() == flat.tolist()
-    assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in found)
-
-
-def _divides(rank: int) -> bool:
-    return find_ranks(rank, 2).dividing_steps().divides_steps
-
-
 def _try(action: Any) -> Any:
     try:
         return action()

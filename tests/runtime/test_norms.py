@@ -42,13 +42,11 @@ GIVEN = st.builds(
 class Node:
     """Adds what ranks in threads tell each other."""
 
-    counts_whole = True
-
     def __init__(self) -> None:
         self._barrier = threading.Barrier(NUM_RANKS, timeout=20)
         self._told: list[Tensor] = []
 
-    def sum_of_owners(self, told: Tensor) -> Tensor:
+    def sum_of_node(self, told: Tensor) -> Tensor:
         self._told.append(told.clone())
         self._barrier.wait()
         told.copy_(torch.stack(self._told).sum(0))
@@ -120,7 +118,7 @@ def _rank_by_rank(
 ) -> None:
     """A mistake: every rank takes the norm of what it has, and a norm of norms is told."""
     square = sum((p.grad.norm() ** 2 for p in parameters if p.grad is not None), torch.zeros(()))
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, node.sum_of_owners(square.reshape(1)).sqrt()[0])
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, node.sum_of_node(square.reshape(1)).sqrt()[0])
 
 
 def test_a_gradient_that_is_counted_by_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +130,8 @@ def test_a_gradient_that_is_counted_by_every_rank_is_found(monkeypatch: pytest.M
 
 def test_norms_that_are_told_in_half_precision_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [Given(37, at % NUM_RANKS) for at in range(5)]
-    tell = Node.sum_of_owners
-    monkeypatch.setattr(Node, "sum_of_owners", lambda node, told: told.copy_(tell(node, told.half()).double()))
+    tell = Node.sum_of_node
+    monkeypatch.setattr(Node, "sum_of_node", lambda node, told: told.copy_(tell(node, told.half()).double()))
     assert not same(*clip(items, max_norm=0.3))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_protrain.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime import owners
-from lightning_protrain.runtime.owners import assign_machines, assign_owners, share_chunks, shared_bytes
+from lightning_protrain.runtime.owners import assign_owners, share_chunks, shared_bytes
 
 CHUNKS = st.lists(st.lists(st.integers(0, 10_000), max_size=7), max_size=7)
 
@@ -50,50 +50,12 @@ def test_the_bound_finds_parameters_that_are_dealt_in_turn() -> None:
     assert excess(chunks, assign_owners(chunks, 2), 2) <= 0
 
 
-@given(CHUNKS, st.integers(1, 3), st.integers(1, 4), st.integers(0, 7))
-def test_no_machine_has_more_than_the_mean_and_one_part(
-    chunks: list[list[int]], num_ranks: int, num_machines: int, num_frozen: int
-) -> None:
-    """Of what is trained, and of all where nothing is; what a rank owns of a chunk is never cut."""
-    dealt = assign_owners(chunks, num_ranks)
-    trained = [[0 if at < num_frozen else nbytes for nbytes in chunk] for at, chunk in enumerate(chunks)]
-    for counted in (trained, chunks):
-        sizes = [list(zip(counted[at], chunk, strict=True)) for at, chunk in enumerate(chunks)]
-        found = assign_machines(sizes, dealt, num_machines)
-        parts: dict[tuple[int, int], int] = {}
-        loads = [0] * num_machines
-        for at, (mine, where) in enumerate(zip(dealt, found, strict=True)):
-            assert len(set(zip(mine, where, strict=True))) == len(set(mine))
-            for owner, machine, nbytes in zip(mine, where, counted[at], strict=True):
-                parts[at, owner] = parts.get((at, owner), 0) + nbytes
-                loads[machine] += nbytes
-        assert max(loads) <= sum(loads) / num_machines + max(parts.values(), default=0)
-
-
-def test_what_is_frozen_is_dealt_out_too() -> None:
-    assert assign_machines([[(0, 5)], [(0, 5)], [(3, 3)], [(0, 1)]], [[0]] * 4, 2) == [[0], [1], [0], [1]]
-
-
 def test_one_rank_owns_everything() -> None:
     assert assign_owners([[3, 1], [], [2]], 1) == [[0, 0], [], [0]]
 
 
 def test_nothing_offloaded_shares_nothing() -> None:
     assert shared_bytes((), {"a": 4}, 2) == 0
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_where_machines_divide_steps_one_rank_steps_each_weight(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "open_node_memory", _Room)
-    parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 30, "b": 20, "c": 40}.items()}
-    chunks = (_chunk(256, "a", "b"), _chunk(256, "c"))
-    ranks: Any = SimpleNamespace(
-        local_rank=rank % 2, local_size=2, machine=rank // 2, num_machines=2, divides_steps=True, mesh=None
-    )
-    first, second = share_chunks(chunks, parameters, ranks, HostMemory())
-    # Of 30, 20 and 40 the first machine gets the first, the second one what comes then, and that is less.
-    assert [first.stepped_by(0), first.stepped_by(1), second.stepped_by(0)] == [0, 3, 3]
-    assert [first.owns(0), first.owns(1), second.owns(0)] == [rank == 0, rank == 3, rank == 3]
 
 
 class _Room:
@@ -113,10 +75,9 @@ def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: p
     monkeypatch.setattr(owners, "open_node_memory", _Room)
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 300, "b": 200, "c": 2000}.items()}
     chunks = (_chunk(2560, "a", "b"), _chunk(4096, "c", streamed="bfloat16"))
-    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2, divides_steps=False, mesh=None)
+    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2)
     shares = share_chunks(chunks, parameters, ranks, HostMemory())
     sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
-    assert [share.stepped_by(0) for share in shares] == [0, 1]
     assert [share.owns(0) for share in shares] == [local_rank == 0, local_rank == 1]
     # What is asked for, and a page for numbers.
     assert shared_bytes(chunks, sizes, 2) == shares[0].memory.nbytes + PAGE

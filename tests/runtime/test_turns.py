@@ -188,57 +188,15 @@ def test_counters_of_other_chunks_are_our_mistake() -> None:
         Turns(memory, ranks, OWNERS[:2], UNITS[:2])
 
 
-class Exchange:
-    """Chunks come from other machines when the test says so."""
-
-    failure = None
-
-    def __init__(self) -> None:
-        self.arrivals: dict[int, Future[None]] = {}
-
-    def choose(self, index: int) -> None:
-        return
-
-    def add(self, index: int, then: Callable[[], object]) -> Future[None]:
-        arrival = self.arrivals[index] = Future()
-        arrival.add_done_callback(lambda _: then())
-        return arrival
-
-    def fail(self, error: BaseException) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def test_what_comes_first_is_not_behind_what_was_stepped_first() -> None:
-    """Behind backward the last chunk is stepped first, and comes last."""
-    _, (turns,) = node(num_ranks=1)
-    exchange: Any = Exchange()
-    turns._exchange, turns._owners = exchange, [[], [], []]
-    turns.begin(True)
+def test_what_follows_a_step_waits_for_every_owner_and_passes_errors_on() -> None:
+    _, (zero, one) = node()
+    zero.begin(True)
     with ThreadPoolExecutor(1) as worker:
-        ended = []
-        for index in (SECOND, FIRST, BOTH):
-            job = turns.follow(index, lambda index=index: worker.submit(turns.announce, [index], 2))
-            ended.append(turns.behind(job, index, 2))
-    last, _, first = ended
-    exchange.arrivals[BOTH].set_result(None)
-    assert first.exception() is None
-    assert not last.done()
-    exchange.arrivals[FIRST].set_result(None)
-    exchange.arrivals[SECOND].set_exception(RuntimeError("rank 3 is gone"))
-    assert str(last.exception()) == "rank 3 is gone"
-    turns.close()
-
-
-def test_who_fails_waits_for_no_machine() -> None:
-    _, (turns,) = node(num_ranks=1)
-    exchange: Any = Exchange()
-    turns._exchange = exchange
-    turns.begin(True)
-    with ThreadPoolExecutor(1) as worker:
-        job = turns.follow(BOTH, lambda: worker.submit(lambda: 1 // 0))
-        error = turns.behind(job, BOTH, 2).exception()
-    assert isinstance(error, ZeroDivisionError)
-    turns.close()
+        ended = zero.behind(worker.submit(zero.announce, [BOTH], 2), BOTH, 2)
+        failed = zero.behind(worker.submit(lambda: 1 // 0), FIRST, 2)
+        time.sleep(0.03)
+        assert not ended.done()
+        one.announce([BOTH], 2)
+        assert ended.exception() is None
+        assert isinstance(failed.exception(), ZeroDivisionError)
+    zero.close()

@@ -261,7 +261,7 @@ def _train_rank(
         for step in range(case.num_steps):
 
             def closure(micro: int, step: int = step) -> None:
-                loss = runtime.run_step(case.loss, (model, rank, step, micro), {}, True, micro == case.accumulate - 1)
+                loss = runtime.run_step(case.loss, (model, rank, step, micro), {}, True)
                 trained.values[f"loss {rank} {step} {micro}"] = loss.detach().clone()
                 if micro == 0:
                     optimizer.zero_grad()

@@ -87,16 +87,12 @@ def never_waits(self: Communicator, work: Any, flat: Tensor, owner: int | None, 
     return
 
 
-def never_waits_on_rank_1(
-    self: Communicator, work: Any, flat: Tensor, owner: int | None, machine: int | None = None
-) -> None:
+def never_waits_on_rank_1(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
     if self.ranks.rank != 1:
         END(self, work, flat, owner)
 
 
-def waits_for_the_first(
-    self: Communicator, work: Any, flat: Tensor, owner: int | None, machine: int | None = None
-) -> None:
+def waits_for_the_first(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
     first = vars(self).setdefault("first", work)
     END(self, first, flat, owner)
 
@@ -127,13 +123,13 @@ def frees_what_is_sent(self: Reduction, index: int) -> None:
 
 
 def adds_before_it_is_there(self: reduction._Bucket, slot: Any, gradient: Tensor) -> None:
-    view = self._places[slot][0].view(slot)
+    view = self._places[slot].view(slot)
     view.copy_(view + gradient if slot in self.filled else gradient)
     self.filled.add(slot)
 
 
-def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any, machine: int | None = None) -> None:
-    INIT(self, owner, slots, device, machine)
+def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any) -> None:
+    INIT(self, owner, slots, device)
     same = vars(device).setdefault("same", {}).setdefault(self.flat.shape, self.flat)
     self.sent = self.flat = same
 
@@ -144,9 +140,7 @@ def sums_between_nodes_first(self: Communicator, flat: Tensor, owner: int | None
     return dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
 
 
-def sums_between_nodes_without_waiting(
-    self: Communicator, flat: Tensor, owner: int | None, machine: int | None = None
-) -> Any:
+def sums_between_nodes_without_waiting(self: Communicator, flat: Tensor, owner: int | None) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     return self._begin_between_nodes(flat) if owner == self.ranks.local_rank else work
 
@@ -376,9 +370,7 @@ def begins_and_waits(self: Communicator, flat: Tensor, owner: int | None, *_: An
     return work
 
 
-def waits_for_the_node_while_computing(
-    self: Communicator, flat: Tensor, owner: int | None, machine: int | None = None
-) -> Any:
+def waits_for_the_node_while_computing(self: Communicator, flat: Tensor, owner: int | None) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     if owner != self.ranks.local_rank:
         return work

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.network import SimulatedNetwork
 from lightning_protrain.simulation.streams import RaceError
 
-gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 RATES = Rates(memory=1e6, network=1e3, latency=0.5)
 
 
@@ -71,16 +69,12 @@ def test_a_sum_is_there_when_it_has_been_waited_for_and_not_before(world_size: i
 
 
 def test_the_worker_is_late_while_its_rank_waits_for_a_sum() -> None:
-    """Parts that are gathered may wait for what the worker of another rank does, sums may not."""
+    def work(rank: Rank) -> bool:
+        job = rank.device.worker.submit(lambda: None)
+        dist.all_reduce(rank.tensor(0.0, 0.0), group=rank.group, async_op=True)
+        return job.done()
 
-    def work(rank: Rank) -> list[bool]:
-        job, whole = rank.device.worker.submit(lambda: None), rank.tensor(0.0, 0.0)
-        dist.all_reduce(whole, group=rank.group, async_op=True)
-        before = job.done()
-        gather(whole, whole[rank.rank :][:1], group=rank.group, async_op=True)
-        return [before, job.done()]
-
-    assert sorted(on_ranks(work)) == [[False, False], [False, True]]
+    assert on_ranks(work) == [False, False]
 
 
 def test_the_sum_of_a_reduction_is_on_its_root_only() -> None:
@@ -134,79 +128,6 @@ def test_the_host_may_write_to_what_was_downloaded_only_behind_both_fences() -> 
         return host.add_(1.0).item()
 
     assert on_ranks(work) == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("inside", [False, True])
-def test_parts_come_behind_each_other_when_they_have_been_waited_for(inside: bool, world_size: int) -> None:
-    def work(rank: Rank) -> Any:
-        whole = rank.tensor(*[0.0] * 2 * world_size)
-        part = whole[2 * rank.rank :][:2] if inside else rank.tensor(0.0, 0.0)
-        part.copy_(rank.tensor(rank.rank, 10.0))
-        handle = gather(whole, part, group=rank.group, async_op=True)
-        before = rank.look(whole)
-        handle.wait()
-        return before, rank.look(whole), rank.look(part)
-
-    expected = [each for rank in range(world_size) for each in (rank, 10.0)]
-    for number, (before, after, part) in enumerate(on_ranks(work, world_size)):
-        hidden = [at for at, value in enumerate(before) if value != value]
-        assert hidden == [at for at in range(2 * world_size) if not inside or at // 2 != number]
-        assert (after, part) == (expected, [number, 10.0])
-
-
-def test_a_gather_reads_its_part_when_it_runs() -> None:
-    """What was uploaded late is sent, and it writes where uploads and computing go on behind fences only."""
-
-    def work(waits: bool, rank: Rank) -> list[float]:
-        host, whole = rank.device.host.empty_like(torch.ones(1)).fill_(rank.rank + 1.0), rank.tensor(0.0, 0.0)
-        fence = rank.device.upload(host, whole[rank.rank : rank.rank + 1])
-        with rank.device.beside:
-            if waits:
-                rank.device.wait(fence)
-            handle = gather(whole, whole[rank.rank : rank.rank + 1], group=rank.group, async_op=True)
-        handle.wait()
-        return rank.look(whole)
-
-    assert on_ranks(lambda rank: work(True, rank)) == [[1.0, 2.0]] * 2
-    with pytest.raises(RaceError, match=r"all writes in all_gather what (up|compute) wrote"):
-        on_ranks(lambda rank: work(False, rank))
-
-
-def test_a_gather_reads_a_part_elsewhere_behind_its_fence() -> None:
-    def work(rank: Rank) -> None:
-        host, whole, part = rank.device.host.empty_like(torch.ones(1)), rank.tensor(0.0, 0.0), rank.tensor(0.0)
-        rank.device.upload(host.fill_(1.0), part)
-        gather(whole, part, group=rank.group, async_op=True)
-
-    with pytest.raises(RaceError, match="all reads in all_gather what up wrote in copy"):
-        on_ranks(work)
-
-
-def test_gathers_into_the_same_memory_send_what_each_was_given() -> None:
-    """The second is begun aside, where nobody has needed the first: it may not hide what that has still to send."""
-
-    def work(rank: Rank) -> list[list[float]]:
-        shared = rank.tensor(*[0.0] * 4)
-        hosts = [rank.device.host.empty_like(torch.ones(size)).fill_(rank.rank + size) for size in (2, 1)]
-        wholes = [shared, shared[:2] if rank.rank == 0 else rank.tensor(0.0, 0.0)]
-        works = []
-        for host, whole in zip(hosts, wholes, strict=True):
-            part = whole[len(host) * rank.rank :][: len(host)]
-            with rank.device.beside if works else nullcontext():
-                fence = rank.device.upload(host, part)
-            if not works:
-                rank.device.land(fence)  # It is there before the next one hides it.
-            with rank.device.beside:
-                rank.device.wait(fence)
-                works.append(gather(whole, part, group=rank.group, async_op=True))
-                works[-1].wait()
-        for each in works:
-            each.wait()
-        return [rank.look(whole) for whole in wholes]
-
-    _, found = on_ranks(work)
-    assert found == [[2.0, 2.0, 3.0, 3.0], [1.0, 2.0]]
 
 
 def test_it_waits_for_what_the_compute_stream_has_been_given() -> None:

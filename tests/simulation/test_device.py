@@ -225,7 +225,7 @@ def test_a_copy_behind_a_job_hides_what_lies_there_wherever_it_is_waited_for() -
         host, target = device.host.empty_like(torch.ones(2)).fill_(1.0), torch.zeros(2)
         device.set_place(target, "device")
         fence = device.upload(host, target, device.worker.submit(lambda: None))
-        with device.beside:
+        with device.aside:
             device.wait(fence)
         with device.unattributed():
             assert target.isnan().all()
