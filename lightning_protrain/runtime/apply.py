@@ -35,7 +35,7 @@ from lightning_protrain.runtime.hooks import (
     refuse_weights,
 )
 from lightning_protrain.runtime.owners import Share, share_chunks
-from lightning_protrain.runtime.recompute import refuse_compiled, stop_caching
+from lightning_protrain.runtime.recompute import refuse_compiled, refuse_cuda_graphs, stop_caching
 from lightning_protrain.runtime.schedule import Capacity
 from lightning_protrain.runtime.sites import sites_of
 from lightning_protrain.runtime.slot import Site, Slot
@@ -79,7 +79,7 @@ def apply_plan(
     """
     refuse_meta(model)
     _refuse_applied(model)
-    _refuse_compiled(model, plan, layout)
+    _refuse_compiled(model, plan, layout, device.torch_device)
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
@@ -265,7 +265,7 @@ def _refuse_applied(model: nn.Module) -> None:
             raise ValueError(f"A plan is applied to {name!r} already. Remove it first (end the fit that applied it).")
 
 
-def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
+def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
     """Neither a unit that the runtime must know nor a module around one may be compiled, nor any be of TorchScript."""
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     for name, module in model.named_modules():
@@ -282,6 +282,8 @@ def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout) -> None:
         refuse_compiled(model.get_submodule(name), name, around=True)
     for unit in units:
         refuse_compiled(model.get_submodule(unit.name), unit.name)
+        if device.type == "cuda" and not offloaded.isdisjoint(unit.parameters):
+            refuse_cuda_graphs(model.get_submodule(unit.name), unit.name)
 
 
 def _make_chunks(

@@ -4,8 +4,9 @@
 `torch.utils.checkpoint` in its non-reentrant form keeps what the block is given and nothing of what it computes. When
 backward asks for the first saved tensor, the block's forward runs again, in the middle of backward and perhaps not to
 its end. Random states and buffers are those of before the forward meanwhile: dropout repeats bit for bit, and running
-statistics do not count a batch twice. So are settings that are made around the forward alone: autocast and the default
-device (`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. A
+statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU once for each
+tensor that the block is given.) So are settings that are made around the forward alone: autocast and the default device
+(`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. A
 key-value cache that the block is given (a tuned prefix lies in one) is filled once. What else a forward leaves behind
 (a counter on the module, an attribute) it leaves twice.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_protrain.runtime.selective import Both, Finding, Keeping, Products
 
@@ -59,9 +61,11 @@ def checkpoint(
 
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in given]
-    contexts = _contexts(module, name, selective)
+    contexts = _contexts(_EarlierState(module, leaves), name, selective)
     kept = map(_earlier, leaves)
-    outputs = torch.utils.checkpoint.checkpoint(run, *kept, use_reentrant=False, context_fn=lambda: contexts)
+    outputs = torch.utils.checkpoint.checkpoint(
+        run, *kept, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+    )
     if versions != [tensor._version for tensor in given]:
         raise ValueError(
             f"{name!r} is checkpointed and changes a tensor that it is given in place: it cannot run again on the same "
@@ -72,13 +76,13 @@ def checkpoint(
 
 
 def _contexts(
-    module: nn.Module, name: str, selective: bool
+    earlier: _EarlierState, name: str, selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Those of the first run and of the second."""
     if not selective:
-        return nullcontext(), _EarlierState(module)
+        return nullcontext(), earlier
     products = Products(name)
-    return Keeping(products), Both(_EarlierState(module), Finding(products))
+    return Keeping(products), Both(earlier, Finding(products))
 
 
 def _earlier(value: Any) -> Any:
@@ -107,13 +111,17 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 
 class _EarlierState:
-    """Within it, buffers, settings and the random states of Python and NumPy are those of when this was made.
+    """Within it, buffers, settings and random states are those of when this was made.
 
     What happens to them inside is forgotten. Copies stand in for the buffers: to write the old values back would look
     to autograd like a change of what the recomputation has saved.
+
+    Args:
+        module: Its buffers.
+        given: What it is given: random states are those of the CPU, and of each GPU that a tensor of these is on.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Any]) -> None:
         self._places = [
             (owner._buffers, name, buffer)
             for owner in module.modules()
@@ -122,11 +130,12 @@ class _EarlierState:
         ]
         self._earlier = {id(buffer): buffer.clone() for _, _, buffer in self._places}
         self._now: list[torch.Tensor | None] = []
-        self._random = self._random_now = _random_states()
+        self._tensors = one_of_each_device(given)
+        self._random = self._random_now = self._random_states()
         self._settings = self._settings_now = _settings()
 
     def __enter__(self) -> None:
-        self._random_now = _random_states()
+        self._random_now = self._random_states()
         _set_random_states(self._random)
         self._settings_now = _settings()
         _set_settings(self._settings)
@@ -141,6 +150,10 @@ class _EarlierState:
         _set_random_states(self._random_now)
         _set_settings(self._settings_now)
 
+    def _random_states(self) -> tuple[Any, ...]:
+        own = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
+        return (*own, get_device_states(*self._tensors) if self._tensors else ([], []))
+
 
 def _settings() -> list[Any]:
     return [read() for read, _ in _SETTINGS]
@@ -151,13 +164,19 @@ def _set_settings(values: list[Any]) -> None:
         make(value)
 
 
-def _random_states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()  # noqa: NPY002 (users draw from this one)
+def one_of_each_device(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return an empty tensor on each device of some tensors that has a random state of its own."""
+    devices = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
+    return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
 
-def _set_random_states(states: tuple[Any, Any]) -> None:
+def _set_random_states(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+    devices, of_devices = states[3]
+    if devices:
+        set_device_states(devices, of_devices)
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
@@ -194,6 +213,28 @@ def refuse_compiled(module: nn.Module, name: str, around: bool = False) -> None:
             "`module.forward = torch.compile(module.forward)`, which leaves that outside of the graph, or give "
             'plan="resident".'
         )
+
+
+def refuse_cuda_graphs(module: nn.Module, name: str) -> None:
+    """Refuse forwards that are replayed as CUDA graphs: weights that are streamed come to other addresses.
+
+    Args:
+        module: One with weights that are streamed.
+        name: Of the module, for the message.
+
+    Raises:
+        ValueError: The user has compiled it, or a module inside of it, with CUDA graphs.
+    """
+    for inner, each in module.named_modules(prefix=name):
+        for compiled in (vars(each).get("forward"), each._compiled_call_impl):
+            config: dict[str, Any] = getattr(compiled, "get_compiler_config", dict)() or {}
+            if config.get("triton.cudagraphs"):
+                raise ValueError(
+                    f"The forward of {inner!r} is compiled with CUDA graphs "
+                    '(`torch.compile(mode="reduce-overhead")` or "max-autotune"), which read weights where they were '
+                    'when it was captured, and the plan streams its weights. Compile it with mode="default" or '
+                    '"max-autotune-no-cudagraphs", or give plan="resident".'
+                )
 
 
 def stop_caching(model: nn.Module) -> list[Any]:

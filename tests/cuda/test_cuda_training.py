@@ -26,11 +26,14 @@ NUM_BLOCKS = 12
 
 @pytest.fixture(autouse=True)
 def _exact_matmul() -> Iterator[None]:
-    """TF32 would hide real errors below its own."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """TF32 would hide real errors below its own; cuDNN, which runs an LSTM, has a switch of its own that is on."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    for switch, allowed in zip(switches, before, strict=True):
+        switch.allow_tf32 = allowed
 
 
 @pytest.fixture(autouse=True)

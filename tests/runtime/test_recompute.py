@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from lightning_protrain.runtime.recompute import checkpoint, refuse_compiled, refuse_own_checkpointing, stop_caching
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.runtime import recompute
+from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.recompute import (
+    checkpoint,
+    one_of_each_device,
+    refuse_compiled,
+    refuse_cuda_graphs,
+    refuse_own_checkpointing,
+    stop_caching,
+)
+from tests.plans import kept
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
 
 
@@ -26,6 +38,45 @@ def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:
         return torch.tanh(value * scale)
 
     return checkpoint(function, (tensor,), {"scale": torch.tensor(2.0), "name": "block"}, nn.Module(), "block"), calls
+
+
+def test_the_random_state_of_a_gpu_is_read_once_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode(), torch.device("cuda:0"):
+        given = [torch.empty(2), torch.empty(3), torch.empty(1, device="cuda:1"), torch.empty(1, device="cpu"), "word"]
+        found = one_of_each_device(given)
+    assert [(str(each.device), each.numel()) for each in found] == [("cuda:0", 0), ("cuda:1", 0)]
+    read: list[int] = []
+    written: list[Any] = []
+    monkeypatch.setattr(recompute, "one_of_each_device", lambda values: found)
+    monkeypatch.setattr(recompute, "get_device_states", lambda *each: (read.append(len(each)) or [0, 1], ["state"]))
+    monkeypatch.setattr(recompute, "set_device_states", lambda *states: written.append(states))
+    value = torch.randn(3, requires_grad=True)
+    output, _ = forget(value)
+    assert read == [2]
+    output.sum().backward()
+    assert read == [2, 2]  # what the recomputation gives back
+    assert written == [([0, 1], ["state"])] * 2
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["forward", "module"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_of_streamed_weights_are_refused_before_anything_is_placed(mode: str, whole: bool) -> None:
+    model = Net()
+    if whole:
+        model.blocks[1].up.compile(mode=mode)
+    else:
+        model.blocks[1].up.forward = torch.compile(model.blocks[1].up.forward, mode=mode)
+    layout, plan = describe_model(model), kept(model)
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"'blocks\.1\.up' is compiled with CUDA graphs .*reduce-overhead"):
+        apply_plan(model, plan, layout, device, print)
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_other_modes_of_compilation_are_taken(mode: str) -> None:
+    model = Net()
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, mode=mode)
+    refuse_cuda_graphs(model.blocks[1], "blocks.1")
 
 
 def test_a_function_runs_again_in_backward_with_the_same_arguments() -> None:
