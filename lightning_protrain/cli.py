@@ -25,10 +25,13 @@ from safetensors import SafetensorError
 from torch.utils.serialization import config as load_settings
 
 # The callbacks are imported so that a config can call them by their short names.
+from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
+from lightning_protrain.callbacks.checkpoint import callback  # noqa: F401
 from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_stock
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.distributed import failures  # noqa: F401
 from lightning_protrain.mistakes import (
     COMMAND_LINE,
     REFUSALS,
