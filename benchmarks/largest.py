@@ -31,11 +31,12 @@ from transformers import PreTrainedModel
 from benchmarks.families import FAMILIES, Size
 from benchmarks.report import quiet, table, write_result
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.presets import make_plan
+from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
-from lightning_protrain.planner.steptime import Training, step_time
+from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.planning import SHARE_OF_ALL
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.blocks import MIN_NUM_PARAMS, describe_model
@@ -217,13 +218,13 @@ def answer(case: Case) -> Answer:
     problem = problem_of(known, gpu(*MACHINES[case.machine]))
     # What fits as it is stays as it is, even where offloading a little may look shorter.
     plan = make_plan(known.layout, "resident", Knobs(), None, None, known.state_bytes, MIN_NUM_PARAMS)
-    if expected_memory(problem, plan).device_peak > (problem.device_bytes or 0):
+    if memory_timeline(problem, plan).device_peak > (problem.device_bytes or 0):
         try:
             plan = search(problem, Knobs())
         except NoFeasiblePlan as error:
             return Answer(short=what_is_short(str(error)))
-    timeline = expected_memory(problem, plan)
-    spent = step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training)
+    timeline = memory_timeline(problem, plan)
+    spent = step_time(problem, plan)
     total = sum(chunk.nbytes for chunk in plan.chunks)
     return Answer(
         params=sum(info.numel for info in known.layout.parameters),

@@ -44,10 +44,11 @@ from benchmarks import (
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.model import profile_model
@@ -141,7 +142,7 @@ def predict(row: str) -> Prediction:
     module = Subject(model)
     layout, profile = profile_of(module, precision)
     plan = plan_of(layout, profile, plan_name)
-    timeline = memory_timeline(profile, layout, plan, CPU, ADAMW_STATE_BYTES)
+    timeline = memory_timeline(Problem(profile, layout, CPU, Training(), ADAMW_STATE_BYTES, None, None), plan)
     phase = max(map(timeline.phase, ("forward", "backward", "step")), key=lambda phase: phase.total)
     return Prediction(row, plan.to_json(), phase.total, phase.name, phase.unit, dict(phase.device))
 

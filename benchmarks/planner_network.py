@@ -15,12 +15,12 @@ from benchmarks.largest import GIB, learn, problem_of
 from benchmarks.planner_search import CORES, LOOPS
 from benchmarks.planner_selective import MODEL
 from benchmarks.report import table
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find
-from lightning_protrain.planner.steptime import step_time
+from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.catalogue import gpu
 
 SEQUENCE = 2048
@@ -75,8 +75,7 @@ def compare(machine: str, network: str, batch: int, loop: str, problem: Problem)
 
 
 def _seconds(problem: Problem, plan: Plan, network: Network) -> float:
-    known = problem.hardware, problem.training, network
-    return step_time(problem.profile, problem.layout, plan, *known).seconds
+    return step_time(replace(problem, network=network), plan).seconds
 
 
 def _resident(plan: Plan) -> int:

@@ -22,14 +22,14 @@ from benchmarks.pairs import _give_leave, _process, _receive, median_ratio
 from benchmarks.report import table
 from benchmarks.subjects import Llama, Step, Subject, llama_config
 from lightning_protrain.device import open_device
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
-from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.packing import by_place, lay_out, pack_chunks, spread, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.policies import by_place, lay_out, spread
+from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
-from lightning_protrain.planner.steptime import StepTime, Training, step_time
+from lightning_protrain.planner.step_time import StepTime, step_time
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.hardware import profile_hardware
 from lightning_protrain.profiler.machine import HardwareProfile
@@ -131,7 +131,7 @@ def plan_of(problem: Problem, resident: float, checkpointed: float, swapped: flo
 
 def choose(problem: Problem, plans: dict[str, Plan], budgets: Sequence[float | None]) -> list[Choice]:
     """Searches within each budget; a plan that is not there yet is added to `plans`."""
-    most = expected_memory(problem, next(iter(plans.values()))).device_peak
+    most = memory_timeline(problem, next(iter(plans.values()))).device_peak
     choices = []
     for part in budgets:
         limit = None if part is None else int(part * most)
@@ -178,8 +178,8 @@ def measure(
     problem = problem_of(subject, hardware)
     plans = {name: plan_of(problem, *GRID[name]) for name in names}
     choices = choose(problem, plans, budgets)
-    predicted = [step_time(problem.profile, problem.layout, plan, hardware, Training()) for plan in plans.values()]
-    peaks = [expected_memory(problem, plan).device_peak for plan in plans.values()]
+    predicted = [step_time(replace(problem, hardware=hardware, training=Training()), plan) for plan in plans.values()]
+    peaks = [memory_timeline(problem, plan).device_peak for plan in plans.values()]
     subjects = [replace(subject, name=name, plan={"plan": plan}) for name, plan in plans.items()]
     rows = [Row(*row) for row in zip(plans, peaks, predicted, take_turns(subjects), strict=True)]
     return rows, choices

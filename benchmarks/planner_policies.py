@@ -7,7 +7,7 @@ policies] says. Here every block may have any policy, beside all numbers of resi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from benchmarks.largest import learn, problem_of
 from benchmarks.planner_search import LOOPS, MACHINE
 from benchmarks.report import table
-from lightning_protrain.planner.activity import Columns
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
-from lightning_protrain.planner.clock import simulate
-from lightning_protrain.planner.columns import columns_of
+from lightning_protrain.planner.candidates import packings
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.packing import lay_out, pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
-from lightning_protrain.planner.policies import lay_out
-from lightning_protrain.planner.problem import Packing, Problem
-from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.catalogue import gpu
 
 SEQUENCE = 1024
@@ -102,7 +101,7 @@ def compare(name: str, batch: int, problem: Problem, loop: str) -> Row:
 def _trials(problem: Problem) -> Iterator[_Trial]:
     layout = problem.layout
     packed = pack_chunks(layout, None)
-    packing = Packing(problem, None, None)
+    (packing,) = packings(problem, Knobs())
     names = [block.name for block in layout.blocks]
     counted = {
         lay_out(len(names), packing.steps, packing.places[:swaps], steps)
@@ -126,25 +125,19 @@ def _with_buffers(
     problem: Problem, chunks: tuple[ChunkPlan, ...], blocks: tuple[BlockPlan, ...]
 ) -> Iterator[tuple[Plan, int]]:
     """Plans with all numbers of buffers, and their bytes on the device."""
-    layout, training = problem.layout, problem.training
+    layout = problem.layout
     shapes = {info.fqn: info.shape for info in layout.parameters}
     without = None
     for buffers in range(minimum_chunk_buffers(layout, chunks), sum(not chunk.resident for chunk in chunks) + 1):
         memory = memory_terms(layout, chunks, buffers, problem.state_bytes, blocks)
         plan = Plan(chunks, blocks, buffers, memory, shapes)
         if without is None:
-            how = problem.hardware, problem.state_bytes, training.accumulate, problem.alpha, problem.foreach
-            without = memory_timeline(problem.profile, layout, plan, *how).device_peak - memory.chunk_buffers
+            without = memory_timeline(problem, plan).device_peak - memory.chunk_buffers
         yield plan, without + memory.chunk_buffers
 
 
 def _seconds(problem: Problem, plans: Sequence[Plan]) -> NDArray[np.float64]:
-    each = [columns_of(problem.profile, problem.layout, plan, problem.hardware, problem.training) for plan in plans]
-    stacked = {
-        field.name: np.concatenate([getattr(columns, field.name) for columns in each], axis=-1)
-        for field in fields(Columns)
-    }
-    return simulate(Columns(**stacked), problem.training, problem.hardware.asynchronous)
+    return np.array([step_time(problem, plan).seconds for plan in plans])
 
 
 def _letters(plan: Plan) -> str:

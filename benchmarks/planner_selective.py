@@ -11,11 +11,11 @@ from typing import Any
 from benchmarks.largest import GIB, Method, learn, problem_of
 from benchmarks.planner_search import CORES, LOOPS
 from benchmarks.report import table
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.infeasible import NoFeasiblePlan
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find
-from lightning_protrain.planner.shortage import NoFeasiblePlan
 from lightning_protrain.profiler.catalogue import gpu
 
 SEQUENCE = 2048

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.plan_monitor import render_plan
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.presets import make_plan, parse_bytes
 from lightning_protrain.profiler.blocks import describe_model
 

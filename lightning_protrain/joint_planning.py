@@ -19,7 +19,7 @@ from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.scaling import Cluster
-from lightning_protrain.planner.sharding import choose, plan_each
+from lightning_protrain.planner.sharding_choice import choose, plan_each
 from lightning_protrain.planning import Case
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout

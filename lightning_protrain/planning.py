@@ -15,18 +15,18 @@ from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
 from lightning_protrain.companions import prepare_weights
 from lightning_protrain.device import Device
 from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.planner.advice import expected
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
 from lightning_protrain.planner.host import host_terms
+from lightning_protrain.planner.infeasible import COPY
 from lightning_protrain.planner.memory import HostTooSmall, HostUse, check_fits, format_bytes, memory_terms
 from lightning_protrain.planner.network import Network
-from lightning_protrain.planner.outlook import expected
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
+from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem
-from lightning_protrain.planner.shortage import COPY
-from lightning_protrain.planner.steptime import Training
 from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import describe_model

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.advice import predict
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import format_bytes
-from lightning_protrain.planner.outlook import expected_memory, predict
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.presets import make_plan
-from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import NoFeasiblePlan, search
 
 
 def search_and_predict(problem: Problem, knobs: Knobs, min_num_params: int, room: int) -> Plan:
@@ -46,14 +48,14 @@ def _plan_if_all_fits(problem: Problem, knobs: Knobs, min_num_params: int) -> Pl
     if set(knobs.given) - set(knobs.forbids_alone):
         return None
     plan = make_plan(problem.layout, "resident", Knobs(), None, None, problem.state_bytes, min_num_params)
-    return plan if expected_memory(problem, plan).device_peak <= (problem.device_bytes or 0) else None
+    return plan if memory_timeline(problem, plan).device_peak <= (problem.device_bytes or 0) else None
 
 
 def search_with_evaluation(problem: Problem, knobs: Knobs) -> Plan:
     """The plan of `search`, whose evaluation fits the device too.
 
-    The search counts what training takes; where evaluation takes more, for weights that it may need whole, it is told
-    to leave so much room. If there is no such plan, evaluation may run out of memory, and that is said.
+    Evaluation may take more than training, for weights that it may need whole. If there is no plan whose evaluation
+    fits, evaluation may run out of memory, and that is said.
 
     Args:
         problem: With a limit for the device.
@@ -63,16 +65,12 @@ def search_with_evaluation(problem: Problem, knobs: Knobs) -> Plan:
         NoFeasiblePlan: Training fits nowhere.
     """
     assert problem.device_bytes is not None
-    first = plan = search(problem, knobs)
-    allowed = problem.device_bytes
-    while (excess := expected_memory(problem, plan).device_peak - problem.device_bytes) > 0:
-        allowed -= excess
-        try:
-            plan = search(replace(problem, device_bytes=allowed), knobs)
-        except NoFeasiblePlan:
-            rank_zero_info(
-                f"Evaluation may take {format_bytes(expected_memory(problem, first).device_peak)} on the device, of "
-                f"which {format_bytes(problem.device_bytes)} are allowed; training fits."
-            )
-            return first
+    try:
+        return search(replace(problem, evaluates=True), knobs)
+    except NoFeasiblePlan:
+        plan = search(problem, knobs)
+    rank_zero_info(
+        f"Evaluation may take {format_bytes(memory_timeline(problem, plan).device_peak)} on the device, of which "
+        f"{format_bytes(problem.device_bytes)} are allowed; training fits."
+    )
     return plan

@@ -38,7 +38,7 @@ from lightning_protrain.overlap import (
 from lightning_protrain.paper import PaperStrategy
 from lightning_protrain.parallelism import Parallelism, ShardingChoice, refuse_removed
 from lightning_protrain.planner.answers import REMOVED
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planning import Case, describe_case
 from lightning_protrain.processes import StartMethod

@@ -27,7 +27,7 @@ from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
-from lightning_protrain.planner.sharding import choose
+from lightning_protrain.planner.sharding_choice import choose
 from lightning_protrain.profiler.catalogue import gpu as gpu_called
 from lightning_protrain.profiler.limits import free_host_bytes
 from lightning_protrain.profiler.machine import HardwareProfile

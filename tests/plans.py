@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_protrain.planner.chunks import with_residency
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.packing import with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.presets import Preset, make_plan
 from lightning_protrain.profiler.blocks import describe_model

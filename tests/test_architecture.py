@@ -115,7 +115,7 @@ VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.environment_is_not_read, "cli.py", "from os import environ"),
 ]
 ALLOWED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
-    (architecture.imports_run_one_way, "planner/steptime.py", "import lightning_protrain.profiler.machine"),
+    (architecture.imports_run_one_way, "planner/step_time.py", "import lightning_protrain.profiler.machine"),
     (architecture.imports_run_one_way, "runtime/hooks.py", "from lightning_protrain.planner.plan import Plan"),
     (architecture.imports_run_one_way, "strategy.py", "from lightning_protrain.runtime.apply import apply_plan"),
     (architecture.lightning_is_at_the_edge, "callbacks/timeline.py", "from lightning.pytorch import Callback"),

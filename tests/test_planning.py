@@ -12,13 +12,13 @@ import torch
 
 from lightning_protrain import planning, searching
 from lightning_protrain.device import CPUDevice
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.host import host_terms
-from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
+from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan
-from lightning_protrain.planner.steptime import Training
 from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.limits import free_host_bytes

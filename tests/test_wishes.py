@@ -9,7 +9,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.wishes import make_wishes, read_choice
 from tests.models import zoo
 from tests.plans import half

@@ -1,394 +1,332 @@
-"""What many plans over the same chunks do at every position of a step: `columns_of` for all of them at once.
-
-[Note: Order of chunks]
-If the step uses every offloaded chunk in one run in forward (see [Note: Runs]), in the order of the chunks, then what
-is there at any time are the `num_buffers` chunks used last, and all that `traffic` finds out chunk by chunk are
-differences of sums: a chunk takes the place of the one that many before it; backward finds the last ones there. A chunk
-that is used out of order or in two runs (a tied embedding) has no such form, unless it is resident. So there is a
-number of resident chunks from which on it holds: `in_order_from`. Plans with fewer have what `traffic` says for their
-numbers of resident chunks and of buffers; sets of plans are bounded by the one with just so many resident.
-
-[Note: Held back]
-Of the plans of a set, the one with the most resident chunks and buffers waits for the earliest position. Another one
-waits for the same, and holds as much back or more; or for a later one, and holds back one chunk at least, when that
-position has been computed, too. If the later one is the position that the chunks come for, none can wait for it. So a
-set is told from its plans where buffers are too few for the next block to come while one is computed.
-"""
+"""The candidates of a search over one way to pack the model into chunks: what knobs allow, and plans of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, islice
+from math import inf
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.memory import memory_terms, nests
+from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.planner.packing import (
+    Recomputation,
+    Step,
+    check_counts,
+    chunks_of,
+    lay_out,
+    order_steps,
+    pack_chunks,
+    swap_interval,
+    swap_places,
+    with_residency,
+)
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.profiler.records import Segment
 
-from lightning_protrain.planner.activity import Backward, Columns, Forward, Seconds
-from lightning_protrain.planner.columns import _has_tables_only, tails_of, traffic
-from lightning_protrain.planner.entries import Entries, Remembered, Uses, runs_of
-from lightning_protrain.planner.hostwork import ADD, NORM, SCALE, Gradients
-from lightning_protrain.planner.landing import Landings
-from lightning_protrain.planner.named import Named
-from lightning_protrain.planner.sizes import Sizes, before_each, from_each, largest, second_largest, totals
-from lightning_protrain.planner.training import Training
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
-
-Integers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-# Amounts of gradients: bytes that land, that are touched to cast them, to add them; of steps: elements, bytes of
-# gradients, bytes that are touched to write copies.
-DOWNLOAD, CAST, ADDED = range(3)
-NUMEL, STEPPED, COPIED = range(3)
-AHEAD, BACK = range(2)
-
-
-@dataclass(frozen=True)
-class _Uploads:
-    """Bytes, (P, K): all that come, the late part of them, and the position that these wait for.
-
-    In forward also what `Steps.tails` says, at both rates, without what is there all the time, (2, P, K).
-    """
-
-    nbytes: Seconds
-    late: Seconds
-    waits: Integers
-    tails: Seconds | None = None
+# Up to so many candidates over one packing, all are tried.
+FEW = 300
 
 
-class Candidates:
-    """Plans over the same chunks, of which the first p are resident; see [Note: Order of chunks].
-
-    Args:
-        profile: One step with its backward.
-        layout: The model.
-        named: What the profile says of parameters.
-        needed: Indices of the chunks that each unit needs.
-        sizes: Those of all chunks in execution order.
-        computes: Seconds of the device at each position: in forward, in a forward that runs again, in one
-            that does so but for its products, in backward.
-        hardware: The machine.
-        training: How plans are used.
+class Point(NamedTuple):
+    """A candidate, but for its buffers.
 
     Attributes:
-        block: Index among the blocks of the layout at each position; the number of blocks where there is none, (P,).
-        in_order_from: For fewer resident chunks than these every plan is walked through chunk by chunk.
-        computation: Seconds of a forward and a backward without recomputation.
-        each: Seconds in a step of the recomputation of one block, and of what streams one chunk if nothing hides it, on
-            average.
-        computes: Seconds of the device from each position of forward on, (P,).
-        last: The last positions of forward that chunks come for, (L,).
+        num_swap: Blocks that swap their activations.
+        num_steps: Recompute steps of the others, see [Note: Layout of policies].
+        offloaded: Offloaded chunks; all before the last so many are resident.
+    """
+
+    num_swap: int
+    num_steps: int
+    offloaded: int
+
+
+class Packing:
+    """The model in chunks of one size, and plans over them.
+
+    Args:
+        problem: The problem.
+        chunk_bytes: The most bytes of a chunk; None: no limit.
+        chunks: The chunks, all offloaded.
+        places: Indices of the blocks that may swap, in the order in which they are taken.
+        steps: What blocks give up, in that order, see [Note: Layout of policies].
     """
 
     def __init__(
         self,
-        profile: ModelProfile,
-        layout: ModelLayout,
-        named: Named,
-        needed: Mapping[str, tuple[int, ...]],
-        sizes: Sizes,
-        computes: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
-        hardware: HardwareProfile,
-        training: Training,
+        problem: Problem,
+        chunk_bytes: int | None,
+        chunks: tuple[ChunkPlan, ...],
+        places: tuple[int, ...],
+        steps: tuple[Step, ...],
     ) -> None:
-        self._hardware, self._training = hardware, training
-        index_of = {block.name: index for index, block in enumerate(layout.blocks)}
-        segments = profile.segments
-        self.block = np.array([index_of.get(segment.unit, len(index_of)) for segment in segments], dtype=np.int64)
-        arrays = (np.array(seconds)[:, None] for seconds in computes)
-        self._forward, self._recomputed, self._selective, self._backward = arrays
-        of_block = self.block < len(index_of)
-        copied = sizes.nbytes * (2 / hardware.upload) + sizes.trainable * sizes.nbytes / hardware.download
-        streamed = training.accumulate * copied + sizes.trainable * sizes.elements / hardware.host_step
-        self.each = (
-            training.accumulate * float(self._recomputed[of_block].sum()) / max(len(index_of), 1),
-            float(streamed.sum()) / max(len(streamed), 1),
+        self.problem, self.chunk_bytes, self.chunks = problem, chunk_bytes, chunks
+        self.places, self.steps = places, steps
+        layout = problem.layout
+        needed = chunks_of(layout, chunks)
+        # The last chunk that each block needs: without it resident the block is streamed.
+        self._last_chunk = [max(needed[block.name], default=-1) for block in layout.blocks]
+        self._nests = [sorted(nest) for nest in nests(layout, needed)]
+        self._resident = tuple(with_residency(layout, chunk, True) for chunk in chunks)
+        self._shapes = {info.fqn: info.shape for info in layout.parameters}
+
+    # --- what knobs allow ---------------------------------------------------------------------------------------------
+
+    def swap_range(self, knobs: Knobs) -> tuple[int, int]:
+        """Return the fewest and the most swapped blocks."""
+        pinned = knobs.num_swap_blocks
+        return (0, len(self.places)) if pinned is None else (pinned, min(pinned, len(self.places)))
+
+    def step_range(self, num_swap: int, knobs: Knobs) -> tuple[int, int]:
+        """Return the fewest and the most recompute steps beside so many swapped blocks."""
+        most, pinned = self._most_steps[num_swap], knobs.num_checkpoint_blocks
+        return (0, most) if pinned is None else (pinned, min(pinned, most))
+
+    def offloaded_range(self, num_swap: int, num_steps: int, knobs: Knobs) -> tuple[int, int] | None:
+        """Return the fewest and the most offloaded chunks; None: no number of them has what is pinned."""
+        count, pinned = len(self.chunks), knobs.num_persistent_chunks
+        low, high = (0, count) if pinned is None else (count - pinned, count - pinned)
+        if knobs.num_chunk_buffers is not None:
+            # The more chunks are offloaded, the more buffers are needed.
+            while low <= high and self.fewest_buffers(high) > knobs.num_chunk_buffers:
+                high -= 1
+        if knobs.num_keep_offloaded_blocks is not None:
+            # So many of the blocks that keep have a last chunk that is offloaded, the next one before has not.
+            lasts = [-1, *sorted(self._kept(num_swap, num_steps)), count]
+            keeps = knobs.num_keep_offloaded_blocks
+            if keeps > len(lasts) - 2:
+                return None
+            low, high = max(low, count - lasts[-1 - keeps]), min(high, count - 1 - lasts[-2 - keeps])
+        return (low, high) if 0 <= low <= high else None
+
+    def allows(self, point: Point, knobs: Knobs) -> bool:
+        """Return whether the knobs allow a candidate whose policies they allow."""
+        bounds = self.offloaded_range(point.num_swap, point.num_steps, knobs)
+        return bounds is not None and bounds[0] <= point.offloaded <= bounds[1]
+
+    def points(self, knobs: Knobs) -> Iterator[Point]:
+        """Yield all candidates that the knobs allow."""
+        for num_swap, num_steps in self.policies_allowed(knobs):
+            bounds = self.offloaded_range(num_swap, num_steps, knobs)
+            if bounds is not None:
+                yield from (Point(num_swap, num_steps, offloaded) for offloaded in range(bounds[0], bounds[1] + 1))
+
+    def has_few(self, knobs: Knobs) -> bool:
+        """Return whether there are so few candidates that all can be tried."""
+        return next(islice(self.points(knobs), FEW, None), None) is None
+
+    def policies_allowed(self, knobs: Knobs) -> Iterator[tuple[int, int]]:
+        """Yield numbers of swapped blocks and of steps of the others."""
+        low, high = self.swap_range(knobs)
+        for num_swap in range(low, high + 1):
+            least, most = self.step_range(num_swap, knobs)
+            yield from ((num_swap, num_steps) for num_steps in range(least, most + 1))
+
+    @cached_property
+    def _most_steps(self) -> list[int]:
+        """How many steps there are if the first s places swap."""
+        taken = [sum(index == place for index, _ in self.steps) for place in self.places]
+        return [len(self.steps) - swapped for swapped in accumulate(taken, initial=0)]
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def policies(self, num_swap: int, num_steps: int) -> tuple[BlockPolicy, ...]:
+        """Return the policies of all blocks."""
+        return lay_out(len(self.problem.layout.blocks), self.steps, self.places[:num_swap], num_steps)
+
+    def keeps(self, point: Point) -> int:
+        """Return how many blocks with offloaded chunks keep their activations."""
+        persistent = len(self.chunks) - point.offloaded
+        return sum(last >= persistent for last in self._kept(point.num_swap, point.num_steps))
+
+    def _kept(self, num_swap: int, num_steps: int) -> list[int]:
+        """Return the last chunk of each block that keeps its activations; -1: it has none."""
+        policies = self.policies(num_swap, num_steps)
+        return [last for last, policy in zip(self._last_chunk, policies, strict=True) if policy is BlockPolicy.KEEP]
+
+    def possible_keeps(self, num_swap: int, num_steps: int, low: int, high: int) -> set[int]:
+        """Return how many blocks with offloaded chunks may keep their activations, with `low` to `high` offloaded."""
+        count, kept = len(self.chunks), self._kept(num_swap, num_steps)
+        # It changes where the last chunk of a kept block is the first offloaded one.
+        ends = {count - low, *(last for last in kept if count - high <= last < count - low), count - high}
+        return {sum(last >= persistent for last in kept) for persistent in ends}
+
+    def fewest_buffers(self, offloaded: int) -> int:
+        """Return the fewest chunk buffers that the model can run with."""
+        persistent = len(self.chunks) - offloaded
+        return max((len(nest) - bisect_left(nest, persistent) for nest in self._nests), default=0)
+
+    def least_buffers(self, point: Point, knobs: Knobs) -> int:
+        """Return the fewest chunk buffers of a candidate, or those that are pinned."""
+        return self.fewest_buffers(point.offloaded) if knobs.num_chunk_buffers is None else knobs.num_chunk_buffers
+
+    def plan(self, point: Point, buffers: int) -> Plan:
+        """Return the plan of a candidate."""
+        layout, persistent = self.problem.layout, len(self.chunks) - point.offloaded
+        chunks = self._resident[:persistent] + self.chunks[persistent:]
+        policies = self.policies(point.num_swap, point.num_steps)
+        swapped: dict[str, int] = {}
+        if point.num_swap:
+            low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+            swapped = self.problem.profile.swap_bytes(low)
+        blocks = tuple(
+            BlockPlan(block.name, policy, swapped[block.name] if policy is BlockPolicy.SWAP else 0)
+            for block, policy in zip(layout.blocks, policies, strict=True)
         )
-        self.computation = float(self._forward.sum() + self._backward.sum()) or 1.0
-        needs, reads, pinned = _uses(profile, layout, needed, len(streamed))
-        self._sizes = sizes.nbytes.tolist()
-        self._pinned_bytes, self._num_pinned = from_each(np.where(pinned, sizes.nbytes, 0)), from_each(pinned)
-        (needed_from, runs), (read_from, runs_back) = runs_of(needs), runs_of(reads)
-        self._needs, self._reads = needs, reads
-        self._ahead = Uses(len(segments), runs, sizes.nbytes, backward=False)
-        self._back = Uses(len(segments), runs_back, sizes.nbytes, backward=True)
-        self.in_order_from = max(needed_from, read_from)
-        self._walked: dict[tuple[int, int], tuple[Integers, Seconds | None]] = {}
-        gradients = _gradients(named, sizes)
-        self._gradients, self._steps, self._resident, self._room = _landing(gradients, len(segments), len(streamed))
-        works = gradients.works(hardware, training)
-        each = gradients.positions, gradients.chunks, gradients.streamed, named.parts, works
-        rates = hardware.download, hardware.download_beside
-        self._landings = Landings(*each, self._backward[:, 0], rates)
-        self._held = Remembered(self._holding_of)
-        # Only then the forward follows steps chunk by chunk.
-        self._host_steps = gradients.steps(len(sizes.nbytes)) if training.overlap == "forward" else None
-        self._tails: Seconds | None = None
-        if self._host_steps is not None:
-            first, chunks = np.array(runs.first, dtype=np.int64), np.array(runs.chunks, dtype=np.int64)
-            self._tails = self._host_steps.tails(first, chunks, sizes.nbytes[chunks], hardware, training)
-        self._casts = bool(sizes.low.any())
-        # One byte less that comes meanwhile is more than what additions in another order are off.
-        slowest = min(hardware.upload, hardware.upload_beside)
-        meanwhile = (np.floor(seconds[:, 0] * slowest) - 1 for seconds in (self._forward, self._backward))
-        self._least_held = [
-            uses.least_held(each) for uses, each in zip((self._ahead, self._back), meanwhile, strict=True)
-        ]
-        self._places = np.arange(len(segments))[:, None]
-        self.computes, self.last = np.cumsum(self._forward[::-1, 0])[::-1], self._ahead.last
-        self._which_held = self._places * (len(segments) + 1) + 1
-
-    def columns(
-        self,
-        persistent: Integers,
-        fewest: Integers,
-        buffers: Integers,
-        recomputes: Flags,
-        selects: Flags | None,
-        swapped: Integers,
-        loose: Flags,
-    ) -> Columns:
-        """The columns of K plans, or bounds of K sets of plans.
-
-        Args:
-            persistent: Resident chunks, (K,); the most of any plan of the set.
-            fewest: The least resident chunks of the set, (K,).
-            buffers: Chunk buffers, (K,); the most of the set.
-            recomputes: Whether a position's block recomputes, (P, K); in a set, whether in all its plans.
-            selects: Whether it does so but for its products, (P, K); in a set, whether in any plan. None: never.
-            swapped: Bytes that a position swaps, (P, K).
-            loose: Whether it is a set, (K,): what is late depends on the plan, see [Note: Held back].
-        """
-        back = self.backward(persistent, fewest, buffers, recomputes, selects, swapped, loose)
-        return Columns(**vars(self.forward(persistent, buffers, swapped, loose)), **vars(back))
-
-    def forward(self, persistent: Integers, buffers: Integers, swapped: Integers, loose: Flags) -> Forward:
-        """What `columns` says of forward."""
-        machine = self._hardware
-        ups, swaps = self._stream(AHEAD, persistent, buffers, loose), swapped.astype(np.float64)
-        # Where the link is in use the other way.
-        leaving = _near(swaps)
-        rate = np.where(leaving, machine.upload_beside, machine.upload)
-        rate_out = np.where(_near(ups.nbytes), machine.download_beside, machine.download)
-        return Forward(
-            compute_forward=self._forward,
-            upload_forward=ups.nbytes / rate,
-            late_forward=ups.late / rate,
-            wait_forward=ups.waits,
-            tail=self._tail(ups, persistent, rate, leaving),
-            swap_out=swaps / rate_out,
-        )
-
-    def last_tail(self, persistent: Integers) -> Seconds:
-        """The least that `tail` may be at `last`, with steps of the host beside forward, (L, K)."""
-        assert self._tails is not None
-        begin = self._ahead.begin_of_last(np.maximum(persistent, self.in_order_from))
-        return self._tails.take(begin, axis=1).min(axis=0)
-
-    def backward(
-        self,
-        persistent: Integers,
-        fewest: Integers,
-        buffers: Integers,
-        recomputes: Flags,
-        selects: Flags | None,
-        swapped: Integers,
-        loose: Flags,
-    ) -> Backward:
-        """What `columns` says of the rest."""
-        machine, training = self._hardware, self._training
-        backs, swaps = self._stream(BACK, persistent, buffers, loose), swapped.astype(np.float64)
-        begin = self._gradients.begin(persistent)
-        download = self._gradients.amount(DOWNLOAD, begin)
-        nothing = np.zeros((1, 1))
-        cast = self._gradients.amount(CAST, begin) if self._casts else nothing
-        added = self._gradients.amount(ADDED, begin) if training.accumulate > 1 else nothing
-        begin = self._steps.begin(persistent)
-        touched = (self._steps.amount(STEPPED, begin) if training.clips else nothing) / machine.host_memory
-        again = self._recomputed if selects is None else np.where(selects, self._selective, self._recomputed)
-        landing, coming = _near(download), _near(backs.nbytes + swaps)
-        rate_backward = np.where(landing, machine.upload_beside, machine.upload)
-        rate_download = np.where(coming, machine.download_beside, machine.download)
-        host_step = self._steps.amount(NUMEL, begin) / machine.host_step
-        if training.overlap == "off":
-            host_step = host_step + self._steps.amount(COPIED, begin) / machine.host_memory
-        stall, drain, landed, carry, ready, ready_behind = self._holding(persistent, self._room[fewest], loose, coming)
-        return Backward(
-            recompute=recomputes * again,
-            compute_backward=self._backward,
-            upload_backward=backs.nbytes / rate_backward,
-            late_backward=backs.late / rate_backward,
-            wait_backward=backs.waits,
-            download=download / rate_download,
-            stall=stall,
-            drain=drain,
-            landed=landed,
-            carry=carry,
-            ready=ready,
-            ready_behind=ready_behind,
-            land=cast / machine.host_memory,
-            add=added / machine.host_memory,
-            norm=NORM * touched,
-            scale=SCALE * touched,
-            host_step=host_step,
-            swap_in=swaps / rate_backward,
-            device_step=self._device_step(fewest),
+        return Plan(
+            chunks=chunks,
+            blocks=blocks,
+            num_chunk_buffers=buffers,
+            memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
+            shapes=self._shapes,
         )
 
-    def _holding(self, persistent: Integers, room: Integers, loose: Flags, beside: Flags) -> Seconds:
-        """What `Landings.of` says, each position at its rate of downloads, (6, P, K); in a set, at the best one.
-
-        Where all plans of a set have uploads at their side, so has the set.
-        """
-        # Many differ in nothing that counts here.
-        keys = (room * (len(self._sizes) + 1) + persistent) * 2 + loose
-        table, which = self._held.of(keys)
-        flat = beside * table.shape[-1] + (self._places * (2 * table.shape[-1]) + which)
-        return table.reshape(len(table), -1).take(flat, axis=1)
-
-    def _holding_of(self, keys: Integers) -> Seconds:
-        """What `_holding` chooses from, at the rate of downloads alone and beside uploads, (6, P, 2, K)."""
-        rest, loose = np.divmod(keys, 2)
-        room, persistent = np.divmod(rest, len(self._sizes) + 1)
-        alone, beside = self._landings.of(persistent, room, loose > 0)
-        return np.stack((np.where(loose > 0, np.minimum(alone, beside), alone), beside), axis=2)
-
-    def _stream(self, way: int, persistent: Integers, buffers: Integers, loose: Flags) -> _Uploads:
-        """What comes in forward or in backward."""
-        ordered = np.maximum(persistent, self.in_order_from)
-        widths = np.maximum(buffers - self._num_pinned[ordered], 1)
-        which = self._which_held + np.where(loose, 0, self._which_held.size * (self._which_held.size + 1))
-        found = (self._ups, self._backs)[way](ordered, widths, which)
-        for column in np.flatnonzero(~loose & (persistent < self.in_order_from)).tolist():
-            walked, tails = self._walk(int(persistent[column]), int(buffers[column]))
-            found.nbytes[:, column], found.late[:, column], found.waits[:, column] = walked[way]
-            if found.tails is not None:
-                found.tails[..., column] = tails
-        return found
-
-    def _tail(self, ups: _Uploads, persistent: Integers, rates: Seconds, near: Flags) -> Seconds:
-        """From when the steps of a position have ended until its uploads have, (P, K)."""
-        if ups.tails is None:
-            return ups.nbytes / rates
-        alone, beside = ups.tails
-        found: Seconds = np.where(near, beside, alone)
-        found[0] += self._pinned_bytes[persistent] / rates[0]
-        return found
-
-    def _walk(self, persistent: int, buffers: int) -> tuple[Integers, Seconds | None]:
-        """The same chunk by chunk, for one plan: bytes, late bytes and waits of forward and backward, (2, 3, P).
-
-        And tails at both rates, (2, P).
-        """
-        if (persistent, buffers) not in self._walked:
-            needs, reads = (
-                [[chunk for chunk in chunks if chunk >= persistent] for chunks in lists]
-                for lists in (self._needs, self._reads)
-            )
-            width = max(buffers - int(self._num_pinned[persistent]), 1)
-            ups = traffic(needs, range(len(needs)), self._sizes, width)
-            backward = [chunks[::-1] for chunks in reads]
-            backs = traffic(backward, reversed(range(len(reads))), self._sizes, width, ups.live)
-            found = np.array([(way.nbytes, way.late, way.waits) for way in (ups, backs)], dtype=np.int64)
-            found[0, 0, 0] += self._pinned_bytes[persistent]
-            tails, steps = None, self._host_steps
-            if steps is not None:
-                tails = tails_of(ups, np.array(self._sizes), steps, self._hardware, self._training)
-            self._walked[persistent, buffers] = found, tails
-        return self._walked[persistent, buffers]
-
-    def _ups(self, persistent: Integers, widths: Integers, which: Integers) -> _Uploads:
-        """Forward begins with no chunk: each comes, and takes the place of the one so many before it.
-
-        `which` are places in the tables of `Uses.least_held`, where nothing is waited for, (P, K).
-        """
-        uses, before = self._ahead, self._ahead.sums.take
-        end, begin, first = uses.end, uses.begin(persistent), uses.first[persistent]
-        some, freed = begin < end, end - 1 - widths
-        waiting = some & (freed >= first)
-        waits = uses.until.take(np.where(waiting, freed, -1))
-        late = np.maximum(begin, np.maximum(uses.ending(waits), first) + widths)
-        late_bytes = before(end) - before(np.where(waiting, late, end))
-        nbytes = before(end) - before(begin)
-        nbytes[0] += self._pinned_bytes[persistent]
-        tails = None if self._tails is None else self._tails.take(np.where(some, begin, uses.size), axis=1)
-        held = np.minimum(late_bytes, self._least_held[0].take(which + waits))
-        return _Uploads(nbytes, held, waits, tails)
-
-    def _backs(self, persistent: Integers, widths: Integers, which: Integers) -> _Uploads:
-        """Backward finds the chunks used last; each other one takes the place of the one so many before it, if any.
-
-        `which` as in `_ups`.
-        """
-        uses, reads, before = self._ahead, self._back, self._back.sums.take
-        there = uses.chunks[np.maximum(uses.size - widths, uses.first[persistent])]
-        begin = reads.begin(persistent)
-        end = np.minimum(np.maximum(reads.first.take(there), begin), reads.end)
-        freed = begin + widths
-        waiting = (begin < end) & (freed < reads.size)
-        waits = reads.until.take(np.where(waiting, freed, -1))
-        late = np.where(waiting, np.minimum(end, reads.ending(waits + 1) - widths), begin)
-        held = np.minimum(before(late) - before(begin), self._least_held[1].take(which + waits))
-        return _Uploads(before(end) - before(begin), held, waits)
-
-    def _device_step(self, persistent: Integers) -> Seconds:
-        numel, nbytes = self._resident[:, persistent]
-        training = self._training
-        touched = nbytes * (ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0))
-        seconds: Seconds = numel / self._hardware.device_step + touched / self._hardware.memory
-        return seconds
+    def bytes(self, point: Point, buffers: int) -> tuple[int, int]:
+        """Return the bytes of the device and of the host that a candidate takes; 0 of a host without a limit."""
+        plan = self.plan(point, buffers)
+        timeline = memory_timeline(self.problem, plan, self.problem.host_bytes is not None)
+        return device_bytes(timeline, plan, self.problem.evaluates), timeline.host_peak
 
 
-def _uses(
-    profile: ModelProfile, layout: ModelLayout, needed: Mapping[str, tuple[int, ...]], count: int
-) -> tuple[list[list[int]], list[list[int]], Flags]:
-    """Chunks that positions need in forward and read in backward, and which ones are there all the time."""
-    pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
-    tables = {unit.name for unit in layout.units if not unit.is_block and _has_tables_only(layout, unit.parameters)}
-    own = {name: [index for index in indices if index not in pinned] for name, indices in needed.items()}
-    needs, reads = [], []
-    for segment in profile.segments:
-        found = own.get(segment.unit, [])
-        looks_up = segment.unit in tables and not any(cost.flops for cost in segment.forward.operations)
-        needs.append(found)
-        reads.append(found if segment.backward.operations and not looks_up else [])
-    return needs, reads, np.array([index in pinned for index in range(count)], dtype=np.bool_)
+def device_bytes(timeline: MemoryTimeline, plan: Plan, evaluates: bool) -> int:
+    """Return the bytes of the device that a plan has to fit into: what is there, and what the plan places at its most.
 
-
-def _gradients(named: Named, sizes: Sizes) -> Gradients:
-    """All in the order in which they land."""
-    each = sizes.place[named.gradients]
-    chunks = sizes.chunk[each]
-    return Gradients(
-        named.positions, chunks, sizes.numel[each], sizes.own[each], sizes.streamed[each], sizes.low[chunks]
-    )
-
-
-def _landing(of: Gradients, num_positions: int, count: int) -> tuple[Entries, Entries, Integers, Integers]:
-    """Gradients, steps, elements and bytes of what is trained in the first p chunks, and the two largest gradients.
-
-    The last one is that of all chunks but the first p, together, (N + 1,), where N is `count`.
+    Args:
+        timeline: What is there, phase by phase.
+        plan: The plan.
+        evaluates: Whether evaluation has to fit.
     """
-    positions, chunks, numel, own, nbytes, low = of.positions, of.chunks, of.numel, of.own, of.streamed, of.low
-    gradients = np.stack((nbytes, np.where(low, nbytes + own, 0), 2 * own + nbytes))
-    steps = np.stack((numel, own, np.where(low, own + 2 * numel, 0)))
-    # Chunks are stepped when their last gradient is there: at the earliest position.
-    last = np.full(count, num_positions, dtype=np.int64)
-    np.minimum.at(last, chunks, positions)
-    by_chunk = np.argsort(chunks, kind="stable")
-    ordered, shape = chunks[by_chunk], (num_positions, count)
-    return (
-        Entries(*shape, positions, chunks, gradients),
-        Entries(*shape, last[chunks], chunks, steps),
-        np.stack([before_each(totals(ordered, trained[by_chunk], count)) for trained in (numel, own)]),
-        largest(nbytes[by_chunk], ordered, count) + second_largest(nbytes[by_chunk], ordered, count),
+    phases = (phase.total for phase in timeline.phases if evaluates or phase.name != "evaluation")
+    return max(plan.memory.total, *phases)
+
+
+def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
+    """Return the model in chunks of all sizes that the knobs allow, each way of packing it once.
+
+    Raises:
+        ValueError: The knobs name more blocks than there are.
+    """
+    check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
+    sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
+    places = _places(problem, knobs.num_swap_blocks)
+    steps = order_steps(_recomputations(problem, knobs.leave_policies))
+    if not all(block.name for block in problem.layout.blocks):
+        places, steps = (), ()  # The root cannot be run again.
+    found: list[Packing] = []
+    for size in sizes:
+        chunks = pack_chunks(problem.layout, size)
+        if all(chunks != other.chunks for other in found):
+            found.append(Packing(problem, size, chunks, places, steps))
+    return found
+
+
+def spread(low: int, high: int, count: int) -> Iterable[int]:
+    """Return at most `count` numbers all over a range, both ends among them."""
+    if high < low:
+        return []
+    return dict.fromkeys(low + (high - low) * index // max(count - 1, 1) for index in range(count))
+
+
+def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
+    """Return what each block takes to compute again, as a whole or, where `selective`, but for its products."""
+    segments = problem.profile.segments
+    # Copies of weights are not there where the weights are streamed.
+    saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
+    whole = [seconds for seconds, _ in problem.recomputes]
+    values: list[Sequence[float]] = [whole, saved]
+    # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
+    if selective and not problem.profile.measured:
+        seconds = [seconds for _, seconds in problem.recomputes]
+        values += [seconds, [_left(*each) for each in zip(segments, saved, seconds, whole, strict=True)]]
+    return [Recomputation(*each) for each in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
+
+
+def _left(segment: Segment, saved: int, selective: float, whole: float) -> float:
+    """Return what is free of `saved` bytes if products are kept; if that cannot be, the block of it cannot do it."""
+    products = segment.product_bytes
+    return -inf if products is None or products > saved or selective > whole else saved - products
+
+
+def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
+    """Return sums of what segments take, over those of each block."""
+    sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
+    for segment, value in zip(problem.profile.segments, values, strict=True):
+        if segment.unit in sums:
+            sums[segment.unit] += value
+    return list(sums.values())
+
+
+def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
+    """Return blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
+    names = [block.name for block in problem.layout.blocks]
+    computes = _of_blocks(problem, [forward for forward, _ in problem.computes])
+    swapped = problem.profile.swap_bytes(problem.layout.low)
+    nbytes = [max(swapped.get(name, 0), 0) for name in names]
+    able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
+    rate = min(problem.hardware.upload, problem.hardware.download)
+    transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
+    return swap_places(able, swap_interval(transfers, computes), num_swap)
+
+
+def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
+    """Refuse knobs that no plan can have, however much memory there is.
+
+    Args:
+        packed: The model in chunks of all sizes that are allowed.
+        knobs: What is pinned; `check_counts` comes first.
+
+    Raises:
+        ValueError: More chunks than there are, more swapped blocks than have something to swap, fewer chunk buffers
+            than the model needs, or as many kept blocks with offloaded chunks as no other decision leaves.
+    """
+    resident, swap, buffers = knobs.num_persistent_chunks or 0, knobs.num_swap_blocks or 0, knobs.num_chunk_buffers
+    count = max(len(packing.chunks) for packing in packed)
+    if resident > count:
+        raise ValueError(f"num_persistent_chunks={resident}: this model has {count} chunks.")
+    packed = [packing for packing in packed if len(packing.chunks) >= resident]
+    places = max(len(packing.places) for packing in packed)
+    if swap > places:
+        raise ValueError(
+            f"num_swap_blocks={swap}: only {places} blocks of this model have activations that could be swapped. Use "
+            "num_checkpoint_blocks, or name other blocks with `blocks`."
+        )
+    if buffers is not None:
+        # The more chunks are resident, the fewer buffers are needed.
+        pinned = knobs.num_persistent_chunks
+        least = min(packing.fewest_buffers(0 if pinned is None else len(packing.chunks) - pinned) for packing in packed)
+        if buffers < least:
+            raise ValueError(f"num_chunk_buffers={buffers}: this model needs at least {least} with these knobs.")
+    if knobs.num_keep_offloaded_blocks is not None:
+        _check_keep(packed, knobs)
+
+
+def _check_keep(packed: Sequence[Packing], knobs: Knobs) -> None:
+    """Refuse a number of kept blocks with offloaded chunks that cannot be."""
+    possible: set[int] = set()
+    free = replace(knobs, num_keep_offloaded_blocks=None)
+    for packing in packed:
+        for num_swap, num_steps in packing.policies_allowed(free):
+            bounds = packing.offloaded_range(num_swap, num_steps, free)
+            if bounds is not None:
+                possible.update(packing.possible_keeps(num_swap, num_steps, *bounds))
+            if knobs.num_keep_offloaded_blocks in possible:
+                return
+    others = [f"{name}={getattr(knobs, name)}" for name in knobs.given if name != "num_keep_offloaded_blocks"]
+    num_keep = knobs.num_keep_offloaded_blocks
+    if not others:
+        most = max(possible)
+        raise ValueError(
+            f"num_keep_offloaded_blocks={num_keep}: at most {most} blocks have offloaded chunks and can keep their "
+            "activations."
+        )
+    raise ValueError(
+        f"num_keep_offloaded_blocks={num_keep} contradicts {' and '.join(others)}, which leave "
+        f"{min(possible)} to {max(possible)} blocks with offloaded chunks that keep their activations. Leave one of "
+        "them out."
     )
-
-
-def _near(amounts: Seconds) -> Flags:
-    """Where a position or a neighbour of it has some, (P, K)."""
-    near: Flags = amounts > 0
-    some = near.copy()
-    near[1:] |= some[:-1]
-    near[:-1] |= some[1:]
-    return near

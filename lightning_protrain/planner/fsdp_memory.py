@@ -22,12 +22,13 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
-from lightning_protrain.planner.chunks import pack_chunks, users_of
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import format_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.packing import pack_chunks, users_of
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import PhasePrediction
-from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
 
@@ -447,7 +448,8 @@ def _activations(problem: FSDPProblem, checkpointed: Collection[str]) -> dict[st
     shapes = {info.fqn: info.shape for info in layout.parameters}
     plan = Plan(chunks, blocks, buffers, memory_terms(layout, chunks, buffers, 0.0, blocks), shapes)
     device = replace(_DEVICE, asynchronous=problem.on_gpu)
-    timeline = memory_timeline(problem.profile, layout, plan, device, 0.0, alpha=problem.alpha)
+    whole = Problem(problem.profile, layout, device, Training(), 0.0, None, None, alpha=problem.alpha)
+    timeline = memory_timeline(whole, plan)
     return {
         name: {term: timeline.phase(name).device[term] for term in ("activations", "loss_copies", "unexercised")}
         | {"fragmentation": max(timeline.phase(name).fragmentation, 0)}

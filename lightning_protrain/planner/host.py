@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from math import ceil
 from mmap import PAGESIZE
 
-from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets, unit_bytes
+from lightning_protrain.planner.memory import sums_of
+from lightning_protrain.planner.plan import ChunkPlan, Plan, unit_bytes
 from lightning_protrain.planner.prediction import OTHER_RANKS
 from lightning_protrain.profiler.records import ModelLayout
 
@@ -49,7 +50,7 @@ def host_terms(
     """
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
-    elements = sum(layout.parameter(fqn).numel for chunk in trainable for fqn in chunk.parameters)
+    elements = sum(sums_of(layout, chunk).numel for chunk in trainable)
     casts = sharers == 1
     lends = layout.lends_copies and sharers == 1
     lent = [chunk for chunk in trainable if lends and chunk.streamed_dtype is not None]
@@ -77,9 +78,7 @@ def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[s
     terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
     placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
     weights = sum(info.nbytes for info in layout.parameters)
-    resident = sum(info.nbytes for info in layout.parameters) - sum(
-        layout.parameter(fqn).nbytes for chunk in offloaded for fqn in chunk.parameters
-    )
+    resident = weights - sum(sums_of(layout, chunk).nbytes for chunk in offloaded)
     return {
         "parameters": max(weights, placed if asynchronous else placed + resident),
         "low_precision_copies": terms["low_precision_copies"],
@@ -94,11 +93,11 @@ def _pool(sizes: Iterable[int], pending: int) -> int:
 def _weights(layout: ModelLayout, chunk: ChunkPlan) -> int:
     if chunk.streamed_dtype is None:
         return _pages(chunk.nbytes)
-    return sum(layout.parameter(fqn).nbytes for fqn in chunk.parameters)
+    return sums_of(layout, chunk).nbytes
 
 
 def _own_bytes(layout: ModelLayout, chunk: ChunkPlan) -> int:
-    return chunk_offsets([layout.parameter(fqn).nbytes for fqn in chunk.parameters])[1]
+    return sums_of(layout, chunk).own_bytes
 
 
 def _pages(nbytes: int) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import NamedTuple
 
-from lightning_protrain.planner.chunks import chunks_of, users_of
+from lightning_protrain.planner.packing import chunks_of, users_of
 from lightning_protrain.planner.plan import BlockPlan, ChunkPlan, MemoryTerms, Plan, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 
@@ -76,6 +77,60 @@ def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterato
                 around[inner].append(unit.name)
     for name, outer in around.items():
         yield sorted({*needed[name]}.union(*(needed[unit] for unit in outer))) if outer else needed[name]
+
+
+class ChunkSums(NamedTuple):
+    """Sums over the parameters of a chunk.
+
+    Attributes:
+        numel: Elements.
+        nbytes: Bytes in their own dtypes.
+        own_bytes: Bytes in their own dtypes, alignment included.
+        largest: Bytes of the largest of them in its own dtype, alignment included.
+        streamed: Bytes of the two largest that one module alone uses, as they are streamed.
+        shared: Bytes of all that several modules or units use, as they are streamed.
+        most_streamed: Bytes of the two largest of all, as they are streamed.
+    """
+
+    numel: int
+    nbytes: int
+    own_bytes: int
+    largest: int
+    streamed: tuple[int, ...]
+    shared: int
+    most_streamed: tuple[int, ...]
+
+
+def sums_of(layout: ModelLayout, chunk: ChunkPlan) -> ChunkSums:
+    """Return the sums over the parameters of a chunk, worked out once for each layout."""
+    key = "sums", chunk.parameters
+    if key not in layout.known:
+        if ("users",) not in layout.known:
+            layout.known[("users",)] = users_of(layout)
+        users = layout.known[("users",)]
+        infos = [layout.by_name[fqn] for fqn in chunk.parameters]
+        shared = [len(info.sites) > 1 or len(users[info.fqn]) > 1 for info in infos]
+        sizes = [info.streamed_nbytes for info in infos]
+        layout.known[key] = ChunkSums(
+            numel=sum(info.numel for info in infos),
+            nbytes=sum(info.nbytes for info in infos),
+            own_bytes=chunk_offsets([info.nbytes for info in infos])[1],
+            largest=chunk_offsets([max(info.nbytes for info in infos)])[1],
+            streamed=tuple(sorted(size for size, twice in zip(sizes, shared, strict=True) if not twice)[-2:]),
+            shared=sum(size for size, twice in zip(sizes, shared, strict=True) if twice),
+            most_streamed=tuple(sorted(sizes)[-2:]),
+        )
+    found: ChunkSums = layout.known[key]
+    return found
+
+
+def sums_of_all(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[ChunkSums]:
+    """Return the sums over the parameters of each chunk, worked out once for each way to pack them."""
+    key = "sums of all", *[chunk.parameters for chunk in chunks]
+    if key not in layout.known:
+        layout.known[key] = [sums_of(layout, chunk) for chunk in chunks]
+    found: list[ChunkSums] = layout.known[key]
+    return found
 
 
 def memory_terms(
@@ -154,36 +209,32 @@ def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) ->
         chunk: One of its chunks, whether it is resident or not.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
     """
-    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
-    _, nbytes = chunk_offsets([info.nbytes for info in infos])
-    return nbytes + (ceil(state_bytes * sum(info.numel for info in infos)) if chunk.trainable else 0)
+    sums = sums_of(layout, chunk)
+    return sums.own_bytes + (ceil(state_bytes * sums.numel) if chunk.trainable else 0)
 
 
 def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
-    infos = [layout.parameter(fqn) for fqn in chunk.parameters]
-    _, nbytes = chunk_offsets([info.nbytes for info in infos])
+    sums = sums_of(layout, chunk)
+    nbytes = sums.own_bytes
     copies = 0 if chunk.streamed_dtype is None else chunk.nbytes
     if not chunk.trainable:
         return nbytes + copies
     gradients = 0 if copies and layout.lends_copies else nbytes
-    return nbytes + gradients + copies + ceil(state_bytes * sum(info.numel for info in infos))
+    return nbytes + gradients + copies + ceil(state_bytes * sums.numel)
 
 
 def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
-    users = users_of(layout)
     shared, others, staged = 0, [0], 0
-    for chunk, gathered in zip(chunks, gathers_gradients(layout, chunks), strict=True):
+    every = zip(chunks, gathers_gradients(layout, chunks), sums_of_all(layout, chunks), strict=True)
+    for chunk, gathered, sums in every:
         if chunk.resident or not chunk.trainable:
             continue
+        shared += sums.shared
         if gathered:
             others.append(chunk.nbytes)
             staged = max(staged, chunk.nbytes)
-        for fqn in chunk.parameters:
-            info = layout.parameter(fqn)
-            if len(info.sites) > 1 or len(users[fqn]) > 1:
-                shared += info.streamed_nbytes
-            elif not gathered:
-                others.append(info.streamed_nbytes)
+        else:
+            others += sums.streamed
     # While one lands, the next is computed.
     return shared + sum(sorted(others)[-2:]) + staged
 

@@ -22,15 +22,17 @@ bytes for them; else the bytes of all buffers are the bound. A unit that enclose
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 
-from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import resident_bytes
-from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, chunk_offsets, gathers_gradients
+from lightning_protrain.planner.memory import resident_bytes, sums_of, sums_of_all
+from lightning_protrain.planner.packing import chunks_of
+from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.problem import Problem, casts_of
 
@@ -101,12 +103,13 @@ class MemoryTimeline:
         return max(phase.host_total for phase in self.phases)
 
 
-def memory_timeline(problem: Problem, plan: Plan) -> MemoryTimeline:
+def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> MemoryTimeline:
     """Return what `plan` takes, phase by phase.
 
     Args:
         problem: The model, the machine and the training loop.
         plan: A whole plan for the model.
+        counts_host: Whether to work out the host, which takes longer than the device; else nothing is said of it.
 
     Raises:
         ValueError: The profile has no backward.
@@ -115,7 +118,7 @@ def memory_timeline(problem: Problem, plan: Plan) -> MemoryTimeline:
         raise ValueError(
             "The profile has no backward, so what it takes is not known. Profile a step that returns the loss."
         )
-    model = _Model(problem, plan)
+    model = _Model(problem, plan, counts_host)
     phases = (model.loading(), model.forward(), model.backward(), model.step(), model.evaluation())
     return MemoryTimeline(phases, model.facts.reserve.names)
 
@@ -127,8 +130,8 @@ def _less(peak: int, other: int) -> int:
 class _Model:
     """What all phases of one plan have in common."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem, self.plan = problem, plan
+    def __init__(self, problem: Problem, plan: Plan, counts_host: bool) -> None:
+        self.problem, self.plan, self._counts_host = problem, plan, counts_host
         self.facts = problem.segment_facts
         self._segments, layout = problem.profile.segments, problem.layout
         self._alpha = problem.alpha if problem.hardware.asynchronous else 1.0
@@ -146,14 +149,12 @@ class _Model:
         ]
         swap_bytes = problem.profile.swap_bytes(self._streamed)
         self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
-        self._live = _LiveChunks(problem, plan)
+        self._live = LiveChunks(problem, plan)
         self._reserved = self.facts.reserve.total({block.name: block.policy for block in plan.blocks})
         resident = [chunk for chunk in plan.chunks if chunk.resident]
         trained = [chunk for chunk in resident if chunk.trainable and not self.facts.never.issuperset(chunk.parameters)]
-        self._gradients = {
-            fqn: chunk_offsets([layout.parameter(fqn).nbytes])[1] for chunk in trained for fqn in chunk.parameters
-        }
-        self._all_gradients = sum(self._gradients.values())
+        self._trained = trained
+        self._all_gradients = sum([sums_of(layout, chunk).own_bytes for chunk in trained])
         self._states = {
             "resident_parameters": sum(chunk.nbytes for chunk in resident),
             "optimizer_states": sum(
@@ -165,6 +166,8 @@ class _Model:
     @cached_property
     def _host(self) -> dict[str, int]:
         """Terms of the host while it trains."""
+        if not self._counts_host:
+            return {}
         problem = self.problem
         again, asynchronous = problem.training.accumulate, problem.hardware.asynchronous
         terms = host_terms(problem.layout, self.plan, problem.state_bytes, again, asynchronous, problem.sharers)
@@ -176,7 +179,9 @@ class _Model:
         """Return the phase in which resident weights come, and chunks are laid out one after the other."""
         largest = max((chunk.nbytes for chunk in self.plan.chunks if not chunk.resident), default=0)
         device = {name: self._states[name] for name in ("resident_parameters", "module_buffers")}
-        host = loading_terms(self.problem.layout, self.plan, self.problem.hardware.asynchronous)
+        host = {}
+        if self._counts_host:
+            host = loading_terms(self.problem.layout, self.plan, self.problem.hardware.asynchronous)
         return Phase("loading", "", device | {"chunk_buffers": largest}, host)
 
     def forward(self) -> Phase:
@@ -234,8 +239,10 @@ class _Model:
 
     def step(self) -> Phase:
         """Return the optimizer step of what is resident, in which nothing streams."""
-        sizes = [*self._gradients.values(), 0]
-        temporaries = sum(sizes) if self.problem.foreach else 2 * max(sizes)
+        temporaries = self._all_gradients
+        if not self.problem.foreach:
+            largest = (sums_of(self.problem.layout, chunk).largest for chunk in self._trained)
+            temporaries = 2 * max(largest, default=0)
         device = self._states | {"gradients": self._all_gradients, "temporaries": temporaries}
         return Phase("step", "", device, self._host, self._fragmentation(temporaries))
 
@@ -307,10 +314,11 @@ class _Model:
         count = len(self._segments)
         if self.problem.training.accumulate > 1:
             return [self._all_gradients] * count
-        whole_at = dict(self.problem.gradient_positions)
-        arrivals = [0] * (count + 1)  # The last one: another batch may have left one.
-        for fqn, nbytes in self._gradients.items():
-            arrivals[whole_at.get(fqn, count)] += nbytes
+        arrivals, whole_at = [0] * (count + 1), self.problem.arrivals
+        for chunk in self._trained:
+            for fqn in chunk.parameters:
+                index, nbytes = whole_at[fqn]
+                arrivals[index] += nbytes
         found, later = [0] * count, arrivals[count]
         for index in reversed(range(count)):
             segment = self._segments[index]
@@ -323,12 +331,14 @@ class _Model:
         """Return gradients of offloaded chunks that are held while they land; one more is in the profile."""
         layout = self.problem.layout
         sizes, staged = list[int](), 0
-        for chunk, gathered in zip(self.plan.chunks, gathers_gradients(layout, self.plan.chunks), strict=True):
+        chunks = self.plan.chunks
+        every = zip(chunks, gathers_gradients(layout, chunks), sums_of_all(layout, chunks), strict=True)
+        for chunk, gathered, sums in every:
             if chunk.trainable and not chunk.resident and gathered:
                 sizes.append(chunk.nbytes)
                 staged = max(staged, 2 * chunk.nbytes)
             elif chunk.trainable and not chunk.resident:
-                sizes += [layout.parameter(fqn).streamed_nbytes for fqn in chunk.parameters]
+                sizes += sums.most_streamed
         landing = sorted(sizes)[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
         return landing + staged
 
@@ -374,7 +384,7 @@ class _Model:
         return ceil((self._alpha - 1.0) * nbytes)
 
 
-class _LiveChunks:
+class LiveChunks:
     """Bytes of live chunks under a plan, see [Note: Live chunks].
 
     Attributes:
@@ -416,16 +426,46 @@ class _LiveChunks:
         return live
 
     def _windows(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the bytes of live chunks at each of `uses` that needs some: a window over the order of use."""
-        order = [index for needs in (*uses, *then) for index in needs]
+        """Return the bytes of live chunks at each of `uses` that needs some."""
+        uses = [needs for needs in uses if needs]
+        order = [index for needs in uses for index in needs]
+        if len({*order, *self._pinned}) == len(order) + len(self._pinned):
+            found = self._windows_in_order(uses, order)
+        else:
+            found = self._windows_of_uses(uses, order, [index for needs in then for index in needs])
+        return [min(nbytes, self._plan.memory.chunk_buffers) for nbytes in found]
+
+    def _windows_in_order(self, uses: Sequence[tuple[int, ...]], order: Sequence[int]) -> list[int]:
+        """Return them where every chunk is used once: differences of sums."""
+        sums = [0, *accumulate([self._sizes[index] for index in order])]
+        begins = [0, *accumulate(map(len, uses))]
+        room = max(self._plan.num_chunk_buffers - len(self._pinned), 0)
+        pinned = sum(self._sizes[index] for index in self._pinned)
+        found = []
+        for unit in range(len(uses)):
+            begin = begins[unit]
+            end = min(begin + room, len(order))
+            nbytes, left = sums[end] - sums[begin], room - (end - begin)
+            if left >= begin:
+                nbytes += sums[begin]
+            elif left > 0:
+                # The units before, the last one first; of one that there is no room for, the first chunks.
+                whole = bisect_left(begins, begin - left)
+                nbytes += sums[begin] - sums[begins[whole]]
+                first = begins[whole - 1] if whole else 0
+                nbytes += sums[first + left - (begin - begins[whole])] - sums[first]
+            found.append(pinned + nbytes)
+        return found
+
+    def _windows_of_uses(self, uses: Sequence[tuple[int, ...]], order: Sequence[int], then: Sequence[int]) -> list[int]:
+        """Return them where chunks are used again: a window over the order of use."""
+        order = [*order, *then]
         drops = [index for needs in uses for index in needs[::-1]]
         counts = dict.fromkeys(self._pinned, 1)  # Of each chunk in the window, how often it is used there.
         nbytes = sum(self._sizes[index] for index in self._pinned)
         begin = end = start = 0
         found = []
         for needs in uses:
-            if not needs:
-                continue
             while end < len(order):
                 index = order[end]
                 if index not in counts:
@@ -443,5 +483,5 @@ class _LiveChunks:
                 counts[index] = counts.get(index, 0) + 1
                 end += 1
             start += len(needs)
-            found.append(min(nbytes, self._plan.memory.chunk_buffers))
+            found.append(nbytes)
         return found

@@ -233,6 +233,8 @@ def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[
         chunks: All its chunks.
     """
     frozen = {chunk.unit for chunk in chunks if not chunk.trainable}
+    if not frozen:
+        return [False] * len(chunks)
     return [
         chunk.trainable
         and chunk.unit in frozen

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal, get_args
 
-from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import (
     ALONE,
     HostUse,
@@ -21,8 +20,16 @@ from lightning_protrain.planner.memory import (
     memory_terms,
     minimum_chunk_buffers,
 )
+from lightning_protrain.planner.packing import (
+    by_place,
+    check_counts,
+    chunks_of,
+    lay_out,
+    pack_chunks,
+    spread,
+    with_residency,
+)
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
-from lightning_protrain.planner.policies import by_place, check_counts, lay_out, spread
 from lightning_protrain.profiler.records import ModelLayout
 
 Preset = Literal["auto", "resident", "offload"]

@@ -1,33 +1,57 @@
-"""What the search decides over: the model, the machine and the budgets, and one way to pack the model into chunks."""
+"""What a plan is searched for: the model, the machine, the training loop and the budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lightning_protrain.planner.candidates import Candidates
-from lightning_protrain.planner.chunks import chunks_of, pack_chunks, with_residency
-from lightning_protrain.planner.footprint import Footprint
-from lightning_protrain.planner.named import Named, come_together
 from lightning_protrain.planner.network import Network
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.policies import Recomputation, lay_out, order_steps, swap_interval, swap_places
-from lightning_protrain.planner.recomputation import durations
-from lightning_protrain.planner.sizes import Sizes
-from lightning_protrain.planner.sums import Sums
-from lightning_protrain.planner.training import Training
+from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.planner.unexercised import Reserve, without_gradients
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
 
-Integers = NDArray[np.int64]
 # Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
 CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
+# Seconds of Python for each operation of a block that keeps its products, as measured on one slow core: PyTorch looks
+# at every operation there. A device that computes meanwhile waits for what is longer.
+WATCHED = 25e-6
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the training loop uses the plan.
+
+    Attributes:
+        overlap: Behind what the host steps offloaded chunks: nothing, the backward, or the next forward.
+        accumulate: Micro-batches in a step.
+        clips: Whether the norm of all gradients is bounded.
+
+    Raises:
+        ValueError: An unknown overlap, or no micro-batch; or norms are clipped and the host is to step behind backward,
+            before they are known.
+    """
+
+    overlap: Literal["off", "backward", "forward"] = "off"
+    accumulate: int = 1
+    clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        if self.overlap not in ("off", "backward", "forward"):
+            raise ValueError(f"overlap={self.overlap!r}: give 'off', 'backward' or 'forward'.")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate}: give at least one micro-batch.")
+        if self.clips and self.overlap == "backward":
+            raise ValueError("overlap='backward' steps chunks before the norm is known: with clipping give 'forward'.")
+
+    @property
+    def works_in_backward(self) -> bool:
+        """Whether the host's worker steps chunks, or takes norms of their gradients, while backward goes on."""
+        return self.overlap == "backward" or (self.overlap == "forward" and self.clips)
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,7 @@ class Problem:
         sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
         network: How gradients are summed over ranks; None: there is one, or it is not known.
         reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks.
+        evaluates: Whether evaluation has to fit the device as well.
 
     Raises:
         ValueError: The profile is of another model than the layout, or has no backward.
@@ -69,9 +94,10 @@ class Problem:
     sharers: int = 1
     network: Network | None = None
     reserved: int = 0
+    evaluates: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses a profile of another model."""
+        """Refuse a profile of another model."""
         if not self.profile.segments:
             raise ValueError(
                 "The profile has no backward, so neither time nor memory of a plan can be told. Profile a training "
@@ -114,6 +140,27 @@ class Problem:
     def gradient_positions(self) -> list[tuple[str, int]]:
         """First names of the parameters that get gradients, and the index of the segment of each."""
         return [(fqn, index) for index, one in enumerate(self.profile.segments) for fqn in one.gradients]
+
+    @cached_property
+    def landing(self) -> list[tuple[int, str, int, int, float]]:
+        """Every gradient in the order in which backward computes them: segment, parameter, elements, bytes, seconds.
+
+        Seconds are from the beginning of the backward of its segment.
+        """
+        return [
+            (index, info.fqn, info.numel, info.nbytes, part * self.computes[index][1])
+            for index in reversed(range(len(self.gradients)))
+            for info, part in self.gradients[index]
+        ]
+
+    @cached_property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter the last segment at which its gradient becomes whole, and the bytes of it, aligned.
+
+        For one that gets none the number of segments: another batch may have left one.
+        """
+        at, count = dict(self.gradient_positions), len(self.profile.segments)
+        return {it.fqn: (at.get(it.fqn, count), chunk_offsets([it.nbytes])[1]) for it in self.layout.parameters}
 
     @cached_property
     def segment_facts(self) -> SegmentFacts:
@@ -183,176 +230,57 @@ class SegmentFacts:
         self.never = without_gradients(problem.profile, layout)
 
 
-class Unpacked:
-    """What all ways of packing have in common.
-
-    Args:
-        problem: The problem.
-        num_swap: So many blocks must be able to swap; None: as many as transfers can be hidden for.
-        selective: Whether blocks may keep their products alone.
+class Durations(NamedTuple):
+    """Seconds of the device for a segment.
 
     Attributes:
-        named: What the profile says of parameters.
-        forward: Seconds of the device in the forward of each segment.
-        recomputed: The same when it runs again.
-        selective: That, but for its products.
-        backward: The same in its backward.
-        places: Blocks that may swap, in the order in which they are taken.
-        steps: What blocks give up, in that order, see [Note: Layout of policies].
+        forward: For its forward.
+        recomputed: When that runs again.
+        selective: The same, but for its products.
+        backward: For its backward.
     """
 
-    def __init__(self, problem: Problem, num_swap: int | None, selective: bool) -> None:
-        self.named = Named.of(problem.profile, problem.layout)
-        each = durations(problem.profile.segments, problem.hardware)
-        self.forward, self.recomputed, self.selective, self.backward = map(list, zip(*each, strict=True))
-        computes = _of_blocks(problem, self.forward)
-        self.places = _places(problem, computes, num_swap)
-        # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
-        selective = selective and not problem.profile.measured
-        self.steps = order_steps(_recomputations(problem, self.recomputed, self.selective if selective else None))
+    forward: float
+    recomputed: float
+    selective: float
+    backward: float
 
 
-class Packing:
-    """The model in chunks of one size, and what plans over them take.
+def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Durations]:
+    """Return the durations of all segments; of segments that share their operations they are summed once."""
+    known: dict[tuple[int, ...], Durations] = {}
+    found = []
+    for segment in segments:
+        ahead, back = segment.forward, segment.backward.operations
+        shared = id(ahead.operations), id(ahead.recomputed), id(ahead.again_operations), id(back)
+        if shared not in known:
+            again = hardware.seconds(ahead.recomputed), selective_seconds(segment, hardware)
+            known[shared] = Durations(hardware.seconds(ahead.operations), *again, hardware.seconds(back))
+        found.append(known[shared])
+    return found
+
+
+def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
+    """Return the seconds to run a forward again where its products are kept, with what keeping them has cost before."""
+    operations = segment.forward.operations
+    again, watched = (
+        hardware.seconds(segment.forward.again_operations),
+        WATCHED * sum(cost.count for cost in operations),
+    )
+    if not hardware.asynchronous:
+        return again + 2 * watched
+    return max(again, watched) + max(watched - hardware.seconds(operations), 0.0)
+
+
+def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
+    """Return which part of a segment's backward has been computed when each of its gradients is there.
 
     Args:
-        problem: The problem.
-        chunk_bytes: The most bytes of a chunk; None: no limit.
-        num_swap: As in `Unpacked`.
-        unpacked: What other ways of packing have in common with this one, if it is known.
-        selective: As in `Unpacked`.
-
-    Attributes:
-        chunk_bytes: As given.
-        chunks: All chunks, offloaded.
-        places: As in `Unpacked`.
-        steps: As in `Unpacked`.
+        gradients: First names of their parameters.
+        numels: Elements of each.
     """
-
-    def __init__(
-        self,
-        problem: Problem,
-        chunk_bytes: int | None,
-        num_swap: int | None,
-        unpacked: Unpacked | None = None,
-        selective: bool = True,
-    ) -> None:
-        self.problem, self.chunk_bytes = problem, chunk_bytes
-        self.chunks = pack_chunks(problem.layout, chunk_bytes)
-        self._unpacked = unpacked or Unpacked(problem, num_swap, selective)
-        self.places, self.steps = self._unpacked.places, self._unpacked.steps
-        self._needed = chunks_of(problem.layout, self.chunks)
-        # The last chunk that each block needs: without it resident the block is streamed.
-        last = [max(self._needed[block.name], default=-1) for block in problem.layout.blocks]
-        self._last_chunk = np.array([*last, -1], dtype=np.int64)
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Of the chunks and what is in them."""
-        return Sizes.of(self.chunks, self._unpacked.named.parameters)
-
-    @cached_property
-    def candidates(self) -> Candidates:
-        """What takes how long."""
-        problem = self.problem
-        it = self._unpacked
-        computes = it.forward, it.recomputed, it.selective, it.backward
-        known = problem.hardware, problem.training
-        return Candidates(problem.profile, problem.layout, it.named, self._needed, self.sizes, computes, *known)
-
-    @cached_property
-    def sums(self) -> Sums | None:
-        """What is sent to other ranks, and how long that takes; None: there are none."""
-        problem = self.problem
-        if problem.network is None:
-            return None
-        known = problem.hardware, problem.training.accumulate > 1, problem.network
-        return Sums(problem.profile, problem.layout, self.chunks, *known)
-
-    @cached_property
-    def footprint(self) -> Footprint:
-        """What takes how much memory."""
-        problem = self.problem
-        return Footprint(
-            problem.profile,
-            problem.layout,
-            self._unpacked.named,
-            self.chunks,
-            self._needed,
-            self.sizes,
-            self.places,
-            self.steps,
-            problem.hardware,
-            problem.state_bytes,
-            problem.training.accumulate,
-            problem.alpha,
-            problem.foreach,
-            problem.checkpoint_copy,
-            problem.sharers,
-        )
-
-    def keeps(self, num_swap: Integers, num_steps: Integers, persistent: Integers) -> Integers:
-        """How many blocks with offloaded chunks keep their activations, (K,)."""
-        others = self.footprint.swaps(num_swap) | self.footprint.recomputes(num_swap, num_steps)
-        streamed = self._last_chunk[:, None] >= persistent
-        keeps: Integers = (streamed & ~others).sum(axis=0)
-        return keeps
-
-    def plan(self, num_swap: int, num_steps: int, persistent: int, buffers: int) -> Plan:
-        """The plan of these decisions."""
-        layout = self.problem.layout
-        resident = (with_residency(layout, chunk, True) for chunk in self.chunks[:persistent])
-        chunks = (*resident, *self.chunks[persistent:])
-        policies = lay_out(len(layout.blocks), self.steps, self.places[:num_swap], num_steps)
-        swapped = self.footprint.swap_bytes[:-1, persistent].tolist()
-        blocks = tuple(
-            BlockPlan(block.name, policy, nbytes if policy is BlockPolicy.SWAP else 0)
-            for block, policy, nbytes in zip(layout.blocks, policies, swapped, strict=True)
-        )
-        return Plan(
-            chunks=chunks,
-            blocks=blocks,
-            num_chunk_buffers=buffers,
-            memory=self.footprint.terms(num_swap, persistent, buffers),
-            shapes={info.fqn: info.shape for info in layout.parameters},
-        )
-
-
-def _recomputations(
-    problem: Problem, recomputed: Sequence[float], selective: Sequence[float] | None
-) -> list[Recomputation]:
-    """What each block takes to compute again, given the seconds of each segment; None: only as a whole."""
-    segments = problem.profile.segments
-    # Copies of weights are not there where the weights are streamed.
-    saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
-    values = [recomputed, saved]
-    if selective is not None:
-        pairs = zip(segments, saved, selective, recomputed, strict=True)
-        values += [selective, [_left(*each) for each in pairs]]
-    return [Recomputation(*each) for each in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
-
-
-def _left(segment: Segment, saved: int, selective: float, recomputed: float) -> float:
-    """What is free of `saved` bytes if products are kept; if that cannot be, the block of the segment cannot do it."""
-    products = segment.product_bytes
-    return -inf if products is None or products > saved or selective > recomputed else saved - products
-
-
-def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
-    """Sums of what segments take, over those of each block."""
-    sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
-    for segment, value in zip(problem.profile.segments, values, strict=True):
-        if segment.unit in sums:
-            sums[segment.unit] += value
-    return list(sums.values())
-
-
-def _places(problem: Problem, computes: Sequence[float], num_swap: int | None) -> tuple[int, ...]:
-    """Blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
-    names = [block.name for block in problem.layout.blocks]
-    swapped = problem.profile.swap_bytes(problem.layout.low)
-    nbytes = [max(swapped.get(name, 0), 0) for name in names]
-    able = [bool(name) and size > 0 for name, size in zip(names, nbytes, strict=True)]
-    rate = min(problem.hardware.upload, problem.hardware.download)
-    transfers = [size / rate if can else 0.0 for size, can in zip(nbytes, able, strict=True)]
-    return swap_places(able, swap_interval(transfers, computes), num_swap)
+    modules = [fqn.rpartition(".")[0] for fqn in gradients]
+    sums = list(accumulate(numels))
+    ends = dict(zip(modules, sums, strict=True))
+    whole = max([1, *sums[-1:]])
+    return [ends[module] / whole for module in modules]

@@ -1,38 +1,53 @@
-"""The fastest plan that fits: the optimum of `simulate` under `ActivationCurve` (paper, section 3.3).
+"""The search for the fastest plan that fits, over `step_time` and `memory_timeline` (paper, section 3.3).
 
 [Note: Search]
-A candidate is (swapped blocks, checkpointed blocks, offloaded chunks); the first chunks are resident, the policies are
-laid out as in [Note: Layout of policies]. Of the chunk buffers it has as many as fit, or those that are pinned.
-A box of candidates is bounded by what has the best of all: the fewest checkpoints and offloaded chunks for the time,
-the most of both for the memory, and so for the buffers. Swapped blocks do not checkpoint, so which blocks do depends on
-how many swap. A box over several numbers of them has for the time what the fewest swap, and recomputes what all its
-candidates recompute; for the memory it has the least of all these numbers. So swapped blocks, checkpoints and offloaded
-chunks, which replace one another at nearly the same price, are divided together.
-Memory need not rise with resident chunks (the last ones take their buffers with them), so tables of the least from some
-number on stand for it. Boxes are cut where with the most checkpoints nothing fits: see [Note: Fewest offloaded]. Among
-candidates of equal time, the one with fewer swapped blocks, then checkpoints, then offloaded chunks is taken, and the
-first of the sizes of chunks: where everything fits and costs nothing, all stays.
+A candidate is a size of chunks, a number of swapped blocks, a number of recompute steps of the others, and a number of
+offloaded chunks. The first chunks are resident, policies are laid out as in [Note: Layout of policies]. Of the chunk
+buffers a candidate has as many as fit, or those that are pinned. Where there are few candidates, all are tried. Else a
+coarse grid over swapped blocks and steps comes first, each point with about the fewest offloaded chunks that fit. Then
+the best of these go downhill, one coordinate after the other, with steps that are halved. Times are not convex, so the
+result is a good plan and no proof that it is the best; tests hold it against trying all. The number of evaluations is
+bounded.
+
+Whether a plan fits, `memory_timeline` alone says. Bisection assumes that one more offloaded chunk, or one buffer less,
+never takes more of the device. Where that is wrong a slower plan may be found, but none that does not fit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from lightning_protrain.planner.branch import minimize
-from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.pins import check_pins
+from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
+from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.infeasible import NoFeasiblePlan as NoFeasiblePlan
+from lightning_protrain.planner.infeasible import refuse, sampled
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.policies import check_counts
-from lightning_protrain.planner.problem import Packing, Unpacked
-from lightning_protrain.planner.problem import Problem as Problem
-from lightning_protrain.planner.shortage import NoFeasiblePlan as NoFeasiblePlan
-from lightning_protrain.planner.shortage import refuse
-from lightning_protrain.planner.space import Space
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.step_time import step_time
 
-# More than the arrays of a round take together.
-KEPT_BYTES = 16 << 20
+# Evaluations of time after which the best plan so far is returned, over all sizes of chunks.
+LIMIT = 600
+# Numbers of swapped blocks and of steps in the grid that a search begins with; of offloaded chunks at the best of its
+# points.
+SWAPS, STEPS, OFFLOADED = 3, 5, 5
+# How many of these go downhill at least and at most: with few chunks an evaluation takes little.
+STARTS, MOST_STARTS, CHUNKS = 2, 6, 1000
+# Bisection over chunks ends at this part of them; where the result is of interest, it goes downhill from there.
+PART = 128
+# Of so many guesses one halves what is left.
+HALVED = 5
+# Times that differ by less than this part are the same.
+RESOLUTION = 1e-9
+
+
+class Place(NamedTuple):
+    """Where the descent is: swapped blocks, recompute steps, offloaded chunks beyond about the fewest that fit."""
+
+    num_swap: int
+    num_steps: int
+    more: int
 
 
 @dataclass(frozen=True)
@@ -42,18 +57,16 @@ class Found:
     Attributes:
         plan: The fastest plan that fits.
         seconds: Of one of its steps.
-        evaluations: How many candidates and sets of them were evaluated.
-        rounds: In how many batches.
+        evaluations: How many times a step was timed.
     """
 
     plan: Plan
     seconds: float
     evaluations: int
-    rounds: int
 
 
 def search(problem: Problem, knobs: Knobs) -> Plan:
-    """Finds the fastest plan that fits, see [Note: Search].
+    """Find the fastest plan that fits, see [Note: Search].
 
     Args:
         problem: The model, the machine and the budgets.
@@ -67,49 +80,244 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
 
 
 def find(problem: Problem, knobs: Knobs) -> Found:
-    """The same, and what it took.
+    """Find the fastest plan that fits, and say what the search took.
 
     Raises:
         ValueError: As `search`.
     """
-    _keep_freed_memory()
-    spaces = [Space(packing, knobs) for packing in packings(problem, knobs)]
-    seconds, best, evaluations, rounds = np.inf, None, 0, 0
-    for space in spaces:
-        low, high, below, tried = space.begin(seconds)
-        found = minimize(space.seconds, space.corner, low, high, below, space.batch, space.cut, space.weights)
-        evaluations, rounds = evaluations + tried + found.evaluations, rounds + (tried > 0) + found.rounds
-        if found.point:
-            seconds, best = found.value, (space, found.point)
+    packed = packings(problem, knobs)
+    check_pins(packed, knobs)
+    packed = [packing for packing in packed if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]
+    best: tuple[Value, _Search] | None = None
+    evaluations = 0
+    for packing in packed:
+        one = _Search(problem, knobs, packing, LIMIT - evaluations)
+        one.run(None if best is None else best[0].point)
+        evaluations += one.evaluations
+        # Of equally long steps the first size of chunks is taken.
+        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best[0].seconds):
+            best = one.best, one
     if best is None:
-        refuse(problem, knobs, spaces)
-    space, point = best
-    return Found(space.plan(point), seconds, evaluations, rounds)
+        refuse(problem, knobs, packed)
+    value, one = best
+    return Found(one.plan(value), value.seconds, evaluations)
 
 
-def _keep_freed_memory() -> None:
-    """Has the C library use memory again that it would give back to the system after each round.
+class Value(NamedTuple):
+    """A candidate and what it gives; ordered as candidates are preferred.
 
-    A block of its own that is freed raises the thresholds of glibc to its size and twice that (mallopt(3)); whoever has
-    loaded a model has freed such blocks before. Nothing is written to this one. Else a fifth of a search are page
-    faults.
+    Attributes:
+        seconds: Of a step.
+        point: The candidate.
+        buffers: Its chunk buffers.
     """
-    np.empty(KEPT_BYTES, dtype=np.uint8)
+
+    seconds: float
+    point: Point
+    buffers: int
+
+    def beats(self, other: Value | None) -> bool:
+        """Return whether this one is faster, or as fast with less swapped, recomputed and offloaded, in this order."""
+        if other is None:
+            return True
+        if abs(self.seconds - other.seconds) <= RESOLUTION * other.seconds:
+            return self.point < other.point
+        return self.seconds < other.seconds
 
 
-def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
-    """The model in chunks of all sizes that the knobs allow, each way of packing it once.
+class _Search:
+    """The search over one packing.
 
-    Raises:
-        ValueError: A knob contradicts the model or another knob.
+    Attributes:
+        best: The best candidate so far; None: none that fits was found.
+        evaluations: How many times a step was timed.
     """
-    sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
-    check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
-    found: list[Packing] = []
-    unpacked = Unpacked(problem, knobs.num_swap_blocks, knobs.leave_policies)
-    for size in sizes:
-        packing = Packing(problem, size, knobs.num_swap_blocks, unpacked)
-        if all(packing.chunks != other.chunks for other in found):
-            found.append(packing)
-    check_pins(found, knobs)
-    return [packing for packing in found if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]
+
+    def __init__(self, problem: Problem, knobs: Knobs, packing: Packing, limit: int) -> None:
+        self.best: Value | None = None
+        self.evaluations = 0
+        self._problem, self._knobs, self._packing, self._limit = problem, knobs, packing, limit
+        self._values: dict[Point, Value | None] = {}
+        self._fewest: dict[tuple[int, int], int | None] = {}
+        # What was found last is where the next bisection begins.
+        self._last_offloaded, self._last_beside = len(packing.chunks) // 2, 0
+        self._slack = max(len(packing.chunks) // PART, 1)
+
+    def run(self, start: Point | None) -> None:
+        """Try candidates.
+
+        Args:
+            start: The best candidate of another size of chunks, where the descent begins; None: there is none.
+        """
+        packing = self._packing
+        if packing.has_few(self._knobs):
+            for point in packing.points(self._knobs):
+                self._value(point)
+            return
+        places = [] if start is None else [Place(start.num_swap, start.num_steps, 0)]
+        known = [(value, place) for place in places if (value := self._at(place)) is not None]
+        if not known:
+            known = [(value, place) for place in self._grid() if (value := self._at(place)) is not None]
+        if not known:
+            # Bisection may have missed what fits.
+            for point in sampled(self._packing, self._knobs):
+                self._value(point)
+        known.sort()
+        # Where something else than the device is short, or enough buffers are worth more, far more are offloaded.
+        for place in [place for _, place in known[:1]]:
+            bounds = packing.offloaded_range(place.num_swap, place.num_steps, self._knobs)
+            fewest = self._fewest_offloaded(place.num_swap, place.num_steps)
+            if bounds is not None and fewest is not None:
+                others = (place._replace(more=more) for more in spread(0, bounds[1] - fewest, OFFLOADED))
+                known += [(value, other) for other in others if (value := self._at(other)) is not None]
+        known.sort()
+        for _, place in known[: min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)]:
+            self._descend(place)
+        self._refine()
+
+    def plan(self, value: Value) -> Plan:
+        """Return the plan of a candidate."""
+        return self._packing.plan(value.point, value.buffers)
+
+    def _grid(self) -> Iterator[Place]:
+        """Yield numbers of swapped blocks and of steps all over what the knobs allow."""
+        packing, knobs = self._packing, self._knobs
+        if knobs.num_keep_offloaded_blocks is not None:
+            # Few numbers of others leave just so many.
+            pairs = [pair for pair in packing.policies_allowed(knobs) if packing.offloaded_range(*pair, knobs)]
+            yield from (Place(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
+            return
+        for num_swap in spread(*packing.swap_range(knobs), SWAPS):
+            for num_steps in spread(*packing.step_range(num_swap, knobs), STEPS):
+                yield Place(num_swap, num_steps, 0)
+
+    def _descend(self, place: Place) -> None:
+        """Go downhill from a place, one coordinate after the other, with steps that are halved."""
+        packing, knobs = self._packing, self._knobs
+        low, high = packing.swap_range(knobs)
+        least, most = packing.step_range(place.num_swap, knobs)
+        sides = [high - low, most - least, len(packing.chunks) // 2]
+        steps = [max(side // 4, 1) if side else 0 for side in sides]
+        value = self._at(place)
+        while any(steps) and self.evaluations < self._limit:
+            moved = False
+            for move in _moves(steps):
+                while (better := self._at(next_place := Place(*map(sum, zip(place, move, strict=True))))) is not None:
+                    if not better.beats(value):
+                        break
+                    place, value, moved = next_place, better, True
+            if not moved:
+                steps = [step // 2 for step in steps]
+
+    def _refine(self) -> None:
+        """Offload a chunk less, or a few more, as long as that is faster: bisection has ended early."""
+        while self.best is not None and self._slack > 1:
+            self._slack //= 2
+            value = self.best
+            self._values.clear()
+            self._value(value.point)
+            for more in (-self._slack, self._slack):
+                self._value(value.point._replace(offloaded=value.point.offloaded + more))
+
+    def _at(self, place: Place) -> Value | None:
+        """Return the candidate at a place; None: it is outside, or does not fit."""
+        packing, knobs = self._packing, self._knobs
+        low, high = packing.swap_range(knobs)
+        if not low <= place.num_swap <= high:
+            return None
+        low, high = packing.step_range(place.num_swap, knobs)
+        if not low <= place.num_steps <= high:
+            return None
+        fewest = self._fewest_offloaded(place.num_swap, place.num_steps)
+        return None if fewest is None else self._value(Point(place.num_swap, place.num_steps, fewest + place.more))
+
+    def _value(self, point: Point) -> Value | None:
+        """Time a candidate with as many buffers as fit; None: it is not allowed, or does not fit."""
+        if point not in self._values:
+            value = None
+            if self._packing.allows(point, self._knobs) and (buffers := self._buffers(point)) is not None:
+                self.evaluations += 1
+                value = Value(step_time(self._problem, self._packing.plan(point, buffers)).seconds, point, buffers)
+                if value.beats(self.best):
+                    self.best = value
+            self._values[point] = value
+        return self._values[point]
+
+    def _fewest_offloaded(self, num_swap: int, num_steps: int) -> int | None:
+        """Return about the fewest offloaded chunks that fit the device; None: none fit."""
+        pair = num_swap, num_steps
+        if pair not in self._fewest:
+            bounds = self._packing.offloaded_range(num_swap, num_steps, self._knobs)
+            least = None
+            if bounds is not None:
+
+                def excess(offloaded: int) -> float:
+                    point = Point(num_swap, num_steps, offloaded)
+                    return self._excess(point, self._packing.least_buffers(point, self._knobs))
+
+                least = _first(excess, *bounds, self._slack, self._last_offloaded)
+                self._last_offloaded = self._last_offloaded if least is None else least
+            self._fewest[pair] = least
+        return self._fewest[pair]
+
+    def _buffers(self, point: Point) -> int | None:
+        """Return about the most buffers that fit; None: not even the fewest do."""
+        least = self._packing.least_buffers(point, self._knobs)
+        most = point.offloaded if self._knobs.num_chunk_buffers is None else least
+        guess = most - least - self._last_beside
+        fewer = _first(lambda fewer: self._excess(point, most - fewer), 0, most - least, self._slack, guess)
+        if fewer is None or not self._fits_host(point, most - fewer):
+            return None
+        self._last_beside = most - fewer - least
+        return most - fewer
+
+    def _excess(self, point: Point, buffers: int) -> float:
+        """Return the bytes of the device that a candidate takes beyond the budget."""
+        if self._problem.device_bytes is None:
+            return -1.0
+        return self._packing.bytes(point, buffers)[0] - self._problem.device_bytes
+
+    def _fits_host(self, point: Point, buffers: int) -> bool:
+        budget = self._problem.host_bytes
+        return budget is None or self._packing.bytes(point, buffers)[1] <= budget
+
+
+def _first(excess: Callable[[int], float], low: int, high: int, slack: int, guess: int) -> int | None:
+    """Return about the first number from `low` to `high` without excess, where excess falls; None: there is none.
+
+    Excess falls about linearly, so what is tried next is where a line through both ends meets 0.
+
+    Args:
+        excess: Of a number; above 0 is too much.
+        low: The least number.
+        high: The greatest one.
+        slack: The result is at most `slack - 1` above the first number.
+        guess: What is tried first.
+    """
+    over_at, under_at = low - 1, high + 1  # So far nothing is known of these.
+    over = under = 0.0
+    tried, tries = min(max(guess, low), high), 0
+    while under_at - over_at > slack:
+        value, tries = excess(tried), tries + 1
+        if value > 0:
+            over_at, over = tried, value
+        else:
+            under_at, under = tried, value
+        if over_at < low or under_at > high:
+            tried += slack * 4**tries * (1 if value > 0 else -1)
+        elif tries % HALVED == 0:
+            tried = (over_at + under_at) // 2
+        else:
+            tried = over_at + round(over / (over - under) * (under_at - over_at))
+        nearest = min(slack, (under_at - over_at) // 2)
+        tried = min(max(tried, over_at + nearest, low), under_at - nearest, high)
+    if under_at > high:
+        return high if over_at < high and excess(high) <= 0 else None
+    return low if over_at < low < under_at and excess(low) <= 0 else under_at
+
+
+def _moves(steps: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield moves along each coordinate, and swapping a block more for a step less."""
+    swap, step, more = steps
+    for sign in (-1, 1):
+        yield from ((sign * swap, 0, 0), (0, sign * step, 0), (0, 0, sign * more), (sign * swap, -sign * step, 0))

@@ -28,13 +28,14 @@ resident chunks go as they are computed, and nobody waits for them before the op
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import neg
 from typing import Literal, NamedTuple
 
-from lightning_protrain.planner.chunks import chunks_of
 from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem
 
@@ -111,20 +112,14 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
 # --- what a plan does at every position -------------------------------------------------------------------------------
 
 
-class Upload(NamedTuple):
-    """A chunk that comes to the device.
-
-    Attributes:
-        chunk: Its index.
-        freed: Position whose computation must have ended before, as its buffer is in use until then; -1: none.
-    """
-
-    chunk: int
-    freed: int
+# A chunk that comes to the device: its index, and the position whose computation must have ended before, as its buffer
+# is in use until then; -1: none.
+Upload = tuple[int, int]
 
 
-class _Gradient(NamedTuple):
-    """A gradient of an offloaded chunk, in the order in which they are computed; seconds.
+@dataclass
+class _Gradients:
+    """Gradients of offloaded chunks in the order in which they are computed; seconds, an element for each.
 
     Attributes:
         computed: From the beginning of the backward of its position.
@@ -133,16 +128,16 @@ class _Gradient(NamedTuple):
         cast: Of the worker to cast it for the host.
         add: Of the worker to add it to the gradient of the micro-batch before.
         update: Of the worker behind backward, in the backward that ends a step: an optimizer step, or a norm.
-        stepped: The chunk that `update` steps; -1: none.
+        stepped: The chunk whose last gradient it is, where the worker steps chunks behind backward; -1: none.
     """
 
-    computed: float
-    download: float
-    waits: int
-    cast: float
-    add: float
-    update: float
-    stepped: int
+    computed: list[float] = field(default_factory=list)
+    download: list[float] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+    cast: list[float] = field(default_factory=list)
+    add: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    stepped: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -159,7 +154,7 @@ class _Position:
         rate_backward: Bytes per second of `uploads_backward`.
         swap_out: Activations that leave in forward.
         swap_in: Activations that come back for backward.
-        gradients: Gradients that leave in backward.
+        gradients: Numbers of the gradients that leave in backward.
     """
 
     compute_forward: float
@@ -171,7 +166,7 @@ class _Position:
     rate_backward: float = 1.0
     swap_out: float = 0.0
     swap_in: float = 0.0
-    gradients: list[_Gradient] = field(default_factory=list)
+    gradients: range = range(0)
 
 
 @dataclass
@@ -217,6 +212,7 @@ class _Step:
     Attributes:
         problem: What it is a plan for.
         positions: What it does at each segment.
+        gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
         host: Sums of what the host computes.
         network: What is sent to other ranks; None: there are none.
@@ -232,6 +228,7 @@ class _Step:
         self.positions = [_Position(*seconds) for seconds in problem.computes]
         self.host = _Host()
         self.sizes = [chunk.nbytes for chunk in plan.chunks]
+        self.gradients, self.steps = _Gradients(), list[_ChunkStep]()
         self._chunk_of = {fqn: index for index, chunk in enumerate(plan.chunks) for fqn in chunk.parameters}
         self._place_uploads()
         self._place_activations()
@@ -240,9 +237,9 @@ class _Step:
         self.compute = sum(at.compute_forward + at.recompute + at.compute_backward for at in every)
         uploads = [(at.uploads_forward, at.rate_forward) for at in every]
         uploads += [(at.uploads_backward, at.rate_backward) for at in every]
-        comes = sum(self.sizes[upload.chunk] / rate for chunks, rate in uploads for upload in chunks)
+        comes = sum([sum([self.sizes[chunk] for chunk, _ in chunks]) / rate for chunks, rate in uploads])
         self.upload = comes + sum(at.swap_in for at in every)
-        self.download = sum(at.swap_out + sum(one.download for one in at.gradients) for at in every)
+        self.download = sum(at.swap_out for at in every) + sum(self.gradients.download)
         self.network = _sends(self) if problem.network is not None else None
 
     def _place_uploads(self) -> None:
@@ -265,7 +262,7 @@ class _Step:
         back, _ = uploads(read, reversed(range(len(own))), num_buffers, live)
         for at, come, come_back in zip(self.positions, ahead, back, strict=True):
             at.uploads_forward, at.uploads_backward = come, come_back
-        self.positions[0].uploads_forward[:0] = [Upload(index, -1) for index in sorted(pinned)]
+        self.positions[0].uploads_forward[:0] = [(index, -1) for index in sorted(pinned)]
 
     def _place_activations(self) -> None:
         """Say what is swapped and what is computed again."""
@@ -297,61 +294,61 @@ class _Step:
 
     def _place_gradients(self) -> None:
         """Say which gradients leave where, what the host does with each of them, and what stays on the device."""
-        problem, machine, training = self.problem, self.problem.hardware, self.problem.training
-        found, resident = [], []
-        for index in reversed(range(len(self.positions))):
-            for info, part in problem.gradients[index]:
-                number = self._chunk_of[info.fqn]
-                chunk = self.plan.chunks[number]
-                if chunk.resident:
-                    resident.append(info)
-                else:
-                    low = chunk.streamed_dtype is not None
-                    found.append((index, number, info, part, 2 * info.numel if low else info.nbytes, low))
-        waits = _waits([entry[4] for entry in found])
-        # A chunk is stepped when its last gradient has come; of one position it lands as a whole.
-        last_here = {(index, number): place for place, (index, number, *_) in enumerate(found)}
-        last = {number: place for place, (_, number, *_) in enumerate(found)}
-        cast: dict[int, float] = dict.fromkeys(last, 0.0)
-        add, numel, own, copied = dict(cast), dict(cast), dict(cast), dict(cast)
-        steps = []
-        for place, (index, number, info, part, nbytes, low) in enumerate(found):
-            cast[number] += (nbytes + info.nbytes) / machine.host_memory if low else 0.0
-            add[number] += (2 * info.nbytes + nbytes) / machine.host_memory
-            numel[number] += info.numel
-            own[number] += info.nbytes / machine.host_memory
-            copied[number] += (info.nbytes + 2 * info.numel) / machine.host_memory if low else 0.0
-            here, update, stepped = last_here[index, number] == place, 0.0, -1
-            if last[number] == place:
-                seconds = numel[number] / machine.host_step
-                # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
-                copies = copied[number] if training.overlap == "off" else 0.0
-                steps.append(_ChunkStep(index, number, seconds + copies, SCALE * own[number], NORM * own[number]))
-                if training.works_in_backward:
-                    update = NORM * own[number] if training.clips else seconds
-                    stepped = number
-            at = self.positions[index]
-            at.gradients.append(
-                _Gradient(
-                    part * at.compute_backward,
-                    nbytes / self._download_rates[index],
-                    waits[place],
-                    cast[number] if here else 0.0,
-                    add[number] if here else 0.0,
-                    update,
-                    stepped,
-                )
-            )
-            if here:
-                self.host.land += cast[number]
-                self.host.add += add[number]
-                cast[number] = add[number] = 0.0
-        self.steps = sorted(steps)
-        self.host.step = sum(one.seconds for one in steps)
-        self.host.norm, self.host.scale = sum(one.norm for one in steps), sum(one.scale for one in steps)
-        nbytes = sum(info.nbytes for info in resident)
-        touched = nbytes * (ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0))
-        self.device_step = sum(info.numel for info in resident) / machine.device_step + touched / machine.memory
+        machine, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
+        low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
+        numel, own = [0] * len(chunks), [0] * len(chunks)
+        places, numbers, nbytes, streamed = list[int](), list[int](), list[int](), list[int]()
+        every, chunk_of = self.gradients, self._chunk_of
+        for index, fqn, count, size, computed in self.problem.landing:
+            number = chunk_of[fqn]
+            numel[number] += count
+            own[number] += size
+            if not resident[number]:
+                places.append(index)
+                numbers.append(number)
+                nbytes.append(size)
+                streamed.append(2 * count if low[number] else size)
+                every.computed.append(computed)
+        every.waits = _waits(streamed)
+        every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
+        for index, at in enumerate(self.positions):  # Positions fall.
+            at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
+        last = {number: place for place, number in enumerate(numbers)}
+        self._add_steps({number: places[place] for number, place in last.items()}, numel, own)
+        cast = add = 0.0
+        for place, number in enumerate(numbers):
+            add += 2 * nbytes[place] + streamed[place]
+            cast += streamed[place] + nbytes[place] if low[number] else 0
+            # The worker works on what a position has of a chunk when the last of it has landed.
+            ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
+            every.cast.append(cast / machine.host_memory if ends else 0.0)
+            every.add.append(add / machine.host_memory if ends else 0.0)
+            cast, add = (0.0, 0.0) if ends else (cast, add)
+        every.update, every.stepped = [0.0] * len(numbers), [-1] * len(numbers)
+        if training.works_in_backward:
+            for step in self.steps:
+                place = last[step.chunk]
+                every.update[place] = step.norm if training.clips else step.seconds
+                every.stepped[place] = step.chunk
+        self.host.land, self.host.add = sum(every.cast), sum(every.add)
+        touched = sum([size for size, here in zip(own, resident, strict=True) if here])
+        touched *= ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0)
+        stepped = sum([count for count, here in zip(numel, resident, strict=True) if here])
+        self.device_step = stepped / machine.device_step + touched / machine.memory
+
+    def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Add the optimizer steps of offloaded chunks; elements and bytes are those that have gradients, by chunk."""
+        machine, chunks = self.problem.hardware, self.plan.chunks
+        # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
+        copies = self.problem.training.overlap == "off"
+        for chunk, position in sorted(positions.items()):
+            seconds, read = numel[chunk] / machine.host_step, nbytes[chunk] / machine.host_memory
+            if copies and chunks[chunk].streamed_dtype is not None:
+                seconds += read + 2 * numel[chunk] / machine.host_memory
+            self.steps.append(_ChunkStep(position, chunk, seconds, SCALE * read, NORM * read))
+        self.steps.sort()
+        self.host.step = sum([one.seconds for one in self.steps])
+        self.host.norm, self.host.scale = sum([one.norm for one in self.steps]), sum([one.scale for one in self.steps])
 
 
 def uploads(
@@ -368,12 +365,11 @@ def uploads(
     found: list[list[Upload]] = [[] for _ in needs]
     present = dict.fromkeys(live, -1)  # The position of the last use of each, the least recently used first.
     for position in order:
+        come = found[position]
         for chunk in needs[position]:
-            if chunk in present:
-                del present[chunk]
-            else:
+            if present.pop(chunk, None) is None:
                 freed = present.pop(next(iter(present))) if len(present) >= num_buffers else -1
-                found[position].append(Upload(chunk, freed))
+                come.append((chunk, freed))
             present[chunk] = position
     return found, list(present)
 
@@ -387,8 +383,7 @@ def _waits(sizes: Sequence[int]) -> list[int]:
     room = sum(sorted(sizes)[-2:])
     before = [0, *accumulate(sizes)]
     found = []
-    for place, nbytes in enumerate(sizes):
-        following = sizes[place + 1] if place + 1 < len(sizes) else 0
+    for place, (nbytes, following) in enumerate(pairwise([*sizes, 0])):
         under_way = max(room - nbytes - following, 0)
         found.append(bisect_left(before, before[place] - under_way) - 1)
     return found
@@ -422,13 +417,11 @@ class _Ended:
 
 def _beside(step: _Step) -> tuple[float, float]:
     """Return the seconds of a step whose copies and host run beside the device, and the part of its forwards."""
-    again, training = step.problem.training.accumulate, step.problem.training
-    landed = None
+    again, every = step.problem.training.accumulate, step.gradients
     if step.network is None or again > 1:
         computed, down, landed = _backward(step)
     if step.network is None:
-        assert landed is not None
-        known, stepped = _worked(step, landed, [one.add if again > 1 else one.cast for one in _each(step)], True)
+        known, stepped = _worked(landed, every.add if again > 1 else every.cast, every)
         ended = _Ended(computed, max(down, known), down, stepped)
     else:
         ended = _averaged(step)
@@ -437,23 +430,10 @@ def _beside(step: _Step) -> tuple[float, float]:
     if again == 1:
         return end, end - begun
     # The other micro-batches, each on its own: the backward of the first one casts gradients, later ones add them up.
-    assert landed is not None
-    others = 0.0
-    for number in range(again - 1):
-        works = [one.add if number else one.cast for one in _each(step)]
-        if number < 2:
-            other = max(computed, down, _worked(step, landed, works, False)[0])
-        others += other
-    forward = _forward(step, 0.0, 0.0, {})
-    spent = end - begun + (again - 1) * forward
-    assert training.accumulate == again
-    return end + (again - 1) * forward + others, spent
-
-
-def _each(step: _Step) -> Iterable[_Gradient]:
-    """Yield the gradients in the order in which they are computed."""
-    for at in reversed(step.positions):
-        yield from at.gradients
+    others = max(computed, down, _worked(landed, every.cast)[0])
+    others += (again - 2) * max(computed, down, _worked(landed, every.add)[0])
+    forward = (again - 1) * _forward(step, 0.0, 0.0, {})
+    return end + forward + others, end - begun + forward
 
 
 def _in_turn(step: _Step) -> tuple[float, float]:
@@ -463,10 +443,10 @@ def _in_turn(step: _Step) -> tuple[float, float]:
     forward = backward = 0.0
     for at in step.positions:
         forward += at.compute_forward + at.swap_out
-        forward += sum(sizes[one.chunk] for one in at.uploads_forward) / at.rate_forward
+        forward += sum([sizes[chunk] for chunk, _ in at.uploads_forward]) / at.rate_forward
         backward += at.recompute + at.compute_backward + at.swap_in
-        backward += sum(sizes[one.chunk] for one in at.uploads_backward) / at.rate_backward
-        backward += sum(one.download for one in at.gradients)
+        backward += sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward
+    backward += sum(step.gradients.download)
     update = host.land + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
     sent = step.network.sent if step.network is not None else 0.0
     seconds = again * (forward + backward) + update + step.device_step + sent
@@ -502,19 +482,19 @@ def _backward(step: _Step) -> tuple[float, float, list[float]]:
     """Return when the computation of a backward ends that begins at 0, the last download, and each gradient's."""
     sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)
     up = down = time = before = 0.0
-    landed: list[float] = []
+    landed, every = list[float](), step.gradients
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
             up = max(up, ends[freed]) + sizes[chunk] / at.rate_backward
         begins = max(entered, up) + at.recompute
         stall = 0.0
-        for one in at.gradients:
-            now = begins + one.computed + stall
-            if one.waits >= 0 and landed[one.waits] > now:
-                stall += landed[one.waits] - now
-                now = landed[one.waits]
-            down = max(down, now) + one.download
+        for number in at.gradients:
+            now, wait = begins + every.computed[number] + stall, every.waits[number]
+            if wait >= 0 and landed[wait] > now:
+                stall += landed[wait] - now
+                now = landed[wait]
+            down = (down if down > now else now) + every.download[number]
             landed.append(down)
         time = begins + at.compute_backward + stall
         if at.swap_in > 0:
@@ -526,23 +506,26 @@ def _backward(step: _Step) -> tuple[float, float, list[float]]:
 
 
 def _worked(
-    step: _Step, landed: Sequence[float], works: Iterable[float], ends_step: bool
+    landed: Sequence[float], works: Sequence[float], ends_step: _Gradients | None = None
 ) -> tuple[float, dict[int, float]]:
     """Return when the host's worker has done with a backward, and with the optimizer step of each chunk in it.
 
     Args:
-        step: What the plan does.
         landed: When each gradient has landed.
         works: Seconds of the worker for each of them.
-        ends_step: Whether the backward ends a step, so that chunks are stepped, or norms taken, behind it.
+        ends_step: The gradients, if the backward ends a step, so that chunks are stepped, or norms taken, behind it.
     """
-    host, stepped = 0.0, {}
-    for one, there, work in zip(_each(step), landed, works, strict=True):
-        work = work + one.update if ends_step else work
-        if work > 0:
-            host = max(host, there) + work
-        if ends_step and one.stepped >= 0:
-            stepped[one.stepped] = host
+    host, stepped = 0.0, dict[int, float]()
+    if ends_step is None:
+        for there, work in zip(landed, works, strict=True):
+            if work > 0:
+                host = max(host, there) + work
+        return host, stepped
+    for there, work, update, chunk in zip(landed, works, ends_step.update, ends_step.stepped, strict=True):
+        if work + update > 0:
+            host = max(host, there) + work + update
+        if chunk >= 0:
+            stepped[chunk] = host
     return host, stepped
 
 
@@ -628,7 +611,7 @@ def _sends(step: _Step) -> _Sends:
         for place, more in enumerate((1, network.calls(len(infos)), sum(info.numel for info in infos), nbytes)):
             amount[place] += more
     for index, (sent, (early, late)) in enumerate(zip(found, amounts, strict=True)):
-        sent.sends = bool(step.positions[index].gradients)
+        sent.sends = len(step.positions[index].gradients) > 0
         sent.early, sent.late = network.sum_of_chunks(*early), network.sum_of_chunks(*late)
         sent.down_early, sent.down_late = (
             amount[3] / (machine.download_beside * network.owners) for amount in (early, late)

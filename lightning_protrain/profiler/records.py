@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from mmap import PAGESIZE
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class ModelLayout:
     def by_name(self) -> dict[str, ParameterInfo]:
         """All parameters by their first names."""
         return {info.fqn: info for info in self.parameters}
+
+    @cached_property
+    def known(self) -> dict[tuple[object, ...], Any]:
+        """What the planner has worked out of groups of these parameters, by the names in each group."""
+        return {}
 
     def parameter(self, fqn: str) -> ParameterInfo:
         """The parameter whose first name is `fqn`.

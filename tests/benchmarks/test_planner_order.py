@@ -24,7 +24,7 @@ from benchmarks.subjects import NUM_LAYERS, Step, Subject
 from lightning_protrain.planner.memory import check_fits
 from lightning_protrain.planner.plan import BlockPolicy, check_plan
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.steptime import StepTime
+from lightning_protrain.planner.step_time import StepTime
 
 RATES = ("upload", "download", "upload_beside", "download_beside", "upload_pageable", "download_pageable")
 MACHINE = replace(

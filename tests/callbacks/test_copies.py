@@ -19,11 +19,11 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.setup import HoldsHostCopy, copied_bytes, copy_of, stored
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import host_bytes
-from lightning_protrain.planner.outlook import expected_memory
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find
@@ -239,7 +239,7 @@ def test_the_search_leaves_room_for_the_copy(seed: int) -> None:
 def test_it_is_a_term_of_every_phase_but_loading() -> None:
     problem = random_problem(1, 4, 8)
     plan = find(problem, Knobs()).plan
-    plain, more = (expected_memory(replace(problem, checkpoint_copy=nbytes), plan) for nbytes in (0, 777))
+    plain, more = (memory_timeline(replace(problem, checkpoint_copy=nbytes), plan) for nbytes in (0, 777))
     for before, after in zip(plain.phases, more.phases, strict=True):
         copied = {} if before.name == "loading" else {"checkpoint_copy": 777}
         assert replace(before, host={**before.host, **copied}) == after

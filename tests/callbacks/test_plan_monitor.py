@@ -28,8 +28,8 @@ from lightning_protrain.callbacks.plan_monitor import (
 from lightning_protrain.counters import TransferCounters
 from lightning_protrain.overlap import OverlapPlan
 from lightning_protrain.peers import PeerAccess
+from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.outlook import few_samples
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
 from lightning_protrain.runtime.updates import Overlap

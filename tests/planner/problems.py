@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 
 from lightning_protrain.planner.network import Network, Route
-from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.training import Training
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import (
     ModelLayout,

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_protrain.planner.averages import averages_of
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.steptime import Training, step_time
+from lightning_protrain.planner.problem import Problem, Training
+from lightning_protrain.planner.step_time import step_time
 from tests.planner import together, virtual
 from tests.planner.brute import all_candidates
 from tests.planner.problems import random_problem
@@ -48,10 +47,7 @@ def test_every_trained_chunk_is_sent_once(seed: int) -> None:
             elif infos:
                 calls, numel = problem.network.calls(len(infos)), sum(info.numel for info in infos)
                 expected += problem.network.sum_of_chunks(1, calls, numel, nbytes)
-        known = problem.hardware, problem.training.accumulate > 1, problem.network
-        sent = averages_of(problem.profile, problem.layout, candidate.plan, *known)
-        assert sent is not None
-        assert sent.sent[0] == pytest.approx(expected, abs=1e-9)
+        assert step_time(problem, candidate.plan).network == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("link", [0.25, 1.0])
@@ -76,18 +72,12 @@ def test_steps_of_ranks_take_what_is_predicted(link: float, ratio: float, overla
     hardware, route, owners = virtual.hardware_of(rates), Route(0.0, rates.network), 1
     if sharding is Sharding.SHARD:  # Each rank steps its half.
         hardware, owners = replace(hardware, host_step=2 * hardware.host_step), 2
-    known = layout, virtual.plan_of(case, layout, profile), hardware, training
-    predicted = step_time(profile, *known, Network(route, route if owners > 1 else None, owners=owners))
+    plan = virtual.plan_of(case, layout, profile)
+    alone = virtual.problem_of(case, profile=profile, hardware=hardware)
+    problem = replace(alone, network=Network(route, route if owners > 1 else None, owners=owners))
+    predicted, single = step_time(problem, plan), step_time(alone, plan)
     measured = together.measure(case, ratio, sharding)
     assert predicted.seconds == pytest.approx(measured, rel=TOLERANCE)
-    alone = step_time(profile, *known)
-    assert predicted.network_exposed == pytest.approx(predicted.seconds - alone.seconds)
     # Without the network the prediction would be that of one rank.
-    assert ratio < 2 or alone.seconds < 0.8 * measured
-    assert (predicted.bound == "network") is (predicted.network > max(alone.compute, alone.upload, alone.host))
-
-
-def test_one_rank_sends_nothing() -> None:
-    problem = replace(problem_of(1), network=None)
-    candidate = next(iter(all_candidates(problem, Knobs())))
-    assert averages_of(problem.profile, problem.layout, candidate.plan, problem.hardware, False, None) is None
+    assert ratio < 2 or single.seconds < 0.8 * measured
+    assert (predicted.bound == "network") is (predicted.network > max(single.compute, single.upload, single.host))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.chunks import chunks_of, pack_chunks, users_of
+from lightning_protrain.planner.packing import chunks_of, pack_chunks, users_of
 from lightning_protrain.planner.plan import ALIGNMENT, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layout_of, layouts, parameter, transformer

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.chunks import chunks_of, pack_chunks
 from lightning_protrain.planner.memory import (
     HostUse,
     check_fits,
@@ -20,6 +19,7 @@ from lightning_protrain.planner.memory import (
     minimum_chunk_buffers,
     resident_bytes,
 )
+from lightning_protrain.planner.packing import chunks_of, pack_chunks
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from tests.planner.layouts import is_inside, layout_of, layouts, parameter, transformer

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.planner.plan import (
     ALIGNMENT,
     FORMAT,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.policies import (
+from lightning_protrain.planner.packing import (
     ALIKE,
     Recomputation,
     by_place,
@@ -18,6 +17,7 @@ from lightning_protrain.planner.policies import (
     swap_interval,
     swap_places,
 )
+from lightning_protrain.planner.plan import BlockPolicy
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 LETTERS = {KEEP: "K", SELECTIVE: "L", CHECKPOINT: "C", SWAP: "S"}

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from lightning_protrain.planner.candidates import packings
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.problem import Packing, Problem
+from lightning_protrain.planner.problem import Problem, Training
 from tests.planner.problems import random_problem
 
 
@@ -20,7 +23,13 @@ def test_a_profile_of_another_model() -> None:
 
 def test_no_block_keeps_its_products_where_the_step_was_measured() -> None:
     def selects(problem: Problem) -> bool:
-        return any(policy is BlockPolicy.SELECTIVE for _, policy in Packing(problem, None, None).steps)
+        return any(policy is BlockPolicy.SELECTIVE for _, policy in packings(problem, Knobs())[0].steps)
 
     problem = next(problem for problem in map(random_problem, range(99)) if selects(problem))
     assert not selects(replace(problem, profile=replace(problem.profile, measured="A kernel cannot be traced.")))
+
+
+@pytest.mark.parametrize("wrong", [("never", 1, False), ("off", 0, False), ("backward", 1, True)])
+def test_a_training_that_cannot_be(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Training(*wrong)

@@ -6,15 +6,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.overlap import GPT, VOCABULARY
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.steptime import Training
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.model import profile_model
@@ -107,6 +108,14 @@ def plan_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Plan:
         memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES, blocks),
         shapes={info.fqn: info.shape for info in layout.parameters},
     )
+
+
+def problem_of(case: Case, **changes: Any) -> Problem:
+    """What the planner is told of the case."""
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    hardware = hardware_of(rates_of(case, layout, profile))
+    problem = Problem(profile, layout, hardware, case.training, STATE_BYTES, None, None)
+    return replace(problem, **changes)
 
 
 def computing(profile: ModelProfile) -> tuple[float, float]:

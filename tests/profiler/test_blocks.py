@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import minimum_chunk_buffers
+from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.profiler.blocks import describe_model, discover_blocks
 from tests.profiler.models import CASES, numbered
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.planner.chunks import pack_chunks
 from lightning_protrain.planner.memory import minimum_chunk_buffers
+from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.profiler.blocks import describe_model, discover_blocks
 from lightning_protrain.profiler.records import ModelLayout
 from tests.profiler.models import CASES, Case

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import CPUDevice
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import Plan, check_plan, chunk_offsets
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.model import profile_model

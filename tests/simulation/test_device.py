@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device import StreamDevice
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import OperationCost

@@ -13,14 +13,14 @@ import pytest
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import minimum_chunk_buffers
+from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import NoFeasiblePlan, search
-from lightning_protrain.planner.steptime import Training, step_time
-from lightning_protrain.planner.timeline import memory_timeline
+from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.runtime.updates import Updates
 from tests.planner.virtual import (
     CHECKPOINT,
@@ -31,6 +31,7 @@ from tests.planner.virtual import (
     hardware_of,
     measure,
     plan_of,
+    problem_of,
     profile_of,
     rates_of,
 )
@@ -101,8 +102,7 @@ def both(*names: Any) -> tuple[float, float]:
 def predict(case: Case) -> float:
     """Predicted seconds of a step."""
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
-    hardware = hardware_of(rates_of(case, layout, profile))
-    return step_time(profile, layout, plan_of(case, layout, profile), hardware, case.training).seconds
+    return step_time(problem_of(case), plan_of(case, layout, profile)).seconds
 
 
 def run(case: Case) -> float:
@@ -125,8 +125,7 @@ def hold(rows: list[tuple[Any, ...]]) -> None:
 def peak(case: Case) -> int:
     """Bytes that the plan of a case takes on the device."""
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
-    hardware, plan = hardware_of(rates_of(case, layout, profile)), plan_of(case, layout, profile)
-    return memory_timeline(profile, layout, plan, hardware, STATE_BYTES, case.training.accumulate).device_peak
+    return memory_timeline(problem_of(case), plan_of(case, layout, profile)).device_peak
 
 
 def found(case: Case, budget: int, knobs: Knobs) -> Case:
@@ -200,8 +199,7 @@ def test_a_resident_beginning_hides_the_first_uploads() -> None:
     predicted, measured = both(*row)
     layout, profile = profile_of(6, 64, False)
     every = replace(case_of(*row), resident=1000)
-    hardware = hardware_of(rates_of(every, layout, profile))
-    computing = step_time(profile, layout, plan_of(every, layout, profile), hardware, every.training)
+    computing = step_time(problem_of(every), plan_of(every, layout, profile))
     assert measured == pytest.approx(computing.seconds, rel=0.02)
     assert predicted == pytest.approx(measured, rel=0.02)
 

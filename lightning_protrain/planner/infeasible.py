@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, floor
 from typing import NoReturn
 
-import numpy as np
-
-from lightning_protrain.planner.branch import minimize
-from lightning_protrain.planner.knobs import Knobs
+from lightning_protrain.planner.candidates import Packing, Point, packings, spread
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
+from lightning_protrain.planner.memory_timeline import LOSS_COPIES, MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.positions import LOSS_COPIES
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
-from lightning_protrain.planner.problem import Packing, Problem, Unpacked
-from lightning_protrain.planner.space import Space
-from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.planner.problem import Problem
 
+# Of many candidates, so many numbers of swapped blocks, of steps and of offloaded chunks are looked at.
+SAMPLED = 5
 COPY = "the copy of the checkpoint: saves that the training waits for, with asynchronous=False, need none."
 
 
@@ -30,81 +28,84 @@ class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
     """The same where more memory of the host would help."""
 
 
-def refuse(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> NoReturn:
-    """Says what is short.
+def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoReturn:
+    """Say what is short.
 
     Args:
-        problem: One that no plan solves.
+        problem: A problem that no plan solves.
         knobs: What is pinned.
-        spaces: All candidates.
+        packed: The model in chunks of all sizes that are allowed.
 
     Raises:
         NoFeasiblePlan: Always; of the kind `NoPlanForHost` where that is what is short; but for
         ValueError: if the knobs contradict each other, whatever the memory.
     """
-    if not any(
-        minimize(space.bytes(space.device, space.anywhere), space.probe, *space.roots()).point for space in spaces
-    ):
+    known = [_Bytes(packing, point, knobs) for packing in packed for point in sampled(packing, knobs)]
+    if not known:
         given = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
         raise ValueError(f"These knobs contradict each other in this model: {given}. Leave one of them out.")
+    on_device, on_host = problem.device_bytes, problem.host_bytes
+    alone = min(known, key=lambda one: one.device)
+    least_host = min(one.host for one in known)
+    fitting_host = [one for one in known if on_host is None or one.host <= on_host]
+    fitting_device = [one for one in known if on_device is None or one.device <= on_device]
     kind: type[NoFeasiblePlan] = NoPlanForHost
-    device, on_device = _least(spaces, "device", "anywhere")
-    host, _ = _least(spaces, "host", "anywhere")
-    if problem.device_bytes is not None and device > problem.device_bytes:
-        alone, condition = device, ""
-        if problem.host_bytes is not None and host <= problem.host_bytes:
-            # What is named has to work: what streams most may be too much for the host.
-            device, on_device = _least(spaces, "device", "fits_host")
-            condition = " if it is to fit the host" if device > alone else ""
+    if on_device is not None and not fitting_device:
+        # What is named has to work: what streams most may be too much for the host.
+        best = min(fitting_host, key=lambda one: one.device, default=alone)
+        condition = " if it is to fit the host" if best.device > alone.device else ""
         kind = NoFeasiblePlan
-        sentences = _device_sentences(problem, problem.device_bytes, on_device, device, condition)
-        if problem.host_bytes is not None and host > problem.host_bytes:
-            available = format_bytes(problem.host_bytes)
-            sentences.append(f"The host is short as well: at least {format_bytes(host)}, {available} are available.")
-    elif problem.host_bytes is not None and host > problem.host_bytes:
-        alone = host
-        host, _ = _least(spaces, "host", "fits_device")
-        condition = " if it is to fit the device" if host > alone else ""
-        sentences = _host_sentences(problem, problem.host_bytes, host, condition)
+        sentences = _device_sentences(problem, on_device, best.plan, best.device, condition)
+        if on_host is not None and not fitting_host:
+            short = f"at least {format_bytes(least_host)}, {format_bytes(on_host)} are available."
+            sentences.append(f"The host is short as well: {short}")
+    elif on_host is not None and not fitting_host:
+        needed = min(one.host for one in fitting_device)
+        condition = " if it is to fit the device" if needed > least_host else ""
+        sentences = _host_sentences(problem, on_host, needed, condition)
     else:
         # Each would fit alone: what fits one of them is too much for the other.
-        assert problem.device_bytes is not None
-        assert problem.host_bytes is not None
-        device, on_device = _least(spaces, "device", "fits_host")
-        host, _ = _least(spaces, "host", "fits_device")
+        assert on_device is not None
+        assert on_host is not None
+        best, needed = min(fitting_host, key=lambda one: one.device), min(one.host for one in fitting_device)
         sentences = [
-            *_device_sentences(problem, problem.device_bytes, on_device, device, " if it is to fit the host"),
-            f"Or raise host_memory to {format_bytes(host)}, {format_bytes(host - problem.host_bytes)} more.",
+            *_device_sentences(problem, on_device, best.plan, best.device, " if it is to fit the host"),
+            f"Or raise host_memory to {format_bytes(needed)}, {format_bytes(needed - on_host)} more.",
             *_sharing_sentences(problem),
             *_copy_sentences(problem),
         ]
-    raise kind(" ".join([*sentences, *_pins(problem, knobs, spaces)]))
+    raise kind(" ".join([*sentences, *_pins(problem, knobs)]))
 
 
-def _least(spaces: Sequence[Space], what: str, limit: str) -> tuple[int, Plan]:
-    """The least bytes of any candidate within a limit, and its plan."""
-    least, plan = np.inf, None
-    for space in spaces:
-        bound = space.bytes(getattr(space, what), getattr(space, limit))
-        found = minimize(bound, lambda low, high: high, *space.roots(), below=least)
-        if found.point:
-            least, plan = found.value, space.least_plan(found.point)
-    assert plan is not None, "nothing is allowed at all"
-    return int(least), plan
+class _Bytes:
+    """What a candidate takes with the fewest buffers."""
+
+    def __init__(self, packing: Packing, point: Point, knobs: Knobs) -> None:
+        self._packing, self._point = packing, point
+        self._buffers = packing.least_buffers(point, knobs)
+        self.device, self.host = packing.bytes(point, self._buffers)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the candidate."""
+        return self._packing.plan(self._point, self._buffers)
+
+
+def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
+    """Yield all candidates where there are few, else some of them all over what the knobs allow."""
+    if packing.has_few(knobs):
+        yield from packing.points(knobs)
+        return
+    for num_swap in spread(*packing.swap_range(knobs), SAMPLED):
+        for num_steps in spread(*packing.step_range(num_swap, knobs), SAMPLED):
+            bounds = packing.offloaded_range(num_swap, num_steps, knobs)
+            if bounds is not None:
+                yield from (Point(num_swap, num_steps, offloaded) for offloaded in spread(*bounds, SAMPLED))
 
 
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
     """What the device lacks for the plan that needs least, and how large a batch would fit."""
-    timeline = memory_timeline(
-        problem.profile,
-        problem.layout,
-        plan,
-        problem.hardware,
-        problem.state_bytes,
-        problem.training.accumulate,
-        problem.alpha,
-        problem.foreach,
-    )
+    timeline = memory_timeline(problem, plan)
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
     held = {**phase.device, GRADIENT_BUCKETS: reserved}
@@ -177,19 +178,19 @@ def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) 
     ]
 
 
-def _pins(problem: Problem, knobs: Knobs, spaces: Sequence[Space]) -> list[str]:
-    """Which single knobs are in the way."""
+def _pins(problem: Problem, knobs: Knobs) -> list[str]:
+    """Return which single knobs are in the way."""
     helpful = []
     for name in knobs.given:
         freed = replace(knobs, **{name: None})
-        sizes = problem.chunk_bytes if name == "chunk_bytes" else [space.packing.chunk_bytes for space in spaces]
-        unpacked = Unpacked(problem, freed.num_swap_blocks, freed.leave_policies)
-        packings = [Packing(problem, size, None, unpacked) for size in sizes]
-        if any(_fits(Space(packing, freed)) for packing in packings):
+        if any(_fits(problem, packing, freed) for packing in packings(problem, freed)):
             helpful.append(f"{name}={getattr(knobs, name)}")
     return [f"Without {' or without '.join(helpful)} there is a plan that fits."] if helpful else []
 
 
-def _fits(space: Space) -> bool:
-    bound = space.bytes(space.device, space.fits_both)
-    return bool(minimize(bound, space.probe, *space.roots()).point)
+def _fits(problem: Problem, packing: Packing, knobs: Knobs) -> bool:
+    def within(nbytes: int, budget: int | None) -> bool:
+        return budget is None or nbytes <= budget
+
+    known = (_Bytes(packing, point, knobs) for point in sampled(packing, knobs))
+    return any(within(one.device, problem.device_bytes) and within(one.host, problem.host_bytes) for one in known)

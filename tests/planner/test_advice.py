@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_protrain.planner import outlook
-from lightning_protrain.planner.knobs import Knobs
-from lightning_protrain.planner.outlook import expected, expected_memory, predict, scaled
+from lightning_protrain.planner import advice
+from lightning_protrain.planner.advice import expected, predict, scaled
+from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
-from lightning_protrain.planner.steptime import Training, step_time
+from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, ParameterUse, Pass, Segment, UnitCall
 from tests.planner.layouts import transformer
 from tests.planner.problems import random_network, random_problem
@@ -23,7 +25,7 @@ SEEDS = range(40)
 def _tight(seed: int, share: float = 0.5) -> tuple[Problem, Plan]:
     """A problem whose budget lies between what the leanest and what the fastest plan take, and its plan."""
     problem = replace(random_problem(seed), device_bytes=1 << 50, host_bytes=1 << 50)
-    roomy = expected_memory(problem, search(problem, Knobs())).device_peak
+    roomy = memory_timeline(problem, search(problem, Knobs())).device_peak
     for part in (share, 0.8, 1.0):
         tight = replace(problem, device_bytes=int(roomy * part) + 1)
         try:
@@ -40,8 +42,8 @@ def test_the_prediction_is_that_of_the_models(seed: int) -> None:
     prediction = predicted.prediction
     assert prediction is not None
     timeline, time = (
-        expected_memory(problem, plan),
-        step_time(problem.profile, problem.layout, plan, problem.hardware, problem.training),
+        memory_timeline(problem, plan),
+        step_time(problem, plan),
     )
     assert prediction.device_bytes == timeline.device_peak
     assert prediction.host_bytes == timeline.host_peak
@@ -60,10 +62,9 @@ def test_what_ranks_would_take_alone_is_predicted_too(seed: int) -> None:
     plan = search(problem, knobs)
     prediction = expected(problem, plan)
     assert prediction.alone_seconds is not None
-    known = problem.profile, problem.layout, plan, problem.hardware, problem.training
-    time = step_time(*known, problem.network)
-    assert prediction.alone_seconds == step_time(*known).seconds
-    assert prediction.step_seconds == time.seconds == pytest.approx(prediction.alone_seconds + time.network_exposed)
+    time = step_time(problem, plan)
+    assert prediction.alone_seconds == step_time(replace(problem, network=None), plan).seconds
+    assert prediction.step_seconds == time.seconds
     assert prediction.busy["network"] == time.network
     searched = predict(problem, plan, knobs).prediction
     assert searched is not None
@@ -97,7 +98,7 @@ def test_few_samples_are_warned_of() -> None:
 
 
 def test_more_memory_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook, "GIB", 1 << 40)
+    monkeypatch.setattr(advice, "GIB", 1 << 40)
     said = [
         (predict(problem, plan, Knobs()).prediction, problem)
         for problem, plan in map(_tight, SEEDS)
@@ -107,7 +108,7 @@ def test_more_memory_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) 
     for prediction, problem in said:
         assert prediction is not None
         best = search(replace(problem, device_bytes=(problem.device_bytes or 0) + (1 << 40)), Knobs())
-        seconds = step_time(problem.profile, problem.layout, best, problem.hardware, problem.training).seconds
+        seconds = step_time(problem, best).seconds
         worth = seconds < 0.98 * prediction.step_seconds
         helped += worth
         said_of_it = [sentence for sentence in prediction.advice if sentence.startswith("One more GiB")]
@@ -150,7 +151,7 @@ def _hand_made(host_step: float, upload: float) -> tuple[Problem, Plan]:
     machine = replace(machine, device_step=1e12, host_memory=1e12, asynchronous=True)
     problem = Problem(profile, layout, machine, Training(), 8.0, 1 << 40, 1 << 40)
     plan = search(problem, STREAMED)
-    return replace(problem, device_bytes=expected_memory(problem, plan).device_peak), plan
+    return replace(problem, device_bytes=memory_timeline(problem, plan).device_peak), plan
 
 
 STREAMED = Knobs(num_persistent_chunks=0, num_chunk_buffers=3)
@@ -175,7 +176,7 @@ def test_accumulation_is_advised_where_no_larger_batch_fits(present: int) -> Non
     assert found is not None
     count, times, then, now = (float(part.replace(",", "")) for part in found.groups())
     more = replace(problem, training=Training(accumulate=int(count)))
-    seconds = step_time(more.profile, more.layout, search(more, STREAMED), more.hardware, more.training).seconds
+    seconds = step_time(more, search(more, STREAMED)).seconds
     assert count in {present * factor for factor in (2, 4, 8, 16)}
     assert then == pytest.approx(count * 400 / seconds, abs=0.5)
     assert now == pytest.approx(present * 400 / prediction.step_seconds, abs=0.5)
@@ -210,7 +211,7 @@ def test_a_scaled_profile_is_that_of_more_samples(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_device_has_not_is_warned_of(seed: int) -> None:
     problem, plan = _tight(seed)
-    taken = expected_memory(problem, plan).device_peak
+    taken = memory_timeline(problem, plan).device_peak
     for has, said in ((taken, ()), (taken - 1, ("Warning: it would run out of memory",))):
         on = replace(problem, hardware=replace(problem.hardware, device_bytes=has))
         advice = expected(on, plan).advice

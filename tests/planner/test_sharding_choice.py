@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
-from lightning_protrain.planner.sharding import Choice, choose, plan_each
+from lightning_protrain.planner.sharding_choice import Choice, choose, plan_each
 from tests.plans import preset
 
 SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE

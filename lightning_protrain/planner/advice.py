@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.explain import short_seconds
-from lightning_protrain.planner.knobs import Knobs
 from lightning_protrain.planner.memory import format_bytes
+from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
-from lightning_protrain.planner.steptime import StepTime, step_time
-from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.planner.step_time import StepTime, step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 
 _Record = TypeVar("_Record", OperationCost, Pass, Segment)
@@ -36,7 +36,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
         plan: What the search gave.
         knobs: What the user pinned.
     """
-    timeline = expected_memory(problem, plan)
+    timeline = memory_timeline(problem, plan)
     prediction = _prediction(problem, plan, timeline)
     # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
     activations = max(timeline.device_peak - plan.memory.total, 0)
@@ -54,29 +54,13 @@ def expected(problem: Problem, plan: Plan) -> Prediction:
         problem: What it would be a plan for.
         plan: Any one for the model.
     """
-    timeline, has = expected_memory(problem, plan), problem.hardware.device_bytes
+    timeline, has = memory_timeline(problem, plan), problem.hardware.device_bytes
     prediction = _prediction(problem, plan, timeline)
     if timeline.device_peak <= has:
         return prediction
     return prediction.with_advice(
         f"Warning: it would run out of memory, as {problem.hardware.name} has {format_bytes(has)} and the plan takes "
         f'{format_bytes(timeline.device_peak)}. plan="auto" searches for one that fits.'
-    )
-
-
-def expected_memory(problem: Problem, plan: Plan) -> MemoryTimeline:
-    """What a plan takes, phase by phase."""
-    return memory_timeline(
-        problem.profile,
-        problem.layout,
-        plan,
-        problem.hardware,
-        problem.state_bytes,
-        problem.training.accumulate,
-        problem.alpha,
-        problem.foreach,
-        problem.checkpoint_copy,
-        problem.sharers,
     )
 
 
@@ -107,7 +91,7 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
 
 
 def _prediction(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Prediction:
-    time = _step_time(problem, plan)
+    time = step_time(problem, plan)
     phases = []
     for phase in timeline.phases:
         extra = {"fragmentation": phase.fragmentation} if phase.fragmentation > 0 else {}
@@ -115,7 +99,7 @@ def _prediction(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Predi
     busy = {"compute": time.compute, "upload": time.upload, "download": time.download, "host": time.host}
     alone = None
     if problem.network is not None:
-        alone = _step_time(replace(problem, network=None), plan).seconds
+        alone = step_time(replace(problem, network=None), plan).seconds
         busy["network"] = time.network
     return Prediction(
         hardware=problem.hardware.name,
@@ -221,7 +205,7 @@ def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: 
             plan = search(problem, knobs)
         except NoFeasiblePlan:
             break
-        time = _step_time(problem, plan)
+        time = step_time(problem, plan)
         if time.seconds / factor < (1 - WORTH_SAYING) * per_sample:
             best, per_sample = (factor, time), time.seconds / factor
         if time.bound == "compute":
@@ -240,9 +224,4 @@ def _seconds(problem: Problem, knobs: Knobs) -> float | None:
         plan = search(problem, knobs)
     except NoFeasiblePlan:
         return None
-    return _step_time(problem, plan).seconds
-
-
-def _step_time(problem: Problem, plan: Plan) -> StepTime:
-    known = problem.hardware, problem.training, problem.network
-    return step_time(problem.profile, problem.layout, plan, *known)
+    return step_time(problem, plan).seconds

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.planner.steptime import StepTime, Training, step_time
+from lightning_protrain.planner.problem import Training
+from lightning_protrain.planner.step_time import StepTime, step_time
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,
     SWAP,
     Case,
-    hardware_of,
     measure,
     plan_of,
+    problem_of,
     profile_of,
-    rates_of,
 )
 
 WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True)]
@@ -24,16 +24,14 @@ WAYS = [("off", False), ("backward", False), ("forward", False), ("off", True), 
 
 def predict(case: Case) -> StepTime:
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
-    hardware = hardware_of(rates_of(case, layout, profile))
-    return step_time(profile, layout, plan_of(case, layout, profile), hardware, case.training)
+    return step_time(problem_of(case), plan_of(case, layout, profile))
 
 
 @pytest.mark.parametrize(("overlap", "clips"), WAYS)
 def test_parts_add_up(overlap: Any, clips: bool) -> None:
     found = predict(Case(Training(overlap, 2, clips), resident=2, link=2.0, host=1.0))
-    assert found.compute + found.link_exposed + found.host_exposed == pytest.approx(found.seconds)
     assert found.forward + found.backward == pytest.approx(found.seconds)
-    assert min(found.link_exposed, found.host_exposed) >= 0
+    assert found.compute <= found.seconds
 
 
 def test_what_bounds_a_step() -> None:
@@ -68,6 +66,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.training.overlap}-{CASES.index(case)}")
 def test_the_virtual_clock_agrees(case: Case) -> None:
     assert predict(case).seconds == pytest.approx(measure(case), rel=TOLERANCE)
-
-
-# --- ranks that gather, on the virtual clock --------------------------------------------------------------------------

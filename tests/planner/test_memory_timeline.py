@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lightning_protrain.planner.chunks import pack_chunks, with_residency
 from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.memory_timeline import LiveChunks, MemoryTimeline, memory_timeline
+from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.timeline import MemoryTimeline, memory_timeline
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelProfile, Pass, Segment, UnitCall
-from tests.planner.layouts import transformer
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Pass, Segment, UnitCall
+from tests.planner.layouts import layout_of, parameter, transformer
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
@@ -49,8 +51,13 @@ def plan_of(resident: bool, *policies: BlockPolicy, inputs: int = 0) -> Plan:
     )
 
 
-def timeline(plan: Plan, profile: ModelProfile = PROFILE, **options: float) -> MemoryTimeline:
-    return memory_timeline(profile, LAYOUT, plan, CPU, STATE_BYTES, **options)  # type: ignore[arg-type]
+def problem_of(profile: ModelProfile, accumulate: int = 1, **changes: Any) -> Problem:
+    problem = Problem(profile, LAYOUT, CPU, Training("off", accumulate), STATE_BYTES, None, None)
+    return replace(problem, **changes)
+
+
+def timeline(plan: Plan, profile: ModelProfile = PROFILE, **options: Any) -> MemoryTimeline:
+    return memory_timeline(problem_of(profile, **options), plan)
 
 
 WEIGHTS = 2 * EDGE + 2 * BLOCK + NORM
@@ -117,7 +124,7 @@ def test_fragmentation_counts_on_an_asynchronous_device_and_never_deflates() -> 
     plan = plan_of(False, KEEP, KEEP)
     gpu = replace(CPU, asynchronous=True)
     plain, more, less = (
-        memory_timeline(PROFILE, LAYOUT, plan, gpu, STATE_BYTES, alpha=alpha) for alpha in (1, 1.1, 0.75)
+        memory_timeline(problem_of(PROFILE, hardware=gpu, alpha=alpha), plan) for alpha in (1, 1.1, 0.75)
     )
     assert more.device_peak - plain.device_peak == pytest.approx(270 * K, abs=1)  # rounded up
     assert less.device_peak == plain.device_peak
@@ -147,3 +154,65 @@ def test_there_are_five_phases() -> None:
     assert [phase.name for phase in found.phases] == ["loading", "forward", "backward", "step", "evaluation"]
     with pytest.raises(KeyError):
         found.phase("lunch")
+
+
+# --- which chunks are on the device, position by position -------------------------------------------------------------
+
+STREAMED_UNITS = ["a", "b", "", "c", "d"]
+STREAMED_SIZES = {"a": 1024, "b": 2048, "c": 4096, "d": 8192}
+STREAMED = layout_of(
+    [parameter(f"{name}.w", size // 4) for name, size in STREAMED_SIZES.items()],
+    {name: [f"{name}.w"] for name in STREAMED_SIZES},
+)
+
+
+def streamed_plan(layout: ModelLayout, num_buffers: int) -> Plan:
+    chunks = pack_chunks(layout)
+    return Plan(chunks, (), num_buffers, memory_terms(layout, chunks, num_buffers, 0.0), {})
+
+
+def live_of(layout: ModelLayout, plan: Plan, units: list[str]) -> Any:
+    """Live chunks of a step through these units."""
+    segments = tuple(Segment(name, Pass(0, 1), Pass(0, 1), between=not name) for name in units)
+    profile = ModelProfile((), (), 0, (), 0, 0, 0, segments)
+    return LiveChunks(Problem(profile, layout, CPU, Training(), 0.0, None, None), plan)
+
+
+@pytest.mark.parametrize(
+    ("num_buffers", "forward", "backward", "evaluation"),
+    [
+        (1, [1024, 2048, 2048, 4096, 8192], [1024, 2048, 4096, 4096, 8192], [1024, 2048, 2048, 4096, 8192]),
+        (2, [3072, 6144, 6144, 12288, 12288], [3072, 3072, 6144, 6144, 12288], [3072, 6144, 6144, 12288, 12288]),
+        (4, [15360] * 5, [15360] * 5, [15360] * 5),
+    ],
+)
+def test_those_that_are_needed_next(
+    num_buffers: int, forward: list[int], backward: list[int], evaluation: list[int]
+) -> None:
+    live = live_of(STREAMED, streamed_plan(STREAMED, num_buffers), STREAMED_UNITS)
+    assert list(live.forward) == forward
+    assert list(live.backward) == backward
+    assert list(live.evaluation) == evaluation
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_what_was_used_last_is_there_until_the_first_unit_that_streams(num_buffers: int) -> None:
+    plan = streamed_plan(STREAMED, num_buffers)
+    resident = [with_residency(STREAMED, chunk, index < 2) for index, chunk in enumerate(plan.chunks)]
+    live = live_of(STREAMED, replace(plan, chunks=tuple(resident)), STREAMED_UNITS)
+    streamed = [chunk.nbytes for chunk in plan.chunks[2:]][:num_buffers]
+    assert live.forward[0] == live.forward[1] == live.evaluation[0] == sum(streamed)
+
+
+def test_never_more_than_the_buffers_have() -> None:
+    plan = streamed_plan(STREAMED, 2)
+    few = replace(plan, memory=replace(plan.memory, chunk_buffers=9000))
+    assert max(live_of(STREAMED, few, STREAMED_UNITS).forward) == 9000
+
+
+def test_what_is_around_a_unit_is_there_while_it_runs() -> None:
+    infos = [parameter("tower.w", 256), parameter("tower.x.w", 512), parameter("y.w", 1024)]
+    layout = layout_of(infos, {"tower": ["tower.w"], "tower.x": ["tower.x.w"], "y": ["y.w"]})
+    live = live_of(layout, streamed_plan(layout, 2), ["tower.x", "y"])
+    assert live.forward[0] == 1024 + 2048
+    assert live.backward[0] == 1024 + 2048
