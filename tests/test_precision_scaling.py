@@ -56,7 +56,7 @@ def test_an_infinite_gradient_is_one_on_every_rank(here: float, elsewhere: float
     scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     updates: Any = object.__new__(Updates)
-    updates._sharing = SimpleNamespace(sum_of_owners=lambda mine: mine + elsewhere)
+    updates._sharing = SimpleNamespace(sum_of_node=lambda mine: mine + elsewhere)
     updates.agree_on_overflow(found)
     scaler.step(optimizer)
     skipped = weight.tolist() == [1.0, 1.0]

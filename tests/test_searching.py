@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import searching
+from lightning_protrain.planner import candidates
 from lightning_protrain.strategy import ProTrainStrategy
 from tests.machines import CPU, GIB
 from tests.models import ParityModule, fit
@@ -21,14 +22,15 @@ from tests.test_planning import case
 
 def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Evaluation takes `more` bytes than what the plan is expected to take at most."""
-    expected = searching.expected_memory
+    expected = searching.memory_timeline
 
-    def larger(problem: Any, plan: Any) -> Any:
-        timeline = expected(problem, plan)
+    def larger(*given: Any) -> Any:
+        timeline = expected(*given)
         last = replace(timeline.phases[-1], device={"activations": timeline.device_peak + more})
         return replace(timeline, phases=(*timeline.phases[:-1], last))
 
-    monkeypatch.setattr(searching, "expected_memory", larger)
+    monkeypatch.setattr(searching, "memory_timeline", larger)
+    monkeypatch.setattr(candidates, "memory_timeline", larger)
 
 
 @pytest.mark.parametrize("more", [6_500, 10_000, 20_000])

@@ -5,7 +5,7 @@ A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n
 it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node go over the link between its devices; of
 what crosses machines every node sends one copy, in parts by its L owners, which share its network. Each collective also
 takes as long as one of a few bytes. With these figures for those that a run measures, a plan for a cluster is searched
-for and timed as in a run, see [Note: Sends] in averages.py. Devices of a node share the memory of one host, and its
+for and timed as in a run, see [Note: Sends] in step_time.py. Devices of a node share the memory of one host, and its
 rate.
 """
 

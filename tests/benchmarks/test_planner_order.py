@@ -68,7 +68,7 @@ def test_ranks() -> None:
 
 
 def row(name: str, device_bytes: int, predicted: float, seconds: Sequence[float]) -> Row:
-    time = StepTime(predicted, predicted, 0.0, 0.0, 0.0, predicted, 0.0, 0.0, 0.0)
+    time = StepTime(predicted, predicted, 0.0, 0.0, 0.0, predicted, 0.0, 0.0)
     return Row(name, device_bytes, time, tuple(Step(2 * value, value, 0.0) for value in seconds))
 
 

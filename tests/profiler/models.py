@@ -11,6 +11,8 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.models import skip_without_bf16_lstm
+
 VOCABULARY = 64
 TEXT = {
     "hidden_size": 16,
@@ -112,7 +114,9 @@ class Captioner(nn.Module):
         self.head = nn.Linear(8, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.embed(input_ids))[0])
+        hidden = self.embed(input_ids)
+        skip_without_bf16_lstm(hidden)
+        return self.head(self.lstm(hidden)[0])
 
 
 LANGUAGE = ["model.embed_tokens", "model.norm", "lm_head"]
