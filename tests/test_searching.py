@@ -24,8 +24,8 @@ def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Evaluation takes `more` bytes than what the plan is expected to take at most."""
     expected = searching.memory_timeline
 
-    def larger(*given: Any) -> Any:
-        timeline = expected(*given)
+    def larger(*given: Any, **options: Any) -> Any:
+        timeline = expected(*given, **options)
         last = replace(timeline.phases[-1], device={"activations": timeline.device_peak + more})
         return replace(timeline, phases=(*timeline.phases[:-1], last))
 

@@ -187,11 +187,14 @@ class Packing:
             shapes=self._shapes,
         )
 
-    def bytes(self, point: Point, buffers: int) -> tuple[int, int]:
-        """Return the bytes of the device and of the host that a candidate takes; 0 of a host without a limit."""
+    def device_bytes(self, point: Point, buffers: int) -> int:
+        """Return the bytes of the device that a candidate takes."""
         plan = self.plan(point, buffers)
-        timeline = memory_timeline(self.problem, plan, self.problem.host_bytes is not None)
-        return device_bytes(timeline, plan, self.problem.evaluates), timeline.host_peak
+        return device_bytes(memory_timeline(self.problem, plan, counts_host=False), plan, self.problem.evaluates)
+
+    def host_bytes(self, point: Point, buffers: int) -> int:
+        """Return the bytes of the host that a candidate takes."""
+        return memory_timeline(self.problem, self.plan(point, buffers)).host_peak
 
 
 def device_bytes(timeline: MemoryTimeline, plan: Plan, evaluates: bool) -> int:

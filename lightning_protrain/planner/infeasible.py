@@ -83,7 +83,8 @@ class _Bytes:
     def __init__(self, packing: Packing, point: Point, knobs: Knobs) -> None:
         self._packing, self._point = packing, point
         self._buffers = packing.least_buffers(point, knobs)
-        self.device, self.host = packing.bytes(point, self._buffers)
+        self.device = packing.device_bytes(point, self._buffers)
+        self.host = packing.host_bytes(point, self._buffers)
 
     @property
     def plan(self) -> Plan:

@@ -147,7 +147,7 @@ class _Model:
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
             for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
         ]
-        swap_bytes = problem.profile.swap_bytes(self._streamed)
+        swap_bytes = problem.profile.swap_bytes(self._streamed) if BlockPolicy.SWAP in self._policies else {}
         self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
         self._live = LiveChunks(problem, plan)
         self._reserved = self.facts.reserve.total({block.name: block.policy for block in plan.blocks})
@@ -410,23 +410,24 @@ class LiveChunks:
         self._plan = plan
         there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
         back = there[::-1]
+        forward = self._windows(there, ())
         # What is needed first was used last by the backward before, and may be there still.
-        first = max(self._windows(there, ())[:1], default=0)
-        self.evaluation = self._walk(there, (), first)
-        self.forward = self._walk(there, back, first)
-        self.backward = self._walk(back, (), self.forward[-1])[::-1]
+        first = max(forward[:1], default=0)
+        self.evaluation = self._walk(there, forward, first)
+        self.forward = self._walk(there, self._windows(there, back), first)
+        self.backward = self._walk(back, self._windows(back, ()), self.forward[-1])[::-1]
 
-    def _walk(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]], before: int) -> list[int]:
-        """Return the bytes at each of `uses`, which `then` follow; `before` the first of them that needs chunks."""
-        live, windows = [], iter(self._windows(uses, then))
+    def _walk(self, uses: Sequence[tuple[int, ...]], windows: Sequence[int], before: int) -> list[int]:
+        """Return the bytes at each of `uses`; `before` the first of them that needs chunks."""
+        live, following = [], iter(windows)
         latest = max(before, sum(self._sizes[index] for index in self._pinned))
         for own in uses:
-            latest = next(windows) if own else latest
+            latest = next(following) if own else latest
             live.append(latest)
         return live
 
     def _windows(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the bytes of live chunks at each of `uses` that needs some."""
+        """Return the bytes of live chunks at each of `uses` that needs some; `then` follow."""
         uses = [needs for needs in uses if needs]
         order = [index for needs in uses for index in needs]
         if len({*order, *self._pinned}) == len(order) + len(self._pinned):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
@@ -32,8 +33,9 @@ LIMIT = 600
 # Numbers of swapped blocks and of steps in the grid that a search begins with; of offloaded chunks at the best of its
 # points.
 SWAPS, STEPS, OFFLOADED = 3, 5, 5
-# How many of these go downhill at least and at most: with few chunks an evaluation takes little.
-STARTS, MOST_STARTS, CHUNKS = 2, 6, 1000
+# How many of these go downhill at least and at most: with few chunks an evaluation takes little. Other sizes of chunks
+# begin at the best of those before, and go downhill from one place.
+STARTS, MOST_STARTS, CHUNKS = 2, 6, 200
 # Bisection over chunks ends at this part of them; where the result is of interest, it goes downhill from there.
 PART = 128
 # Of so many guesses one halves what is left.
@@ -142,6 +144,7 @@ class _Search:
         # What was found last is where the next bisection begins.
         self._last_offloaded, self._last_beside = len(packing.chunks) // 2, 0
         self._slack = max(len(packing.chunks) // PART, 1)
+        self._slope = sum(chunk.nbytes for chunk in packing.chunks) / len(packing.chunks)
 
     def run(self, start: Point | None) -> None:
         """Try candidates.
@@ -171,7 +174,8 @@ class _Search:
                 others = (place._replace(more=more) for more in spread(0, bounds[1] - fewest, OFFLOADED))
                 known += [(value, other) for other in others if (value := self._at(other)) is not None]
         known.sort()
-        for _, place in known[: min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)]:
+        starts = min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)
+        for _, place in known[: starts if start is None else 1]:
             self._descend(place)
         self._refine()
 
@@ -255,7 +259,7 @@ class _Search:
                     point = Point(num_swap, num_steps, offloaded)
                     return self._excess(point, self._packing.least_buffers(point, self._knobs))
 
-                least = _first(excess, *bounds, self._slack, self._last_offloaded)
+                least = _first(excess, *bounds, self._slack, self._last_offloaded, self._slope)
                 self._last_offloaded = self._last_offloaded if least is None else least
             self._fewest[pair] = least
         return self._fewest[pair]
@@ -265,7 +269,9 @@ class _Search:
         least = self._packing.least_buffers(point, self._knobs)
         most = point.offloaded if self._knobs.num_chunk_buffers is None else least
         guess = most - least - self._last_beside
-        fewer = _first(lambda fewer: self._excess(point, most - fewer), 0, most - least, self._slack, guess)
+        fewer = _first(
+            lambda fewer: self._excess(point, most - fewer), 0, most - least, self._slack, guess, self._slope
+        )
         if fewer is None or not self._fits_host(point, most - fewer):
             return None
         self._last_beside = most - fewer - least
@@ -275,17 +281,18 @@ class _Search:
         """Return the bytes of the device that a candidate takes beyond the budget."""
         if self._problem.device_bytes is None:
             return -1.0
-        return self._packing.bytes(point, buffers)[0] - self._problem.device_bytes
+        return self._packing.device_bytes(point, buffers) - self._problem.device_bytes
 
     def _fits_host(self, point: Point, buffers: int) -> bool:
         budget = self._problem.host_bytes
-        return budget is None or self._packing.bytes(point, buffers)[1] <= budget
+        return budget is None or self._packing.host_bytes(point, buffers) <= budget
 
 
-def _first(excess: Callable[[int], float], low: int, high: int, slack: int, guess: int) -> int | None:
+def _first(excess: Callable[[int], float], low: int, high: int, slack: int, guess: int, slope: float) -> int | None:
     """Return about the first number from `low` to `high` without excess, where excess falls; None: there is none.
 
-    Excess falls about linearly, so what is tried next is where a line through both ends meets 0.
+    Excess falls about linearly, so what is tried next is where a line meets 0: through both ends, or with the slope
+    that is expected as long as one end is not known.
 
     Args:
         excess: Of a number; above 0 is too much.
@@ -293,6 +300,7 @@ def _first(excess: Callable[[int], float], low: int, high: int, slack: int, gues
         high: The greatest one.
         slack: The result is at most `slack - 1` above the first number.
         guess: What is tried first.
+        slope: About so much excess less with each number.
     """
     over_at, under_at = low - 1, high + 1  # So far nothing is known of these.
     over = under = 0.0
@@ -304,7 +312,8 @@ def _first(excess: Callable[[int], float], low: int, high: int, slack: int, gues
         else:
             under_at, under = tried, value
         if over_at < low or under_at > high:
-            tried += slack * 4**tries * (1 if value > 0 else -1)
+            distance = max(ceil(abs(value) / slope), slack) * 2 ** (tries - 1)
+            tried += distance if value > 0 else -distance
         elif tries % HALVED == 0:
             tried = (over_at + under_at) // 2
         else:

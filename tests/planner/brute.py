@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_protrain.planner.candidates import Packing, Point, packings
+from lightning_protrain.planner.candidates import Packing, Point, device_bytes, packings
 from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import step_time
@@ -34,7 +35,10 @@ def all_candidates(problem: Problem, knobs: Knobs) -> Iterator[Candidate]:
             least = packing.least_buffers(point, knobs)
             most = point.offloaded if knobs.num_chunk_buffers is None else least
             for buffers in range(least, max(least, most) + 1):
-                yield Candidate(packing.plan(point, buffers), packing, point, *packing.bytes(point, buffers))
+                plan = packing.plan(point, buffers)
+                timeline = memory_timeline(problem, plan)
+                device = device_bytes(timeline, plan, problem.evaluates)
+                yield Candidate(plan, packing, point, device, timeline.host_peak)
 
 
 def fastest(problem: Problem, candidates: list[Candidate]) -> float:
