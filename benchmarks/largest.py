@@ -37,15 +37,14 @@ from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.planning import SHARE_OF_ALL
-from lightning_protrain.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.profiler.blocks import MIN_NUM_PARAMS, describe_model
-from lightning_protrain.profiler.catalogue import gpu
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
-from lightning_protrain.profiling import streamable
-from lightning_protrain.runtime.optimizer import state_bytes_per_element
+from lightning_protrain.profiler.gpu_specs import gpu
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.runtime.optim.step import state_bytes_per_element
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL
+from lightning_protrain.strategy.precision import ProTrainPrecision, alpha_for_dtype
+from lightning_protrain.strategy.profile_step import streamable
 
 GIB = 1 << 30
 SEQUENCE = 1024

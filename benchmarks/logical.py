@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.device import Device
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.device.device import Device
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 
 @dataclass

@@ -30,8 +30,8 @@ from torch.optim import AdamW
 
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
-from lightning_protrain.runtime import kernels
-from lightning_protrain.runtime.hoststep import TILE_BYTES, Given, HostStep, Update, hyperparameters
+from lightning_protrain.runtime.optim import fused
+from lightning_protrain.runtime.optim.host_step import TILE_BYTES, Given, HostStep, Update, hyperparameters
 
 HEADER = (
     "case",
@@ -251,7 +251,7 @@ def _integer(text: str) -> int:
 def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
     host = HostStep(threads, tile_bytes=tile)
     if name == "chunked-bf16-eager":
-        host._walk = kernels.walk
+        host._walk = fused.walk
     works: dict[str, Work] = {
         "fused": model.fused.step,
         "chunked-fp32": lambda: model.chunked(host, "fp32"),

@@ -39,8 +39,8 @@ from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 
 HEADER = ("overlap", "clipped", "micro-batches", "host", "link", "step", "device busy", "host busy", "up", "down",

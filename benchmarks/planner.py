@@ -50,10 +50,9 @@ from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 HEADER = ("model", "plan", "precision", "predicted", "measured", "measured / predicted", "phase", "unit", "met")
 WANTED = (0.95, 1.0)

@@ -21,7 +21,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.gpu_specs import gpu
 
 SEQUENCE = 2048
 # By name: bytes of the host.

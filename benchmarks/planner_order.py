@@ -21,7 +21,7 @@ import torch
 from benchmarks.pairs import _give_leave, _process, _receive, median_ratio
 from benchmarks.report import table
 from benchmarks.subjects import Llama, Step, Subject, llama_config
-from lightning_protrain.device import open_device
+from lightning_protrain.device.device import open_device
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
@@ -32,8 +32,8 @@ from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.step_time import StepTime, step_time
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.hardware import profile_hardware
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.records import HardwareProfile
 
 # By name: which part of the chunks is resident, and which part of the blocks checkpoints or swaps.
 GRID = {

@@ -25,7 +25,7 @@ from lightning_protrain.planner.packing import lay_out, pack_chunks, with_reside
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.gpu_specs import gpu
 
 SEQUENCE = 1024
 BLOCKS = 4

@@ -24,9 +24,9 @@ from benchmarks.families import FAMILIES, LLAMA, Size
 from benchmarks.largest import SEQUENCE, build, step_of
 from benchmarks.report import ROOT, quiet, table
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.precision import ProTrainPrecision
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.strategy.precision import ProTrainPrecision
 
 SMALL = "a real step"
 # Without weights but the last, which is run with them.

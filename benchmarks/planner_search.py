@@ -16,7 +16,7 @@ from lightning_protrain.planner.candidates import packings
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import find
-from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ParameterInfo
 from tests.planner.brute import Candidate, all_candidates, fastest
 

@@ -16,7 +16,7 @@ from lightning_protrain.planner.infeasible import NoFeasiblePlan
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find
-from lightning_protrain.profiler.catalogue import gpu
+from lightning_protrain.profiler.gpu_specs import gpu
 
 SEQUENCE = 2048
 # As Llama 3.1 8B.

@@ -72,7 +72,7 @@ def launch(config: str) -> dict[str, float]:
     imports, begun, cpu_begun = Imports(), time.perf_counter(), time.process_time()
     with imports.counted():
         from lightning_protrain import cli
-        from lightning_protrain.strategy import ProTrainStrategy
+        from lightning_protrain.strategy.protrain import ProTrainStrategy
 
         def stop(*_: Any, **__: Any) -> None:
             raise FirstStepError

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.plan import BlockPolicy, Plan
-from lightning_protrain.precision import ProTrainPrecision
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.precision import ProTrainPrecision
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint

@@ -15,12 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from lightning_protrain.batches import SyntheticData
 from lightning_protrain.data.batches.preview import page, render
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
-from lightning_protrain.host import worker_cores
-from lightning_protrain.joint_planning import Machines
+from lightning_protrain.device.host import worker_cores
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
@@ -28,10 +26,12 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
 from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 from lightning_protrain.planner.sharding_choice import choose
-from lightning_protrain.profiler.catalogue import gpu as gpu_called
-from lightning_protrain.profiler.limits import free_host_bytes
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.gpu_specs import gpu as gpu_called
+from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.strategy.plan_session import Machines
+from lightning_protrain.strategy.profile_step import SyntheticData
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 # A plan, or why there is none, by name of the hardware; `""` is this machine.
 Answers = Mapping[str, Plan | ValueError]

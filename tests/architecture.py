@@ -16,38 +16,27 @@ MAX_FUNCTION_LINES = 80
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("device", "device_peers", "peers", "host", "uploads", "counters", "companions", "products"),
-    ("checkpoint", "checkpoint_io"),
+    ("device",),
+    ("checkpoint",),
     ("data",),
     ("profiler",),
     ("planner",),
     ("simulation",),
     ("runtime",),
-    ("batches",),
-    (
-        *("consensus", "distributed", "epochs", "evaluation", "finite", "meetings", "outline"),
-        *("owned_states", "processes", "replicas", "sigterm"),
-    ),
+    ("distributed",),
     ("models",),
     ("callbacks",),
-    (
-        *("joint_planning", "overlap", "paper", "parallel", "parallelism", "planning", "precision"),
-        *("profiling", "refusals", "searching", "states", "strategy", "torn", "wishes"),
-        *("fsdp2", "fsdp_choices", "fsdp_refusals", "fsdp_state", "fsdp_steps", "fsdp_units"),
-    ),
+    ("strategy", "fsdp2"),
     ("trainer",),
     ("cli", "mistakes"),
     ("",),
 )
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
-    "strategy", "checkpoint_io", "fsdp2", "fsdp_refusals", "states", "overlap", "consensus", "parallel",
-    "parallelism", "processes", "batches", "profiling", "planning", "joint_planning", "mistakes", "searching",
-    "sigterm", "epochs", "evaluation", "finite", "meetings", "precision", "trainer", "cli", "distributed", "models",
-    "data",
-    "callbacks", "",
-)  # fmt: skip
-MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.machine", "profiler.catalogue", "profiler.limits")
+    *("strategy", "fsdp2", "distributed", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
+    *("mistakes", ""),
+)
+MUST_NOT_IMPORT_TORCH = ("planner", "profiler.records", "profiler.gpu_specs", "profiler.cgroup_limits")
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
@@ -142,7 +131,7 @@ def planner_imports_no_torch(source: Source) -> Iterator[Finding]:
 
 
 def cuda_is_in_one_file(source: Source) -> Iterator[Finding]:
-    if source.module in ("device", "device_peers"):
+    if _within(source.module, ["device"]):
         return
     yield from _external(source, "torch.cuda")
     names = {"torch"}
@@ -253,7 +242,7 @@ def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
 
 
 def environment_is_not_read(source: Source) -> Iterator[Finding]:
-    if source.module == "peers":  # [Note: Peer-to-peer]: NCCL cannot be told in any other way.
+    if source.module == "device.topology":  # [Note: Peer-to-peer]: NCCL cannot be told in any other way.
         return
     for node in ast.walk(source.tree):
         match node:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.models import HIDDEN, VOCABULARY, Mlp, ParityModule, token_batches, variants, zoo
 from tests.ranks import trainer_on_rank
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import HardwareProfile
 
 GIB = 1 << 30
 # The CPU as the device of its own host: copies run beside nothing.

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import ParityModule, fit
 from tests.plans import PlanChoice
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import fit
 from tests.networks import STEPS, NetworkModule, module, networks, set_caches

@@ -15,10 +15,10 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.host import HostMemory
+from lightning_protrain.device.device import TransferCounters
+from lightning_protrain.device.host import HostMemory
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
 from tests.plans import half, kept, place

@@ -24,8 +24,8 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_protrain.batches import batch_to_plan_with
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.profile_step import batch_to_plan_with
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests import police
 from tests.models import ParityModule, fit, token_batches, variants, zoo
 from tests.parity import Result, differences, snapshot

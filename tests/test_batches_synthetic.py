@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_protrain.batches import SyntheticData, batch_to_plan_with
-from lightning_protrain.joint_planning import Machines
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.profiler.catalogue import gpu
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.profiler.gpu_specs import gpu
+from lightning_protrain.strategy.plan_session import Machines
+from lightning_protrain.strategy.profile_step import SyntheticData, batch_to_plan_with
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU, GIB
 from tests.models import zoo
 from tests.profiler.models import TEXT

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.companions import packed_nbytes
+from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import VOCABULARY, HuggingFaceModule, ValidationModule, _llama, fit, zoo
 from tests.parity import Result, differences, run, snapshot
 from tests.plans import plans

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import OPTIMIZERS, ParityModule, fit, token_batches, zoo
 from tests.plans import plans
 

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_protrain.profiler.blocks import describe_model, discover_blocks
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import fit
 from tests.networks import NetworkModule, module

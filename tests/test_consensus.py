@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_protrain import consensus
-from lightning_protrain.consensus import (
+from lightning_protrain.distributed import rank_sync
+from lightning_protrain.distributed.rank_sync import (
     decide,
     describe_rank,
     refuse_differences,
@@ -114,7 +114,7 @@ def _attempt(action: Callable[[], Any]) -> str:
 def _agree(rank: int) -> list[str]:
     """What refusals and decisions say on this rank."""
     said: list[str] = []
-    consensus.rank_zero_info = said.append
+    rank_sync.rank_zero_info = said.append
     same = {"versions": "torch 2", "models": "abc"}
     torch.manual_seed(rank)
     equal, different = nn.Linear(3, 2), nn.Linear(3, 2)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device.device import TransferCounters
 
 
 def test_all_begins_at_zero() -> None:

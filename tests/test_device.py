@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import CPUDevice, CUDADevice, Device, StreamDevice, open_device
-from lightning_protrain.host import HostMemory
+from lightning_protrain.device.device import CPUDevice, CUDADevice, Device, StreamDevice, TransferCounters, open_device
+from lightning_protrain.device.host import HostMemory
 from tests.runtime.applied import PLANS, Net, applied, batches, mean_square
 
 

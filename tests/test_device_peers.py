@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_protrain.device_peers import numa_node, nvlink_counts, reaches
+from lightning_protrain.device.topology import numa_node, nvlink_counts, reaches
 
 DETECT = "torch._C._distributed_c10d._detect_dma_connectivity"
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

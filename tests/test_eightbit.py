@@ -20,10 +20,10 @@ from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime import eightbit
-from lightning_protrain.runtime.eightbit import SLOWDOWN, mean_state_bytes
-from lightning_protrain.runtime.updates import Updates
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.runtime.optim import bnb_optimizers
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.bnb_optimizers import SLOWDOWN, mean_state_bytes
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import ParityModule, fit
 from tests.parity import Result, differences, run, snapshot
@@ -221,7 +221,7 @@ def test_a_run_goes_on_where_either_has_saved_it(kind: str, tmp_path: Path) -> N
 def test_a_version_without_a_step_on_the_host_may_keep_everything_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eightbit, "_KERNEL", "bitsandbytes::dequantize_4bit.out")
+    monkeypatch.setattr(bnb_optimizers, "_KERNEL", "bitsandbytes::dequantize_4bit.out")
     one = module("AdamW8bit")
     strategy = ProTrainStrategy(plan="offload")
     with pytest.raises(ValueError, match=r"AdamW8bit of the installed bitsandbytes has no step .* bitsandbytes>=0\.50"):

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_protrain.epochs import length_is_known, meet_in_epochs, meet_no_more, validation_place
+from lightning_protrain.distributed.rank_sync import length_is_known, meet_in_epochs, meet_no_more, validation_place
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 

@@ -18,7 +18,7 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
 from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.data import llava
 from tests.test_loss import tiny_config
 from tests.test_module import LLAMA, VOCAB, Sequences

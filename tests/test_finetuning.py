@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.cli import file_command
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.test_loss import tiny_config
 from tests.test_module import VOCAB, Sequences
 

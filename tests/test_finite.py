@@ -17,7 +17,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from lightning_protrain import ProTrainCheckpoint, ProTrainFSDP2Strategy, ProTrainStrategy
-from lightning_protrain.finite import MAX_WAITING, FiniteLosses
+from lightning_protrain.distributed.finite import MAX_WAITING, FiniteLosses
 from tests.models import ParityModule, fit, zoo
 from tests.ranks import run_ranks, trainer_on_rank
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import lightning_protrain.fsdp2
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+import lightning_protrain.fsdp2.strategy
+from lightning_protrain.device.topology import PeerAccess
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.peers import PeerAccess
 from tests.fsdp2_cases import BOUND, CLIPPED, MODELS, RANKS, SMALL, Case, Trained, largest_difference, seeded, train
 from tests.models import HIDDEN, ParityModule, token_batches, variants
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -243,7 +243,7 @@ def ask_for_links(rank: int) -> tuple[str, str]:
     links = []
     module, trainer = MODELS["full"](), trainer_on_rank(rank, 1, ProTrainFSDP2Strategy, max_steps=1)
     for answer in (PeerAccess("pcie"), PeerAccess("unknown")):
-        with mock.patch.object(lightning_protrain.fsdp2, "peers_found", return_value=nullcontext(answer)):
+        with mock.patch.object(lightning_protrain.fsdp2.strategy, "peers_found", return_value=nullcontext(answer)):
             trainer.validate(module, verbose=False)
         links.append(trainer.strategy.peers.link)
     return links[0], links[1]
@@ -256,7 +256,7 @@ def test_it_knows_how_gpus_reach_each_other(tmp_path: Path) -> None:
 def by_its_name(rank: int) -> tuple[list[str], list[float]]:
     said: list[str] = []
     module, reference = MODELS["full"](), MODELS["full"]()
-    with mock.patch.object(lightning_protrain.fsdp2, "rank_zero_info", said.append):
+    with mock.patch.object(lightning_protrain.fsdp2.strategy, "rank_zero_info", said.append):
         options = {"accelerator": "cpu", "devices": 1, "max_steps": 3, "enable_progress_bar": False, "logger": False}
         trainer = L.Trainer(strategy="protrain_fsdp2", enable_checkpointing=False, **options)  # type: ignore[arg-type]
         assert isinstance(trainer.strategy, ProTrainFSDP2Strategy)

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.fsdp_state import whole_states
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.fsdp2.state_dicts import whole_states
 from tests.fsdp2_cases import BOUND, CLIPPED, KINDS, MODELS, RANKS, Trained, largest_difference, train
 from tests.models import variants
 from tests.ranks import run_ranks, trainer_on_rank, values

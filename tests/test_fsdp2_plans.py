@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_protrain.cli import ProTrainCLI
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 from tests.models import zoo

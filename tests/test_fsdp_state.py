@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_protrain.consensus import refuse_other_models
-from lightning_protrain.fsdp_state import (
+from lightning_protrain.distributed.rank_sync import refuse_other_models
+from lightning_protrain.fsdp2.state_dicts import (
     describe_tensors,
     load_optimizer_parts,
     load_parts,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_protrain.fsdp_units import (
+from lightning_protrain.fsdp2.units import (
     ShardUnits,
     _owners,
     choose_checkpointed,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.host import PAGE, HostMemory, HostWorker, step_cores, worker_cores
+from lightning_protrain.device.host import PAGE, HostMemory, HostWorker, step_cores, worker_cores
 
 
 class Locks:

@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain import joint_planning
-from lightning_protrain.joint_planning import answers, plan_jointly
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan
-from lightning_protrain.planning import SHARE_OF_ALL, Case
-from lightning_protrain.profiler.catalogue import gpu
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelProfile
-from lightning_protrain.runtime.owners import shared_bytes
+from lightning_protrain.profiler.gpu_specs import gpu
+from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
+from lightning_protrain.runtime.comm.shared_memory import shared_bytes
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, Case, answers, plan_jointly
 from tests.machines import CPU, GIB
 from tests.test_planning import WHOLE, case
 
@@ -54,9 +52,9 @@ def jointly(
         asked.append(sharding)
         return network
 
-    monkeypatch.setattr(joint_planning, "gauge", gauge)
-    monkeypatch.setattr(joint_planning, "decide", lambda make: make())
-    monkeypatch.setattr(joint_planning, "least_memory", lambda mine, _: replace(mine, **shares))
+    monkeypatch.setattr(plan_session, "gauge", gauge)
+    monkeypatch.setattr(plan_session, "decide", lambda make: make())
+    monkeypatch.setattr(plan_session, "least_memory", lambda mine, _: replace(mine, **shares))
     ranks: Any = Alone()
     said = replace(found, wishes=found.wishes.among(SHARD, 2, 2))
     return *plan_jointly(said, nn.Linear(1, 1), ranks, among, torch.device("cpu")), asked

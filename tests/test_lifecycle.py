@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain import processes
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.distributed import launch
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import LanguageModel, Mlp, ValidationModule, token_batches
 from tests.parity import snapshot
 from tests.plans import PlanChoice, alternating, kept
@@ -339,7 +339,7 @@ def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
                 raise KeyError("the cause")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(processes, "open_device", lambda *_: device)
+    monkeypatch.setattr(launch, "open_device", lambda *_: device)
     module = Broken()
     trainer = _trainer(module, "offload")
     with pytest.raises(KeyError, match="the cause") as caught:

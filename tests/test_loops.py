@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_protrain.callbacks.plan_monitor import PREFIX
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import LanguageModel, Mlp, MultiOptimizerModule, ParityModule, ValidationModule, fit, token_batches
 from tests.parity import snapshot
 from tests.plans import PlanChoice, alternating, kept

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
-from lightning_protrain.meetings import MeetingStrategy
+from lightning_protrain.distributed.meetings import MeetingStrategy
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 
 SAID = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
 KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy])

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_protrain.planner.plan import MemoryTerms
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import (
     BATCH,
     HIDDEN,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.test_loss import tiny_config
 from tests.test_module import LLAMA, Sequences
 

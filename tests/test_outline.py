@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lightning_protrain.companions import has_companions
-from lightning_protrain.models.loading import load_model, load_once, outline_model
-from lightning_protrain.outline import (
+from lightning_protrain.device.quant_state import has_companions
+from lightning_protrain.distributed.meta_init import (
     find_waiting,
     load_on_first,
     make_room,
     send_values,
 )
-from lightning_protrain.runtime.comm import Ranks
+from lightning_protrain.models.loading import load_model, load_once, outline_model
+from lightning_protrain.runtime.comm.collectives import Ranks
 from tests.networks import networks
 from tests.quantised import QuantisedLanguageModel
 
@@ -154,7 +154,7 @@ def test_what_waits_is_what_the_first_rank_has(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="'turned' is on the meta device on rank 0"):
         find_waiting(outline, ALONE)
     everywhere = [[(".rates", False)], [("first.weight", True), (".rates", False), (".original", False)]]
-    monkeypatch.setattr("lightning_protrain.outline.gather", lambda mine, what: everywhere)
+    monkeypatch.setattr("lightning_protrain.distributed.meta_init.gather", lambda mine, what: everywhere)
     assert find_waiting(whole, seen_from(0, 2, 2)) == {"first.weight", ".original"}
     with pytest.raises(ValueError, match="on rank 1, the first of its machine"):
         find_waiting(whole, seen_from(0, 2, 1))
@@ -166,7 +166,9 @@ def test_what_hangs_on_quantised_weights_gets_memory_too(kind: str, monkeypatch:
     outline = QuantisedLanguageModel(kind).to("cpu")
     names = {name for name, _ in outline.named_parameters()}
     sent: list[Tensor] = []
-    monkeypatch.setattr("lightning_protrain.outline.broadcast_weights", lambda tensors, *_: sent.extend(tensors))
+    monkeypatch.setattr(
+        "lightning_protrain.distributed.meta_init.broadcast_weights", lambda tensors, *_: sent.extend(tensors)
+    )
     send_values(whole, ALONE, names, torch.device("cpu"))
     values = [tensor.detach().clone() for tensor in sent]
     sent.clear()
@@ -184,7 +186,9 @@ def test_random_numbers_go_on_as_where_values_are_made(monkeypatch: pytest.Monke
     ended = torch.get_rng_state()
     for before, wanted in ((begun, ended), (torch.get_rng_state(), None)):
         torch.set_rng_state(before)
-        monkeypatch.setattr("lightning_protrain.outline.gather", lambda mine, what: [(begun, ended), mine])
+        monkeypatch.setattr(
+            "lightning_protrain.distributed.meta_init.gather", lambda mine, what: [(begun, ended), mine]
+        )
         made = load_on_first(seen_from(1, 2, 2), lambda: "values", lambda: torch.empty(1).device.type)
         assert made == "meta"
         assert torch.equal(torch.get_rng_state(), before if wanted is None else wanted)
@@ -200,7 +204,7 @@ def test_memory_that_dies_between_others_is_returned() -> None:
 import re
 from pathlib import Path
 import torch
-from lightning_protrain.outline import returning_memory
+from lightning_protrain.distributed.meta_init import returning_memory
 
 def mapped():
     return int(re.findall(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) << 10

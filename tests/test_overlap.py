@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.overlap import OverlapPlan, plan_overlap
-from lightning_protrain.runtime.guard import Guard
-from lightning_protrain.runtime.updates import Overlap, Updates
+from lightning_protrain.runtime.access_guard import Guard
+from lightning_protrain.runtime.optim.async_step import Overlap, Updates
+from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.parity import CLIPPING, Result, differences, snapshot
 from tests.plans import plans

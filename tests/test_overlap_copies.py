@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.copies import Copies
-from lightning_protrain.runtime.slot import Slot
+from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.shadow_weights import Copies
 from tests.models import LanguageModel, Mlp, MultiOptimizerModule, ParityModule, ValidationModule, fit
 from tests.parity import Result, differences, snapshot
 

@@ -14,10 +14,11 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain import ProTrainStrategy, parallel
-from lightning_protrain.parallelism import Parallelism
+from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.runtime.owners import assign_owners
+from lightning_protrain.runtime.comm.shared_memory import assign_owners
+from lightning_protrain.strategy import data_parallel
+from lightning_protrain.strategy.parallel_options import Parallelism
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo
@@ -101,7 +102,7 @@ def test_statistics_of_batches_over_ranks_are_refused() -> None:
 @pytest.mark.parametrize("hook", [None, print])
 def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped: list[Any] = []
-    monkeypatch.setattr(parallel, "wrap", lambda *args: wrapped.append(args[-1].comm_hook))
+    monkeypatch.setattr(data_parallel, "wrap", lambda *args: wrapped.append(args[-1].comm_hook))
     strategy = strategy_with("auto", 2, 2, ddp_comm_hook=hook)
     module = Module("full").requires_grad_(False)
     module.model.layers[0].norm.requires_grad_(True)
@@ -112,7 +113,7 @@ def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytes
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(parallel, "rank_zero_info", said.append)
+    monkeypatch.setattr(data_parallel, "rank_zero_info", said.append)
     strategy_with("shard", 1, 1).own_shardings()
     assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime import hooks
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.runtime.slot import Slot
+from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.param import Slot
 from tests.models import HIDDEN, OPTIMIZERS, LanguageModel, ParityModule, variants, zoo
 from tests.parity import CLIPPING, Result, differences, run
 from tests.plans import plans

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lightning_protrain.peers
-from lightning_protrain.peers import (
+import lightning_protrain.device.topology
+from lightning_protrain.device.topology import (
     SETTING,
     PeerAccess,
     PeerReport,
@@ -180,7 +180,7 @@ def test_the_variable_is_set_on_all_ranks_unless_a_user_did(given: str | None) -
     def fake_probe(rank: int, gpu: int, others: Sequence[int], setting: str | None) -> PeerReport:
         return probe(rank, gpu, others, setting, reach, lambda: None)
 
-    with mock.patch.object(lightning_protrain.peers, "probe", fake_probe), ThreadPoolExecutor(4) as pool:
+    with mock.patch.object(lightning_protrain.device.topology, "probe", fake_probe), ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(run, range(4)))
     assert len(asked) == 12
     assert len(set(answers)) == 1
@@ -204,7 +204,7 @@ def meet(rank: int, port: int) -> tuple[str, int, str | None]:
     limit = timedelta(seconds=20)
     report = PeerReport(rank, "a", rank == 0, None, "no" if rank else None)
     with (
-        mock.patch.object(lightning_protrain.peers, "probe", return_value=report),
+        mock.patch.object(lightning_protrain.device.topology, "probe", return_value=report),
         peers_found(meeting, rank, 2, CUDA[rank], None, limit) as access,
     ):
         url = f"tcp://127.0.0.1:{port}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import HuggingFaceModule, _llama, fit
 from tests.parity import Result, differences, run
 from tests.plans import plans

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain import planning, searching
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
@@ -19,11 +18,12 @@ from lightning_protrain.planner.plan import BlockPolicy, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan
-from lightning_protrain.planning import SHARE_OF_ALL, SHARE_OF_STATES, Case
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.limits import free_host_bytes
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.wishes import Wishes
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.plan_options import Wishes
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, SHARE_OF_STATES, Case
 from tests.machines import CPU, GIB
 from tests.models import zoo
 
@@ -238,8 +238,8 @@ def test_a_search_counts_what_weights_take_of_the_host_already(monkeypatch: pyte
 
     def limit(free: int, lockable: int) -> None:
         measured = replace(CPU, host_bytes=min(free, lockable))
-        monkeypatch.setattr(planning, "free_host_bytes", lambda: free)
-        monkeypatch.setattr(planning, "cached_profile", lambda *_: measured)
+        monkeypatch.setattr(plan_session, "free_host_bytes", lambda: free)
+        monkeypatch.setattr(plan_session, "cached_profile", lambda *_: measured)
 
     limit(needed - weights, GIB)
     assert found.plan().prediction == roomy
@@ -255,7 +255,7 @@ def test_pins_hold_in_the_search() -> None:
 
 def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    monkeypatch.setattr(searching, "search_with_evaluation", lambda *each: searched.append(each))
+    monkeypatch.setattr(plan_session, "search_with_evaluation", lambda *each: searched.append(each))
     plan = case(GIB).plan()
     assert (searched, plan.num_offloaded_chunks) == ([], 0)
     assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.precision import ProTrainPrecision
-from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.strategy.precision import ProTrainPrecision
 
 
 class Far(Tensor):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_protrain import overlap
-from lightning_protrain import strategy as strategy_module
-from lightning_protrain.device import Device
+from lightning_protrain.device.device import Device
 from lightning_protrain.simulation.device import SimulatedDevice
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy import overlap
+from lightning_protrain.strategy import protrain as strategy_module
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import ParityModule, fit, zoo
 
 MANY = 3

@@ -17,10 +17,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_protrain import ProTrainStrategy, processes
-from lightning_protrain.host import HostWorker
-from lightning_protrain.peers import PeerAccess
-from lightning_protrain.processes import ProcessStrategy
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.device.host import HostWorker
+from lightning_protrain.device.topology import PeerAccess
+from lightning_protrain.distributed import launch
+from lightning_protrain.distributed.launch import ProcessStrategy
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
@@ -78,13 +79,13 @@ def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.Monke
     assert isinstance(strategy, ProcessStrategy)
     monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
     monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
-    monkeypatch.setattr(processes, "peers_found", lambda *_: nullcontext(PeerAccess("unknown")))
+    monkeypatch.setattr(launch, "peers_found", lambda *_: nullcontext(PeerAccess("unknown")))
     connect, register = mock.MagicMock(), mock.MagicMock()
-    monkeypatch.setattr(processes, "_init_dist_connection", connect)
+    monkeypatch.setattr(launch, "_init_dist_connection", connect)
     monkeypatch.setattr("atexit.register", register)
     ProcessStrategy.setup_environment(strategy)
     assert connect.call_count == 1
-    assert register.call_args_list == told * [mock.call(processes._destroy_dist_connection)]
+    assert register.call_args_list == told * [mock.call(launch._destroy_dist_connection)]
 
 
 def test_mps_is_refused() -> None:
@@ -115,7 +116,7 @@ def test_ranks_of_a_machine_share_out_the_cores_of_their_workers(monkeypatch: py
     strategy = trainer_with("protrain", devices=2).strategy
     assert isinstance(strategy, ProcessStrategy)
     monkeypatch.setattr(ProcessStrategy, "local_rank", 1)
-    monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
+    monkeypatch.setattr(launch, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     worker = strategy.open_device().worker
     assert (sorted(worker._cores), worker.threads) == ([4, 5, 6, 7], 3)  # One launches kernels.
 
@@ -128,8 +129,8 @@ def test_only_ranks_whose_gpus_hang_on_one_node_share_its_cores(
     assert isinstance(strategy, ProcessStrategy)
     strategy.parallel_devices = [torch.device("cuda", index) for index in range(4)]
     monkeypatch.setattr(ProcessStrategy, "local_rank", rank)
-    monkeypatch.setattr(processes, "numa_node", lambda gpu: gpu.index // 2)
-    monkeypatch.setattr(processes, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
+    monkeypatch.setattr(launch, "numa_node", lambda gpu: gpu.index // 2)
+    monkeypatch.setattr(launch, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     assert sorted(strategy.open_device().worker._cores) == cores
 
 
@@ -147,7 +148,7 @@ def test_every_rank_says_what_only_its_device_refuses(
         say("Nothing can be locked.")
         return SimpleNamespace(worker=HostWorker())
 
-    monkeypatch.setattr(processes, "open_device", refuse)
+    monkeypatch.setattr(launch, "open_device", refuse)
     with caplog.at_level(logging.INFO):
         strategy.open_device()
     assert [message for message in caplog.messages if "locked" in message] == [f"{prefix}Nothing can be locked."]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelProfile
-from lightning_protrain.profiling import profile_training_step, streamable
+from lightning_protrain.strategy.profile_step import profile_training_step, streamable
 from tests.models import LanguageModel, ParityModule, zoo
 from tests.parity import Result, differences, snapshot
 from tests.test_profiling import Profiling, fit

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import SEQUENCE, VOCABULARY, LanguageModel, Mlp, ParityModule
 from tests.parity import Result, differences, snapshot
 from tests.test_profiling import QUIET, Profiling, batches, train

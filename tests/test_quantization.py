@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain.companions import packed_nbytes
+from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.module import CausalLMModule

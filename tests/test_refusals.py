@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config, GPTQConfig
 
-from lightning_protrain.refusals import refuse_unsupported
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.checks import refuse_unsupported
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import HuggingFaceModule, Mlp, _llama, fit, zoo
 
 

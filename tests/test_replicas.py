@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain import replicas
-from lightning_protrain.replicas import (
+from lightning_protrain.distributed import ddp
+from lightning_protrain.distributed.ddp import (
     DDPOptions,
     FlatAverage,
     broadcast_weights,
@@ -105,8 +105,8 @@ def _plant(rank: int) -> list[str]:
     for spoil in (lambda names: names[1:], lambda names: [*names, "layers.1.weight", "layers.2.weight"]):
         model = Network()
         mine = [model.scale, model.layers[1].weight, model.layers[2].weight]
-        names = replicas._names_of_others
-        replicas._names_of_others = lambda model, mine, spoil=spoil, names=names: spoil(
+        names = ddp._names_of_others
+        ddp._names_of_others = lambda model, mine, spoil=spoil, names=names: spoil(
             [name for name in names(model, mine) if not name.startswith(".")]
         )
         try:
@@ -114,7 +114,7 @@ def _plant(rank: int) -> list[str]:
         except AssertionError as error:
             found.append(str(error))
         finally:
-            replicas._names_of_others = names
+            ddp._names_of_others = names
         assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
     return found
 

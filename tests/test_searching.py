@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain import searching
 from lightning_protrain.planner import candidates
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU, GIB
 from tests.models import ParityModule, fit
 from tests.test_planning import case
@@ -22,14 +22,14 @@ from tests.test_planning import case
 
 def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Evaluation takes `more` bytes than what the plan is expected to take at most."""
-    expected = searching.memory_timeline
+    expected = plan_session.memory_timeline
 
     def larger(*given: Any, **options: Any) -> Any:
         timeline = expected(*given, **options)
         last = replace(timeline.phases[-1], device={"activations": timeline.device_peak + more})
         return replace(timeline, phases=(*timeline.phases[:-1], last))
 
-    monkeypatch.setattr(searching, "memory_timeline", larger)
+    monkeypatch.setattr(plan_session, "memory_timeline", larger)
     monkeypatch.setattr(candidates, "memory_timeline", larger)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_protrain.sigterm import SigtermNote
+from lightning_protrain.distributed.rank_sync import SigtermNote
 from tests.distributed.test_parity import Module, strategy_of
 from tests.ranks import run_ranks, trainer_on_rank
 

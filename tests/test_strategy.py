@@ -17,14 +17,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_protrain import planning
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice, TransferCounters
 from lightning_protrain.planner.plan import BlockPolicy, Plan
-from lightning_protrain.precision import ProTrainPrecision
-from lightning_protrain.profiler import cache
+from lightning_protrain.profiler import hardware
 from lightning_protrain.profiler.hardware import cpu_name
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.precision import ProTrainPrecision
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import HIDDEN, ParityModule, fit, token_batches, variants, zoo
 from tests.parity import Result, differences, run, snapshot
@@ -177,8 +176,8 @@ def test_auto_is_resident_if_that_fits_and_else_the_fastest_that_does(model: str
 
 
 def test_auto_measures_the_machine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "user_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(cache, "is_busy", lambda: False)
+    monkeypatch.setattr(plan_session, "user_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(hardware, "is_busy", lambda: False)
     names = [_spy(zoo()["reused"](), ProTrainStrategy(device_memory="1GiB")).plan.prediction.hardware for _ in "12"]
     assert names == [cpu_name()] * 2
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -14,11 +14,11 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain import strategy
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.optimizer import state_bytes_per_element
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.runtime.optim.step import state_bytes_per_element
+from lightning_protrain.strategy import protrain
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import fit
 
 WIDTH = 6
@@ -191,6 +191,6 @@ def test_the_measured_peak_is_not_that_of_what_came_before(plan: str, monkeypatc
         return apply_plan(*args, **kwargs)
 
     monkeypatch.setattr(CPUDevice, "forget_peak", lambda self: seen.append("forget"))
-    monkeypatch.setattr(strategy, "apply_plan", place)
+    monkeypatch.setattr(protrain, "apply_plan", place)
     _weights(Dense(), strategy=ProTrainStrategy(plan=plan))
     assert seen == ["forget", "place"]

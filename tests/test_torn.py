@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.torn import mark_torn, refuse_torn, why_torn
+from lightning_protrain.strategy.checks import mark_torn, refuse_torn, why_torn
 from tests.models import fit
 from tests.test_overlap_checkpoints import Failing, failing
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.host import HostWorker
-from lightning_protrain.uploads import PendingUpload, event_of
+from lightning_protrain.device.device import PendingUpload, event_of
+from lightning_protrain.device.host import HostWorker
 
 NAMES = "abc"
 

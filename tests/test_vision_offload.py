@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import fit
 from tests.network_batches import IMAGE_TOKEN, Batch

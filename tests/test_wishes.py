@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.wishes import make_wishes, read_choice
+from lightning_protrain.strategy.plan_options import make_wishes, read_choice
 from tests.models import zoo
 from tests.plans import half
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console, Group
 
-from lightning_protrain.counters import TransferCounters
+from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import format_bytes
@@ -24,14 +24,14 @@ PREFIX = "protrain/"
 
 
 class HasOverlap(Protocol):
-    """How a strategy overlaps the host's optimizer steps; `lightning_protrain.overlap.OverlapPlan` is one."""
+    """How a strategy overlaps the host's optimizer steps; `lightning_protrain.strategy.overlap.OverlapPlan` is one."""
 
     def describe(self, threads: int | None) -> str:
         """A sentence for the user."""
 
 
 class HasPeerAccess(Protocol):
-    """How devices reach each other; `lightning_protrain.peers.PeerAccess` is one."""
+    """How devices reach each other; `lightning_protrain.device.topology.PeerAccess` is one."""
 
     def describe(self) -> str:
         """One or two sentences for the user."""

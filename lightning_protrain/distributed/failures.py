@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain.runtime.attendance import naming_wait
+from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def share_failure(error: BaseException | None, doing: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_protrain.runtime.attendance import naming_wait
+from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:

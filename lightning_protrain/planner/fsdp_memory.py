@@ -29,8 +29,7 @@ from lightning_protrain.planner.packing import pack_chunks, users_of
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import PhasePrediction
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo
 
 # The memory model asks a machine only whether copies run beside computation.
 _DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)

@@ -18,7 +18,7 @@ class HostUse:
     """How ranks use the memory of a machine's host.
 
     Attributes:
-        sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in host.py.
+        sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in device/host.py.
         accumulate: Micro-batches in a step.
     """
 

@@ -40,7 +40,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Network:
-    """How gradients of offloaded chunks are summed, see [Note: Nodes] in runtime/comm.py.
+    """How gradients of offloaded chunks are summed, see [Note: Nodes] in runtime/comm/collectives.py.
 
     Attributes:
         everyone: A sum over all ranks, to all of them: gradients of resident chunks, and without owners those of

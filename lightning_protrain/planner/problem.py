@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.planner.unexercised import Reserve, without_gradients
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, ParameterInfo, Segment
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo, Segment
 
 # Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
 CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_protrain.companions import packed_nbytes
+from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
 
 # What a caller may give as `blocks`: None (find repeated layers), "size", or exactly these names and classes.

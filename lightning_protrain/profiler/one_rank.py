@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.profiler.tracing import UntraceableError
+from lightning_protrain.profiler.fake_mode import UntraceableError
 
 # Arguments of a collective, by name.
 _Given = Mapping[str, Any]

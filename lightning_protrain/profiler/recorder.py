@@ -1,8 +1,25 @@
-"""Counts what a step does: what it saves, casts and computes, by call and by segment."""
+"""Counts what a step saves, casts and computes, by call and by segment, and which activations are alive.
+
+[Note: Shadow]
+What keeps an activation alive decides what a policy can free: autograd gives up what it has saved, a variable of the
+program or an attribute of a module does not. So autograd never saves the traced tensors themselves. It gets a *shadow*,
+a tensor of the same geometry with a storage of its own, which counts as one with its original. An activation whose
+original is dead is held by autograd alone.
+
+[Note: Sequence numbers]
+Autograd numbers the nodes of its graph as it makes them, and of those that are ready it runs the one with the highest
+number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward goes
+through the numbers from high to low, and the numbers with which a segment's forward began and ended say which operation
+of backward belongs to it. Nodes that accumulate gradients run as soon as they can: what has no number of the forward
+belongs to the segment that runs, as does what a recomputation does.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +31,455 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.products import is_product
+from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
-from lightning_protrain.profiler.liveness import Activation, LiveBytes
-from lightning_protrain.profiler.operations import count_flops, operation_cost, written_tensors
-from lightning_protrain.profiler.records import ModelProfile, ParameterUse, UnitCall, UnitInfo, swapped_bytes
-from lightning_protrain.profiler.segments import SegmentRecorder
+from lightning_protrain.profiler.fake_mode import ShapeTensor
+from lightning_protrain.profiler.ops import count_flops, operation_cost, written_tensors
+from lightning_protrain.profiler.records import (
+    ModelProfile,
+    OperationCost,
+    ParameterUse,
+    Pass,
+    Segment,
+    UnitCall,
+    UnitInfo,
+    swapped_bytes,
+)
+
+
+class Activation:
+    """One storage that operations made, and its shadow; it is alive as long as either is.
+
+    Args:
+        nbytes: Its size.
+
+    Attributes:
+        original_alive: Whether anybody but autograd holds it.
+        is_gradient: Whether it has become the gradient of a parameter.
+        is_cast: Whether it is a copy of a parameter that the present segment has made.
+        is_own: Whether the present segment has saved it and was not given it.
+        is_product: Whether it is a product of the present segment, see [Note: Products].
+    """
+
+    __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.original_alive = True
+        self.is_gradient = self.is_cast = self.is_own = self.is_product = False
+        self._holders = 0
+        self._shadow: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody does, autograd too."""
+        return self._holders > 0
+
+
+class LiveBytes:
+    """Bytes of all activations that are alive.
+
+    Attributes:
+        now: How many there are.
+        held_gradients: How many more there would be if gradients of parameters that have been accumulated since this
+            was last set to 0 had stayed.
+        casts: The part of `now` that `is_cast`.
+        kept: The part of `now` that `is_own` and that autograd alone keeps.
+        kept_casts: The part of both.
+        dropped: Bytes that are or were `is_product` since this was last set to 0, and that nobody but autograd holds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.held_gradients = 0
+        self.casts = self.kept = self.kept_casts = self.dropped = 0
+        # By address of a storage that is alive.
+        self._found: dict[int, Activation] = {}
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """An operation has made `storage`, or has made it once before."""
+        if storage._cdata not in self._found:
+            self._join(storage, Activation(storage.nbytes()), True)
+
+    def find(self, storage: torch.UntypedStorage) -> Activation | None:
+        """What was made with `storage`; None: it was not made by an operation."""
+        return self._found.get(storage._cdata)
+
+    def shadow(self, tensor: Tensor, activation: Activation) -> Tensor:
+        """What autograd saves in place of `tensor`, see [Note: Shadow]."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+                return tensor
+            elem = tensor.elem if isinstance(tensor, ShapeTensor) else tensor
+            storage = self._shadow_storage(elem.untyped_storage(), tensor._version, activation)
+            empty = torch.empty(0, dtype=elem.dtype, device=elem.device)
+            shadow = empty.set_(storage, elem.storage_offset(), elem.shape, elem.stride())
+            return ShapeTensor(shadow, tensor.device) if isinstance(tensor, ShapeTensor) else shadow
+
+    def _shadow_storage(
+        self, storage: torch.UntypedStorage, version: int, activation: Activation
+    ) -> torch.UntypedStorage:
+        """A storage with the values of `storage`, if it has any; the same one as long as it lives."""
+        if activation._shadow is not None and activation._shadow[0] == version:
+            found = activation._shadow[1]()
+            if found is not None:
+                return found
+        fresh = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+        if storage.device.type != "meta":
+            fresh.copy_(storage)
+        activation._shadow = version, weakref.ref(fresh)
+        self._join(fresh, activation, False)
+        return fresh
+
+    def _join(self, storage: torch.UntypedStorage, activation: Activation, is_original: bool) -> None:
+        if not activation.alive:
+            self.now += activation.nbytes
+        activation._holders += 1
+        self._found[storage._cdata] = activation
+        weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
+
+    def mark(self, activations: Iterable[Activation], cast: bool = False, own: bool = False) -> None:
+        """Notes what the present segment has made, has saved, or has no longer to do with."""
+        for activation in activations:
+            self._count(activation, -1)
+            activation.is_cast, activation.is_own = cast, own
+            self._count(activation, 1)
+
+    def _count(self, activation: Activation, sign: int) -> None:
+        if not activation.alive:
+            return
+        kept = activation.is_own and not activation.original_alive
+        self.casts += sign * activation.nbytes * activation.is_cast
+        self.kept += sign * activation.nbytes * kept
+        self.kept_casts += sign * activation.nbytes * (kept and activation.is_cast)
+
+    def _leave(self, key: int, is_original: bool) -> None:
+        activation = self._found.pop(key)
+        self._count(activation, -1)
+        activation._holders -= 1
+        activation.original_alive &= not is_original
+        self.dropped += activation.nbytes * (is_original and activation.is_product)
+        self._count(activation, 1)
+        if not activation.alive:
+            self.now -= activation.nbytes
+            self.held_gradients += activation.nbytes * activation.is_gradient
+
+    def check_conserved(self) -> None:
+        """To be called when all that a trace gave has been let go: all that it made is gone, or somebody holds it."""
+        assert self.now == sum(activation.nbytes for activation in set(self._found.values())), "bytes are miscounted"
+        if not self.now:
+            return
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+        with torch._C.DisableTorchFunction():
+            strided = [item for item in tensors if item.layout is torch.strided]  # others have no storage to ask for
+            left = [item for item in strided if self._storage(item)._cdata in self._found]
+        del tensors, strided
+        # Autograd's own references are none that Python knows of.
+        held = any(referrer is not left for tensor in left for referrer in gc.get_referrers(tensor))
+        assert not self.now or held, f"{self.now} bytes of activations are alive after the step, and nobody holds them"
+
+    @staticmethod
+    def _storage(tensor: Tensor) -> torch.UntypedStorage:
+        return (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
+
+
+# FLOPs, bytes and dtype of an operation.
+Cost = tuple[int, int, str]
+Operations = tuple[OperationCost, ...]
+
+
+@dataclass
+class _Pass:
+    live: int = 0
+    peak: int = 0
+    peak_with_gradients: int = 0
+    without_casts: int = 0
+    unsaved: int = 0
+    unsaved_without_casts: int = 0
+    selective: int = 0
+    selective_without_casts: int = 0
+    again: int = 0
+    again_without_casts: int = 0
+    costs: Counter[Cost] = field(default_factory=Counter)
+    # Of what makes no products, in forward.
+    others: Counter[Cost] = field(default_factory=Counter)
+    # Both, up to where autograd saved last: a recomputation comes no further.
+    recomputed: Counter[Cost] = field(default_factory=Counter)
+    again_others: Counter[Cost] = field(default_factory=Counter)
+
+    def begin(self, live: int, casts: int = 0) -> None:
+        self.live = max(self.live, live)
+        self.peak = max(self.peak, live)
+        self.peak_with_gradients = max(self.peak_with_gradients, live)
+        self.without_casts = max(self.without_casts, live - casts)
+        self.unsaved = max(self.unsaved, live)
+        self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
+        self.selective = self.again = live
+        self.selective_without_casts = self.again_without_casts = live - casts
+
+    def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
+        """An operation has run; `made` are the bytes of all products so far, its own too."""
+        now = live.now + workspace
+        self.peak = max(self.peak, now)
+        self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
+        self.without_casts = max(self.without_casts, now - live.casts)
+        self.unsaved = max(self.unsaved, now - live.kept)
+        unsaved_without_casts = now - live.kept - live.casts + live.kept_casts
+        self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
+        self.selective = max(self.selective, now - live.kept + live.dropped)
+        self.selective_without_casts = max(self.selective_without_casts, unsaved_without_casts + live.dropped)
+        later = live.now - made if is_product else now - made  # A product is not computed again.
+        self.again = max(self.again, later)
+        self.again_without_casts = max(self.again_without_casts, later - live.casts)
+
+    def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
+        """Segments that compute the same share one tuple, so that their times are summed once."""
+        each = (
+            tuple(OperationCost(*cost, count) for cost, count in counts.items())
+            for counts in (self.costs, self.recomputed, self.again_others)
+        )
+        costs, recomputed, others = (seen.setdefault(operations, operations) for operations in each)
+        unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
+        selective = self.selective, self.selective_without_casts
+        again = self.again + products, self.again_without_casts + products
+        return Pass(self.live, self.peak, costs, *unsaved, *selective, *again, recomputed, others)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A segment that is being recorded."""
+
+    unit: str
+    between: bool
+    # Of the first node of autograd that it makes.
+    number: int
+    given: dict[Activation, None] = field(default_factory=dict)
+    saved: dict[Activation, None] = field(default_factory=dict)
+    casts: dict[Activation, str] = field(default_factory=dict)
+    # Of what is saved, what somebody else holds too: when it ends, and when the next call ends.
+    shared: set[Activation] = field(default_factory=set)
+    shared_longer: set[Activation] = field(default_factory=set)
+    # See [Note: Products]; their bytes, those since autograd last saved something, whether they cannot be kept.
+    products: dict[Activation, None] = field(default_factory=dict)
+    made: int = 0
+    idle: int = 0
+    # Bytes that were live when its backward first asked for something saved.
+    asked: int = 0
+    unkeepable: bool = False
+    # Of what is given, what is dead when backward begins.
+    unkept: list[Activation] = field(default_factory=list)
+    forward: _Pass = field(default_factory=_Pass)
+    backward: _Pass | None = None
+    gradients: list[str] = field(default_factory=list)
+
+
+class SegmentRecorder:
+    """Is told what happens in a step and says what its segments do.
+
+    Args:
+        live: Counts activations.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._segments: list[_Segment] = []
+        self._numbers: list[int] = []
+        self._whole: dict[str, _Segment] = {}
+        self._products: dict[Activation, _Segment] = {}
+        # The latest call that has ended, until the next one has.
+        self._latest: _Segment | None = None
+        # The segment whose backward runs, and the first number of autograd that is not of a forward before it.
+        self._in_backward: _Segment | None = None
+        self._end = 0
+        # Segments that had ended when the latest backward began.
+        self._kept = 0
+        self._open("", (), between=True)
+
+    def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
+        """A call of a unit begins; of what is `compiled` nobody can keep the products."""
+        self._open(unit, given, between=False)
+        self._segments[-1].unkeepable = compiled
+
+    def leave(self) -> None:
+        """The call ends."""
+        self._settle()
+        ended = self._segments[-1]
+        ended.shared = {activation for activation in ended.saved if activation.original_alive}
+        self._latest = ended
+        self._open("", (), between=True)
+
+    def operation(
+        self, cost: Cost | None, before: int, workspace: int = 0, products: Iterable[Activation] = ()
+    ) -> None:
+        """An operation has run.
+
+        Args:
+            cost: What it takes; None if that is nothing.
+            before: Bytes that were live before it.
+            workspace: Bytes that it allocated and freed within itself.
+            products: What it has made, if that is products.
+        """
+        segment, is_product = self._segments[-1], False
+        if torch._C._current_graph_task_id() == -1:
+            run = segment.forward
+            self._in_backward = None
+            for product in products:
+                product.is_product = is_product = True
+                segment.products[product] = None
+                segment.made += product.nbytes
+                segment.idle += product.nbytes
+                self._products[product] = segment
+        else:
+            run = self._of_node(before)
+        run.reach(self._live, workspace, segment.made, is_product)
+        if cost is not None:
+            run.costs[cost] += 1
+            if run is segment.forward and not is_product:
+                run.others[cost] += 1
+
+    def packed(self) -> None:
+        """Autograd saves something, maybe a weight: what has run so far is what would run again."""
+        run = self._segments[-1].forward
+        run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
+
+    def save(self, activation: Activation, cast: str | None) -> None:
+        """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""
+        segment = self._segments[-1]
+        segment.saved[activation] = None
+        segment.idle = 0
+        if cast is not None:
+            segment.casts[activation] = cast
+        self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+
+    def asked(self) -> None:
+        """Backward asks for something saved."""
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self._end
+        segment = self._segments[bisect_right(self._numbers, number) - 1]
+        segment.asked = segment.asked or self._live.now
+
+    def written(self, activation: Activation) -> None:
+        """An operation has changed `activation` in place."""
+        if activation in self._products:
+            self._products[activation].unkeepable = True
+
+    def accumulated(self, fqn: str) -> None:
+        """A gradient has been added to that of a parameter."""
+        self._whole[fqn] = self._in_backward or self._segments[-1]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What was recorded; empty if no backward ran."""
+        if all(segment.backward is None for segment in self._segments):
+            return ()
+        for fqn, segment in self._whole.items():
+            segment.gradients.append(fqn)
+        savers = Counter(activation for segment in self._segments for activation in segment.saved)
+        takers = Counter(activation for segment in self._segments for activation in segment.given)
+        seen = _Seen()
+        return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
+
+    def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
+        segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
+        if self._segments:
+            self._live.mark(self._segments[-1].saved)
+            for product in self._segments[-1].products:
+                product.is_product = False
+        self._live.dropped = 0
+        segment.forward.begin(self._live.now)
+        self._segments.append(segment)
+        self._numbers.append(segment.number)
+
+    def _settle(self) -> None:
+        """The copies of the latest call to the host have ended."""
+        if self._latest is not None:
+            self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
+            self._latest = None
+
+    def _begin_backward(self) -> None:
+        """What has been saved for no backward, and is gone, is not what a policy would free."""
+        self._settle()
+        for segment in self._segments[self._kept :]:
+            segment.saved = {activation: None for activation in segment.saved if activation.alive}
+        self._kept = len(self._segments)
+
+    def _of_node(self, before: int) -> _Pass:
+        """The backward in which autograd's present node runs."""
+        if self._in_backward is None:
+            self._begin_backward()
+            self._end = torch._C._autograd._get_sequence_nr()
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self._end
+        segment = self._in_backward or self._segments[-1]
+        if number < self._end:
+            segment = self._segments[bisect_right(self._numbers, number) - 1]
+        if segment.backward is None:
+            segment.backward = _Pass()
+        if segment is not self._in_backward:
+            before_it = self._in_backward or self._segments[-1]
+            self._in_backward = segment
+            self._live.held_gradients = 0
+            self._live.mark(before_it.saved)
+            self._live.mark(segment.casts, cast=True)
+            segment.backward.begin(before, self._live.casts)
+            segment.unkept = [activation for activation in segment.given if not activation.alive]
+        return segment.backward
+
+
+@dataclass
+class _Seen:
+    """What earlier segments were given, hold for a recomputation, save as a cast, and compute."""
+
+    given: set[Activation] = field(default_factory=set)
+    unkept: set[Activation] = field(default_factory=set)
+    casts: set[Activation] = field(default_factory=set)
+    operations: dict[Operations, Operations] = field(default_factory=dict)
+
+    @staticmethod
+    def first(seen: set[Activation], activations: Iterable[Activation]) -> list[Activation]:
+        fresh = [activation for activation in activations if activation not in seen]
+        seen.update(fresh)
+        return fresh
+
+
+def _is_empty(segment: _Segment) -> bool:
+    backward = segment.backward.costs if segment.backward is not None else ()
+    return segment.between and not (segment.forward.costs or backward)
+
+
+def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
+    # What another segment saves too, or may hold to be recomputed, stays. What lies between calls has no policy.
+    alone = (
+        []
+        if segment.between
+        else [saved for saved in segment.saved if savers[saved] == 1 and takers[saved] == (saved in segment.given)]
+    )
+    freed = [saved for saved in alone if saved not in segment.given and saved not in segment.shared]
+    swapped = [saved for saved in alone if saved not in segment.shared_longer and swapped_bytes(saved.nbytes)]
+    held = seen.first(seen.unkept, segment.unkept)
+    casts = seen.first(seen.casts, segment.casts)
+    return Segment(
+        unit=segment.unit,
+        forward=segment.forward.record(seen.operations, segment.made),
+        backward=segment.backward.record(seen.operations) if segment.backward is not None else Pass(),
+        peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
+        checkpoint_saving=_total(freed) - _total(held),
+        swap_saving=_total(swapped),
+        input_bytes=_total(seen.first(seen.given, segment.given)),
+        casts=tuple((segment.casts[activation], activation.nbytes) for activation in casts),
+        gradients=tuple(segment.gradients),
+        held_bytes=_total(segment.unkept),
+        idle_product_bytes=segment.idle,
+        asked_live=segment.asked,
+        # Where autograd saves nothing, nobody holds them.
+        product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
+        between=segment.between,
+    )
+
+
+def _total(activations: Iterable[Activation]) -> int:
+    return sum(activation.nbytes for activation in activations)
+
 
 _ATEN = torch.ops.aten
 

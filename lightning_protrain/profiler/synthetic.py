@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.profiler.tracing import MetaMode
+from lightning_protrain.profiler.fake_mode import MetaMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,6 @@
-"""From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model.
+"""Nothing is added to a model while its plan is applied: nobody would bring its weights.
+
+From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model.
 
 [Note: Root]
 A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters. So
@@ -11,21 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
-from lightning_protrain.companions import move_companions
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import Device
+from lightning_protrain.device.device import Device, TransferCounters
+from lightning_protrain.device.quant_state import move_companions
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.additions import refuse_additions
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.block import Unit
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm import Communicator, Ranks
+from lightning_protrain.runtime.comm.collectives import Communicator, Ranks
+from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.hooks import (
     Interception,
     Interceptions,
@@ -34,14 +39,36 @@ from lightning_protrain.runtime.hooks import (
     hook_outputs,
     refuse_weights,
 )
-from lightning_protrain.runtime.owners import Share, share_chunks
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.param import Site, Slot, sites_of
+from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.recompute import refuse_compiled, refuse_cuda_graphs, stop_caching
-from lightning_protrain.runtime.schedule import Capacity
-from lightning_protrain.runtime.sites import sites_of
-from lightning_protrain.runtime.slot import Site, Slot
 from lightning_protrain.runtime.swap import ActivationSwap
-from lightning_protrain.runtime.unit import Unit
-from lightning_protrain.runtime.updates import Updates
+
+
+def refuse_additions(model: nn.Module) -> RemovableHandle:
+    """From now on no module with weights that the model does not have is put into it, until the handle is removed.
+
+    What is raised where somebody tries is a ValueError.
+    """
+    # Weakly: an identity may become that of another module when this one is gone.
+    paths = WeakKeyDictionary({module: path for path, module in model.named_modules()})
+    parameters = {id(parameter) for parameter in model.parameters()}
+
+    def check(parent: nn.Module, name: str, added: Any) -> None:
+        if parent not in paths or not isinstance(added, nn.Module) or added in paths:
+            return
+        new = next((each for each, value in added.named_parameters() if id(value) not in parameters), None)
+        if new is not None:
+            path = ".".join(part for part in (paths[parent], name) if part)
+            raise ValueError(
+                f"{path!r} ({type(added).__name__}, with {new!r}) is added while a plan is applied: it would be in no "
+                "chunk and in no optimizer. Add adapters and layers before fit, in `configure_model` or before the "
+                "Trainer is called."
+            )
+
+    return register_module_module_registration_hook(check)
+
 
 T = TypeVar("T")
 

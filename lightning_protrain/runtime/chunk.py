@@ -33,16 +33,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.companions import attach_companions, packed_nbytes, place_companions
-from lightning_protrain.device import Device
-from lightning_protrain.host import Job
+from lightning_protrain.device.device import Device
+from lightning_protrain.device.host import Job
+from lightning_protrain.device.quant_state import attach_companions, packed_nbytes, place_companions
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.changes import changed_before_backward, refuse_changed_by_others
-from lightning_protrain.runtime.guard import below_guard
-from lightning_protrain.runtime.owners import Share
-from lightning_protrain.runtime.slot import Slot
-from lightning_protrain.runtime.twin import Twin, Uses, low_class
-from lightning_protrain.runtime.views import dense_like, in_block, in_storage
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.comm.shared_memory import Share
+from lightning_protrain.runtime.low_precision import Twin, Uses, low_class
+from lightning_protrain.runtime.param import (
+    Slot,
+    changed_before_backward,
+    dense_like,
+    in_block,
+    in_storage,
+    refuse_changed_by_others,
+)
 
 
 class ChunkState(Enum):

@@ -25,18 +25,16 @@ from itertools import groupby, pairwise
 
 import torch
 
-from lightning_protrain.device import Device
+from lightning_protrain.device.device import Device
+from lightning_protrain.runtime.block import Order, Unit
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm import Communicator
-from lightning_protrain.runtime.early import EarlyFetch
-from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.runtime.order import Order
-from lightning_protrain.runtime.residency import Residency
-from lightning_protrain.runtime.schedule import Capacity, Timeline
-from lightning_protrain.runtime.slot import Slot
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.prefetch_schedule import Capacity, Timeline
+from lightning_protrain.runtime.residency import EarlyFetch, Residency
 from lightning_protrain.runtime.swap import ActivationSwap
-from lightning_protrain.runtime.unit import Unit
-from lightning_protrain.runtime.updates import Updates
 
 
 @dataclass

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.block import Unit
 from lightning_protrain.runtime.executor import Executor, in_backward
-from lightning_protrain.runtime.guard import below_guard
 from lightning_protrain.runtime.recompute import checkpoint
 from lightning_protrain.runtime.swap import ActivationSwap
-from lightning_protrain.runtime.unit import Unit
 
 
 class Interception:

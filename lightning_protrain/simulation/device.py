@@ -30,9 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_protrain.device import StreamDevice
-from lightning_protrain.host import HostMemory
-from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.device.device import StreamDevice
+from lightning_protrain.device.host import HostMemory
+from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.simulation.accesses import Accesses, extent_of, tensors_in
 from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from lightning_protrain.host import HostWorker
+from lightning_protrain.device.host import HostWorker
 
 
 class RaceError(RuntimeError):

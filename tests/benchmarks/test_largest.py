@@ -12,8 +12,8 @@ import torch
 from benchmarks import largest, report
 from benchmarks.families import FAMILIES, Family, Size
 from benchmarks.largest import Answer, Case, learn, main, render, what_is_short
-from lightning_protrain.profiler.catalogue import gpu
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.gpu_specs import gpu
+from lightning_protrain.profiler.profile import profile_model
 
 TINY = (Size("tiny", 1e-4, 64, 128, 2, 4, 2, 512, 16), Size("deep", 1e-4, 64, 128, 3, 4, 2, 512, 16))
 

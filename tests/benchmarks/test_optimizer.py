@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import optimizer
 from benchmarks.optimizer import CASES, SLOW, Arrive, Beside, Measurement, Model, Row, Times, main
-from lightning_protrain.runtime.hoststep import HostStep
+from lightning_protrain.runtime.optim.host_step import HostStep
 
 NUMBER = r"\d+\.\d{3}"
 RATIO = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap import WANTED, WANTED_RATIO, Case, Model, bound, main, measure
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
 
 BACKWARD = Case(Overlap.BACKWARD, host=0.25, link=0.1, num_blocks=24)
 CLIPPED = Case(Overlap.FORWARD, clipped=True, host=0.25, link=0.1, num_blocks=24)

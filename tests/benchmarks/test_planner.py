@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.logical import LogicalBytes
 from benchmarks.models import MODELS, Subject
 from benchmarks.planner import PLANS, ROWS, WANTED, compare, main, predict, render
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 
 
 def test_rows_name_models_and_plans() -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import start
 from benchmarks.start import FirstStepError, Imports, launch, render
 from lightning_protrain import cli
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 
 @pytest.mark.parametrize("by", ["statement", "function"])

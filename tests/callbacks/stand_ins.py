@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lightning_protrain.counters import TransferCounters
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.overlap import OverlapPlan
+from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.strategy.overlap import OverlapPlan
 from tests.data.conftest import conversation
 
 

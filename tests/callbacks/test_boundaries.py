@@ -17,8 +17,8 @@ from torch import nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import RunLock
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.checkpoint.contents import load, same

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest, verify
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip
 
 BATCHES = 4

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 
 ROWS = 16
 

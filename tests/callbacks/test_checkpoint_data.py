@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
 from tests.callbacks.test_checkpoint_resume import EPOCHS, Noisy, _differences, _unexplained
 from tests.ranks import run_ranks, trainer_on_rank, values

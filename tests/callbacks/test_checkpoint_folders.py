@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files, free_bytes
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.checkpoint.disks import Stuck
 

@@ -23,11 +23,11 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_checkpoint_resume import BATCHES
 from tests.callbacks.test_preemption import Both, Validated
 
@@ -129,7 +129,7 @@ def train(life: Life, root: Path, final: Path, asynchronous: bool, streams: bool
     """From the last checkpoint, if there is one; what came of it is in `final`."""
     torch.set_num_threads(1)
     tells = Tells(life)
-    checkpoint_io.save_payload = tells.watch(checkpoint_io.save_payload)  # type: ignore[assignment]
+    io.save_payload = tells.watch(io.save_payload)  # type: ignore[assignment]
     saver = ProTrainCheckpoint(root, monitor="val_loss", save_top_k=2, every_n_train_steps=3, asynchronous=asynchronous)
     strategy: Any = ProTrainStrategy(plan="offload", monitor=False) if streams else "auto"
     module = born()

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_protrain import checkpoint_io
 from lightning_protrain.callbacks.checkpoint import rendezvous
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint import LOSSES, Counter
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
@@ -166,7 +166,7 @@ def test_a_file_that_one_rank_cannot_read_is_read_by_none(
 
     def fit(rank: int, path: Path) -> None:
         if rank == failing:
-            monkeypatch.setattr(checkpoint_io, "load_folder", _unreadable)  # In this process only.
+            monkeypatch.setattr(io, "load_folder", _unreadable)  # In this process only.
         _fit(rank, root, Counter(), path=path)
 
     (tmp_path / "first").mkdir()

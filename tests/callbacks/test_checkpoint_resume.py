@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 BATCHES, EPOCHS = 10, 2
 

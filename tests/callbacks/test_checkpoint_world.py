@@ -20,9 +20,9 @@ from lightning_protrain.callbacks.checkpoint import rendezvous
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_checkpoint import Counter
 from tests.callbacks.test_checkpoint_data import Recorded, Samples
 from tests.callbacks.test_checkpoint_ranks import Steps

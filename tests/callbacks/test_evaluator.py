@@ -23,7 +23,7 @@ from torchmetrics import MetricCollection
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.evaluated import LLAMA, Data, Sums, fit, rows, rows_in_batches, weights
 
 

@@ -18,7 +18,7 @@ from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.verifying import verify
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
 
 CONFIG: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.setup import install_io, installed_io, prepare_folder
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 
 
 def _trainer(*plugins: object) -> L.Trainer:

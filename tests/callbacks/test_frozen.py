@@ -17,14 +17,14 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing, frozen_keys, source_of
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
 from lightning_protrain.checkpoint.inspection import inspect
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.references import FROZEN, References
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verifying import read_manifest
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.cli import file_command
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.test_exporting import LORA, make, pretrained
 from tests.test_finetuning import SIZES
 from tests.test_loss import tiny_config

@@ -25,14 +25,14 @@ from lightning_protrain.callbacks.plan_monitor import (
     render_plan,
     summary,
 )
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.overlap import OverlapPlan
-from lightning_protrain.peers import PeerAccess
+from lightning_protrain.device.device import TransferCounters
+from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.strategy.overlap import OverlapPlan
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
 from tests.ranks import run_ranks, trainer_on_rank, values
 

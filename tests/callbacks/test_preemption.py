@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemption
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verifying import verify
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy
 from tests.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
 

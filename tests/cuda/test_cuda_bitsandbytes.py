@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.companions import prepare_weights
-from lightning_protrain.runtime.eightbit import in_tiles
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.device.quant_state import prepare_weights
+from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import fit
 from tests.plans import plans
 from tests.quantised import LAYERS, module

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.device import CUDADevice, open_device
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import CUDADevice, open_device
+from lightning_protrain.device.host import PAGE
 
 pytestmark = pytest.mark.cuda
 

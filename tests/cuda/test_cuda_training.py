@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
 from tests.plans import plans
 
@@ -219,7 +219,9 @@ def test_pageable_memory_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     losses = []
     for lockable in (True, False):
         if not lockable:
-            monkeypatch.setattr("lightning_protrain.device.CUDADevice._lock", lambda device, address, size: False)
+            monkeypatch.setattr(
+                "lightning_protrain.device.device.CUDADevice._lock", lambda device, address, size: False
+            )
         module = make()
         train(module, strategy=ProTrainStrategy(plan="offload"))
         losses.append(torch.stack(module.losses))

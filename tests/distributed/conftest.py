@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.registry import _load_external_callbacks
 from lightning.pytorch.trainer.connectors import callback_connector
 
-from lightning_protrain import consensus
+from lightning_protrain.distributed import rank_sync
 from tests.distributed.test_parity import Module, strategy_of
 from tests.parity import CLIPPING
 from tests.ranks import quiet_trainer
@@ -22,7 +22,7 @@ from tests.ranks import quiet_trainer
 def _first_runs() -> Iterator[None]:
     """Imports, compiles and reads what a rank takes a tenth of a second for."""
     environment = dict(os.environ)
-    consensus._versions()
+    rank_sync._versions()
     # Lightning reads the entry points of all packages for each Trainer.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callback_connector, "_load_external_callbacks", cache(_load_external_callbacks))

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain import owned_states
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.distributed import owned_states
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
 from tests.ranks import run_ranks, trainer_on_rank, values
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain.fsdp2 import ProTrainFSDP2Strategy
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.distributed.test_faults import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
 from tests.test_sigterm import PLACES, SOON, Told

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.hoststep import Steps
-from lightning_protrain.runtime.slot import Slot
-from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.host_step import Steps
+from lightning_protrain.runtime.param import Slot
 from tests.distributed.test_parity import KINDS, VOCABULARY, Module
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values

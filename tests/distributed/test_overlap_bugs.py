@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.turns import Turns
-from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.runtime.comm.step_sync import Turns
+from lightning_protrain.runtime.optim.async_step import Updates
 from tests.distributed.test_overlap import BeforeStep, Case, Validated, differing, fit, module_of, slow_steps, watched
 from tests.distributed.test_parity import Module
 from tests.ranks import run_ranks, values

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.runtime.hoststep import Steps
+from lightning_protrain.runtime.optim.host_step import Steps
 from tests.distributed.test_overlap import Case, differing, fit, module_of, slow_steps
 from tests.distributed.test_parity import Module
 from tests.ranks import BOUND, kill_this_rank, run_ranks, values

@@ -18,9 +18,10 @@ from torch.distributed.nn import functional as differentiable
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_protrain import ProTrainStrategy, profiling
+from lightning_protrain import ProTrainStrategy
 from lightning_protrain.models.loading import load_once
-from lightning_protrain.runtime import attendance
+from lightning_protrain.runtime.comm import rank_health
+from lightning_protrain.strategy import profile_step
 from tests.machines import CPU
 from tests.ranks import run_ranks, trainer_on_rank, values
 
@@ -164,7 +165,7 @@ SENTENCES = {
 def train(rank: int, name: str, outline: bool) -> tuple[tuple[float, int], bool, str]:
     """Returns the loss and the budget, whether the plan was searched for, and what was said of the profile."""
     said: list[str] = []
-    profiling.rank_zero_info = said.append
+    profile_step.rank_zero_info = said.append
     torch.manual_seed(0)
     module = Talking((ANSWERED | REFUSED)[name], outline)
 
@@ -193,7 +194,7 @@ def test_what_rank_0_cannot_know_is_named_on_every_rank_where_a_budget_is_given(
 
 def wait_for_profile(rank: int, ends: bool) -> list[str]:
     """Returns what this rank warns of while rank 0 sleeps in its profile, after which it ends or goes on."""
-    attendance._SLOW = 0.5
+    rank_health._SLOW = 0.5
 
     def sleep(module: Talking, hidden: Tensor, loss: Tensor) -> None:
         if type(hidden) is not Tensor:

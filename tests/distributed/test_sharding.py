@@ -12,10 +12,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_protrain import ProTrainStrategy, consensus, joint_planning, planning
-from lightning_protrain.device import CPUDevice, Device
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.device.device import CPUDevice, Device
+from lightning_protrain.distributed import rank_sync
 from lightning_protrain.planner.network import Network, Route
-from lightning_protrain.planning import SHARE_OF_ALL
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL
 from tests.distributed.test_loading import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
 from tests.distributed.test_parity import Module
 from tests.machines import CPU, GIB
@@ -40,7 +42,7 @@ class Taken(NamedTuple):
 def listen() -> list[str]:
     """What is said of plans in this process from now on."""
     said: list[str] = []
-    consensus.rank_zero_info = joint_planning.rank_zero_info = said.append
+    rank_sync.rank_zero_info = plan_session.rank_zero_info = said.append
     return said
 
 
@@ -64,7 +66,7 @@ def choose(rank: int, networks: list[str], options: dict[str, Any]) -> list[tupl
     expected = train(rank, DDPStrategy)[0].state_dict()
     found = []
     for name in networks:
-        joint_planning.gauge = lambda *_, name=name: NETWORKS[name]  # Of this process.
+        plan_session.gauge = lambda *_, name=name: NETWORKS[name]  # Of this process.
         said = listen()
         module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
         taken = of(strategy, said, module)
@@ -104,8 +106,8 @@ def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, 
     """
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
-    joint_planning.gauge = lambda *_: NETWORKS["shard"]
-    planning.free_shared_bytes = lambda: rooms[rank]
+    plan_session.gauge = lambda *_: NETWORKS["shard"]
+    plan_session.free_shared_bytes = lambda: rooms[rank]
     said = listen()
     module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
     taken = of(strategy, said, module)
@@ -144,7 +146,7 @@ PLAIN = ("full", "lora", "tied", "head")
 def load(rank: int, kind: str, folder: Path) -> tuple[list[str], str, bool]:
     """What differs from a run in which every rank has loaded, what is taken, and whether this rank has loaded."""
     torch.set_num_threads(1)
-    joint_planning.gauge = lambda *_: NETWORKS["replicate"]
+    plan_session.gauge = lambda *_: NETWORKS["replicate"]
     options: dict[str, Any] = {"device_memory": "64KiB", "hardware": CPU, "monitor": False}
     before: Any = DDPStrategy if kind in PLAIN else partial(Everywhere, sharding="replicate", **options)
     ends = []
@@ -196,7 +198,7 @@ def limit(rank: int, device: list[int], host: list[int]) -> tuple[Taken, int | N
     """What is taken where each rank has so many bytes, with the budget, and what is predicted."""
     torch.set_num_threads(1)
     OnLimited.free = device[rank]
-    planning.free_host_bytes = lambda: host[rank]
+    plan_session.free_host_bytes = lambda: host[rank]
     said = listen()
     module, strategy = train(rank, partial(OnLimited, hardware=CPU, sharding="shard"))
     taken = of(strategy, said, module)
@@ -231,7 +233,7 @@ def leave(rank: int) -> None:
         raise OSError("no such file")
 
     if rank == 1:
-        planning.free_host_bytes = fail
+        plan_session.free_host_bytes = fail
     train(rank, partial(OnLimited, hardware=CPU))
 
 

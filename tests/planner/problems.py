@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.profiler.machine import HardwareProfile
 from lightning_protrain.profiler.records import (
+    HardwareProfile,
     ModelLayout,
     ModelProfile,
     OperationCost,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from lightning_protrain.planner import step_time as clock
 from lightning_protrain.planner.problem import WATCHED, Durations, Training, durations, selective_seconds
 from lightning_protrain.planner.step_time import _ChunkStep, _Gradients, _Host, _Position, _Sends, _Sent, uploads
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import OperationCost, Pass, Segment
+from lightning_protrain.profiler.records import HardwareProfile, OperationCost, Pass, Segment
 
 # A link that carries one byte a second, and two chunks of 3 bytes.
 SIZES = [3, 3, 3]

@@ -12,8 +12,7 @@ from lightning_protrain.planner.memory_timeline import LiveChunks, MemoryTimelin
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, Pass, Segment, UnitCall
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Pass, Segment, UnitCall
 from tests.planner.layouts import layout_of, parameter, transformer
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime import turns
 from lightning_protrain.runtime.apply import Runtime, apply_plan
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.comm import step_sync
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.planner import virtual
@@ -43,7 +43,7 @@ def measure(case: virtual.Case, ratio: float, sharding: Sharding, num_steps: int
     with pytest.MonkeyPatch.context() as patch:
         own = ranked._OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
-        patch.setattr(turns, "HostWorker", own.new_worker)
+        patch.setattr(step_sync, "HostWorker", own.new_worker)
 
         def run(rank: int) -> list[float]:
             own.rank = rank

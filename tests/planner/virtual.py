@@ -17,12 +17,11 @@ from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.machine import HardwareProfile
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.apply import Runtime, apply_plan
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 
 KEEP, CHECKPOINT, SWAP = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT, BlockPolicy.SWAP

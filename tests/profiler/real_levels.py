@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.selective import Finding, Keeping, Products
+from lightning_protrain.runtime.recompute import Finding, Keeping, Products
 from tests.profiler.real_run import Context
 
 

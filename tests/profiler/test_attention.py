@@ -18,7 +18,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_protrain.profiler.attention import AttentionCall, cuda_kernel, run_kernel, workspace_bytes
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile
 from tests.profiler.models import TEXT, tokens
 

@@ -15,20 +15,20 @@ import platformdirs
 import pytest
 import torch
 
-from lightning_protrain.device import CPUDevice, Device
-from lightning_protrain.profiler import cache
-from lightning_protrain.profiler.cache import (
+from lightning_protrain.device.device import CPUDevice, Device
+from lightning_protrain.profiler import hardware
+from lightning_protrain.profiler.hardware import (
     PLAUSIBLE,
     cache_key,
     cached_profile,
+    cpu_name,
     entry_path,
     implausible,
     read_entry,
     user_folder,
     write_entry,
 )
-from lightning_protrain.profiler.hardware import cpu_name
-from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.records import HardwareProfile
 from tests.profiler.test_machine import PROFILE
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,7 +38,7 @@ MEASURED = replace(PROFILE, name=cpu_name())
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else wants to run."""
-    monkeypatch.setattr(cache.psutil, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(hardware.psutil, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_what_is_free_is_never_taken_from_a_file(
     device: CPUDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept(device, tmp_path)
-    monkeypatch.setattr(cache, "free_bytes", lambda device: (123, 456))
+    monkeypatch.setattr(hardware, "free_bytes", lambda device: (123, 456))
     profile = cached_profile(device, DTYPES, tmp_path, Measurement())
     assert (profile.device_bytes, profile.host_bytes) == (123, 456)
-    monkeypatch.setattr(cache, "free_bytes", lambda device: (123, 0))
+    monkeypatch.setattr(hardware, "free_bytes", lambda device: (123, 0))
     with pytest.raises(ValueError, match="host_bytes=0"):
         cached_profile(device, DTYPES, tmp_path, Measurement())
 
@@ -107,7 +107,7 @@ def test_what_is_free_is_never_taken_from_a_file(
 def test_what_a_busy_machine_measures_is_not_kept(
     device: CPUDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.psutil, "getloadavg", lambda: (cache.psutil.cpu_count() + 0.5, 0.0, 0.0))
+    monkeypatch.setattr(hardware.psutil, "getloadavg", lambda: (hardware.psutil.cpu_count() + 0.5, 0.0, 0.0))
     measure = Measurement()
     for count in (1, 2):
         assert cached_profile(device, DTYPES, tmp_path, measure) == MEASURED
@@ -120,17 +120,19 @@ def test_what_a_busy_machine_measures_is_not_kept(
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "device": lambda patch: patch.setattr(cache, "describe_device", lambda device: {"name": "another"}),
-    "driver": lambda patch: patch.setattr(cache, "describe_device", lambda device: {"name": cpu_name(), "driver": "2"}),
+    "device": lambda patch: patch.setattr(hardware, "describe_device", lambda device: {"name": "another"}),
+    "driver": lambda patch: patch.setattr(
+        hardware, "describe_device", lambda device: {"name": cpu_name(), "driver": "2"}
+    ),
     "torch": lambda patch: patch.setattr(torch, "__version__", "9.9"),
-    "cpu": lambda patch: patch.setattr(cache, "cpu_name", lambda: "another"),
-    "cores": lambda patch: patch.setattr(cache.psutil, "cpu_count", lambda: 999),
+    "cpu": lambda patch: patch.setattr(hardware, "cpu_name", lambda: "another"),
+    "cores": lambda patch: patch.setattr(hardware.psutil, "cpu_count", lambda: 999),
     "allowed cores": lambda patch: patch.setattr(os, "sched_getaffinity", lambda process: set(range(99))),
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 99),
-    "lockable": lambda patch: patch.setattr(cache.resource, "getrlimit", lambda which: (12345, 12345)),
-    "locking": lambda patch: patch.setattr(cache, "locks_memory", lambda device: True),
+    "lockable": lambda patch: patch.setattr(hardware.resource, "getrlimit", lambda which: (12345, 12345)),
+    "locking": lambda patch: patch.setattr(hardware, "locks_memory", lambda device: True),
     "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
-    "format": lambda patch: patch.setattr(cache, "FORMAT", 99),
+    "format": lambda patch: patch.setattr(hardware, "FORMAT", 99),
 }
 
 
@@ -194,7 +196,7 @@ def forged(device: Device, folder: Path, **change: Any) -> None:
     key = cache_key(device, DTYPES)
     content = json.loads(MEASURED.to_json()) | change
     content = {name: value for name, value in content.items() if value is not None}
-    entry = {"key": key, "profile": content, "digest": cache._digest([key, content])}
+    entry = {"key": key, "profile": content, "digest": hardware._digest([key, content])}
     path = entry_path(folder, key)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(entry))

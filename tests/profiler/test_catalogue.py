@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_protrain.profiler.cache import implausible
-from lightning_protrain.profiler.catalogue import (
+from lightning_protrain.profiler.gpu_specs import (
     CAPABILITIES,
     CATALOGUE,
     GIB,
@@ -18,7 +17,8 @@ from lightning_protrain.profiler.catalogue import (
     find,
     gpu,
 )
-from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.hardware import implausible
+from lightning_protrain.profiler.records import HardwareProfile
 
 lines = pytest.mark.parametrize("line", CATALOGUE, ids=lambda line: line.name)
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.counters import TransferCounters
-from lightning_protrain.device import CPUDevice, StreamDevice, open_device
-from lightning_protrain.host import HostMemory
+from lightning_protrain.device.device import CPUDevice, StreamDevice, TransferCounters, open_device
+from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler import hardware
-from lightning_protrain.profiler.cache import implausible
-from lightning_protrain.profiler.hardware import cpu_name, free_bytes, profile_hardware
-from lightning_protrain.profiler.machine import HardwareProfile
+from lightning_protrain.profiler.hardware import cpu_name, free_bytes, implausible, profile_hardware
+from lightning_protrain.profiler.records import HardwareProfile
 
 SMALL = hardware._Sizes(1 << 16, 1 << 16, 1 << 12)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_protrain.profiler.limits import free_host_bytes, group_free_bytes
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes, group_free_bytes
 
 MIB = 1 << 20
 V1 = (

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.liveness import LiveBytes
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.tracing import MetaMode, ShapeTensor
+from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.recorder import LiveBytes
 
 
 @pytest.mark.parametrize("traced", [False, True])

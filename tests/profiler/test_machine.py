@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.profiler.machine import FORMAT, HardwareProfile
-from lightning_protrain.profiler.records import OperationCost
+from lightning_protrain.profiler.records import FORMAT, HardwareProfile, OperationCost
 
 PROFILE = HardwareProfile(
     name="a device",

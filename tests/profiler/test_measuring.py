@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.measuring import RealMode, _Source
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.real_mode import RealMode, _Source
 from lightning_protrain.profiler.records import ModelProfile, castable
-from lightning_protrain.profiler.tracing import DataDependentError, MetaMode
 from tests.models import LanguageModel, Mlp, zoo
 from tests.profiler.models import CASES, tokens
 from tests.profiler.test_model import PRECISIONS, check_against_real_run, loss_of, photograph

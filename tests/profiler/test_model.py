@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile, castable
 from lightning_protrain.runtime.swap import ActivationSwap
 from tests.models import HIDDEN, LanguageModel, Mlp, variants, zoo

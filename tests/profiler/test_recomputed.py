@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.operations import operation_cost
+from lightning_protrain.profiler.ops import operation_cost
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import OperationCost, Pass
 
 

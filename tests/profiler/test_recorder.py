@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ParameterUse, castable
 from tests.models import zoo
 from tests.profiler.models import CASES, tokens

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.profiler import segments as segments_module
+from lightning_protrain.profiler import recorder as segments_module
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.liveness import LiveBytes
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.recorder import Recorder
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.recorder import LiveBytes, Recorder, SegmentRecorder
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
-from lightning_protrain.profiler.segments import SegmentRecorder
 from lightning_protrain.runtime.recompute import stop_caching
 from tests.models import variants, zoo
 from tests.profiler.real_levels import RealLevels, Window, checkpointed, selected, swapped

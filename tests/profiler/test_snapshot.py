@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_protrain.profiler.snapshot import MAX_ITEMS, unchanged
+from lightning_protrain.profiler.profile import MAX_ITEMS, unchanged
 
 
 class Plain:

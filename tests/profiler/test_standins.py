@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_protrain.profiler.standins import StandIns
+from lightning_protrain.profiler.fake_mode import StandIns
 
 OUTSIDE, INSIDE = torch.zeros(2), torch.ones(2)
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.synthetic import IGNORED, LEAST_TEXT, LENGTH, synthetic_batch, synthetic_step
 from tests.profiler.models import TEXT, VISION
 

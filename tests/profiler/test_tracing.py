@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
-from lightning_protrain.profiler.tracing import DataDependentError, MetaMode, ShapeTensor
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, ShapeTensor
+from lightning_protrain.profiler.profile import profile_model
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.runtime.applied import Applied, StepFunction, adam, batches, mean_square
 
 CLIPPINGS: dict[str, dict[str, float]] = {"unclipped": {}, "norm": {"norm": 0.05}, "value": {"value": 0.001}}

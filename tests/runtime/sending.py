@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 
 
 class Network:

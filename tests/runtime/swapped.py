@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_protrain.device import CPUDevice, Device
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import CPUDevice, Device
+from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.swap import ActivationSwap
 from tests.plans import place

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.additions import refuse_additions
+from lightning_protrain.runtime.apply import refuse_additions
 from tests.models import _llama
 from tests.runtime.applied import PLANS, Block, Net, applied, mean_square, train
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.host import HostMemory
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import HostMemory
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan

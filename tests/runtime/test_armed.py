@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_protrain.runtime.armed import Armed, Overlap
-from lightning_protrain.runtime.optimizer import PartGroups
+from lightning_protrain.runtime.optim.async_step import Armed, Overlap
+from lightning_protrain.runtime.optim.step import PartGroups
 
 
 @pytest.mark.parametrize(

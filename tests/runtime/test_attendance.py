@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_protrain.runtime import attendance
-from lightning_protrain.runtime.attendance import Attendance
+from lightning_protrain.runtime.comm import rank_health
+from lightning_protrain.runtime.comm.rank_health import Attendance
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"_EVERY": 0.05, "_AT_FIRST": 0.01, "_TO_ANSWER": 0.3}.items():
-        monkeypatch.setattr(attendance, name, seconds)
+        monkeypatch.setattr(rank_health, name, seconds)
 
 
 class Work:
@@ -86,7 +86,7 @@ def test_a_wait_leaves_the_core_to_others() -> None:
     work.is_completed = lambda: (calls.append(asked()), calls[-1])[1]  # type: ignore[method-assign]
     one.wait(work, "a barrier")
     assert calls[-1]
-    assert len(calls) <= 0.4 / attendance._EVERY * 4
+    assert len(calls) <= 0.4 / rank_health._EVERY * 4
 
 
 def test_who_has_failed_is_named() -> None:
@@ -195,7 +195,7 @@ def test_a_store_that_is_gone_is_a_word_of_its_rank() -> None:
 
 
 def test_without_looks_a_rank_that_comes_is_taken_for_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "_LOOKS", 1)
+    monkeypatch.setattr(rank_health, "_LOOKS", 1)
     one, other = ranks(2)
     found = together(lambda: one.wait(Work(0.6), "a"), lambda: other.wait(Work(0.3), "b"))
     assert "waits for b" in found[0]
@@ -266,7 +266,7 @@ def test_no_rank_is_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = ranks(2)
     one._patience = 0.1
     assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
-    monkeypatch.setattr(attendance, "_TO_END", 0.1)
+    monkeypatch.setattr(rank_health, "_TO_END", 0.1)
     one._patience = 1e9
     one.leave("failed")  # Who has failed itself waits for nobody for long.
     assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]

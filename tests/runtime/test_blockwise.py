@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.blockwise import BlockwiseStep, is_blockwise, is_unchanged
-from lightning_protrain.runtime.kernels import NO_CLIP, Clip
-from lightning_protrain.runtime.moments import BLOCK
-from lightning_protrain.runtime.optimizer import steps_parameters_alone
+from lightning_protrain.runtime.optim.adam8bit import BLOCK, BlockwiseStep, is_blockwise, is_unchanged
+from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip
+from lightning_protrain.runtime.optim.step import steps_parameters_alone
 
 Parameters = list[nn.Parameter]
 TILE = 4 * BLOCK
@@ -169,7 +168,7 @@ def test_the_library_steps_the_rest(way: str, monkeypatch: pytest.MonkeyPatch) -
     lr: Any = torch.tensor(1e-3) if way == "rate in a tensor" else 1e-3
     expected, found = kind([one], lr=lr), kind([other], lr=lr)
     if way == "without tables":
-        monkeypatch.setattr("lightning_protrain.runtime.blockwise.tables_of", lambda values: None)
+        monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit.tables_of", lambda values: None)
     for index in range(3):
         one.grad = gradient_of(one, index)
         expected.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_protrain.runtime.changes import changed_before_backward, refuse_changed_by_others
+from lightning_protrain.runtime.param import changed_before_backward, refuse_changed_by_others
 
 
 def slot(**given: Any) -> Any:

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import Plan, check_plan, chunk_offsets
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.model import profile_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelLayout, castable
+from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.guard import below_guard
-from lightning_protrain.runtime.slot import Slot
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.param import Slot
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, preset

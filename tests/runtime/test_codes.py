@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.runtime import codes, moments
-from lightning_protrain.runtime.codes import tables_of
-from lightning_protrain.runtime.moments import Cut
+from lightning_protrain.runtime.optim import adam8bit
+from lightning_protrain.runtime.optim.adam8bit import Cut, tables_of
 from tests.runtime.test_moments import assert_as_the_library, values
 
 
@@ -19,18 +18,18 @@ def content(signed: bool = True) -> bytes:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_agree_on_both_sides_of_every_step(signed: bool) -> None:
     """Every float beside the begin of a place, in blocks whose largest is one."""
-    low = codes._lowest()
+    low = adam8bit._lowest()
     orders = torch.cat([low + by for by in (-2, -1, 0, 1)])
-    quotients = codes._from_order(orders.clamp(-codes._ORDER_OF_ONE, codes._ORDER_OF_ONE))
+    quotients = adam8bit._from_order(orders.clamp(-adam8bit._ORDER_OF_ONE, adam8bit._ORDER_OF_ONE))
     blocks = torch.nn.functional.pad(quotients, (0, -quotients.numel() % 255)).view(-1, 255)
     assert_as_the_library(torch.nn.functional.pad(blocks, (1, 0), value=1.0).view(-1), signed)
 
 
 def test_places_begin_where_they_should() -> None:
-    low = codes._lowest()
+    low = adam8bit._lowest()
     assert bool((low[1:] >= low[:-1]).all())
-    begin = codes._from_order(low)
-    before = codes._from_order(low[1:] - 1)
+    begin = adam8bit._from_order(low)
+    before = adam8bit._from_order(low[1:] - 1)
     assert torch.equal(((begin + 1) * 65535).long(), torch.arange(low.numel()))
     assert bool((((before + 1) * 65535).long() < torch.arange(1, low.numel())).all())
 
@@ -39,9 +38,9 @@ def test_places_begin_where_they_should() -> None:
 def test_pairs_are_what_two_codes_mean(signed: bool) -> None:
     tables = tables_of(values(signed))
     assert tables is not None
-    codes = torch.randint(256, (1000,), dtype=torch.uint8)
-    found = tables.pairs[codes.view(torch.uint16).long()].view(torch.float32)
-    assert torch.equal(found, values(signed)[codes.long()])
+    adam8bit = torch.randint(256, (1000,), dtype=torch.uint8)
+    found = tables.pairs[adam8bit.view(torch.uint16).long()].view(torch.float32)
+    assert torch.equal(found, values(signed)[adam8bit.long()])
     assert tables_of(values(signed)) is tables
 
 
@@ -58,13 +57,13 @@ def test_another_quantiser_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None
         middles = (known[1:] + known[:-1]) / 2
         return torch.bucketize(quotients, middles).to(torch.uint8)
 
-    assert codes._tables.__wrapped__(content()) is not None
-    monkeypatch.setattr(codes, "_codes_of", nearest)
-    assert codes._tables.__wrapped__(content()) is None
+    assert adam8bit._tables.__wrapped__(content()) is not None
+    monkeypatch.setattr(adam8bit, "_codes_of", nearest)
+    assert adam8bit._tables.__wrapped__(content()) is None
 
 
 def test_another_division_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = moments._quotients
+    real = adam8bit._quotients
 
     def divided(cut: Cut, odd: bool) -> None:
         quotients = cut.blocks / cut.factors
@@ -72,17 +71,17 @@ def test_another_division_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
         ordinary = cut.blocks.isfinite() & quotients.isfinite()
         cut.blocks.copy_(torch.where(ordinary, ((quotients + 1) * 65535).clamp(0, 131070), cut.blocks))
 
-    monkeypatch.setattr(moments, "_quotients", divided)
-    assert codes._tables.__wrapped__(content()) is None
+    monkeypatch.setattr(adam8bit, "_quotients", divided)
+    assert adam8bit._tables.__wrapped__(content()) is None
 
 
 def test_another_default_dtype_changes_no_table() -> None:
     """`precision="bf16-true"` sets it while the model computes, and steps may be taken then."""
-    expected = codes._tables.__wrapped__(content())
-    codes._lowest.cache_clear()
+    expected = adam8bit._tables.__wrapped__(content())
+    adam8bit._lowest.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = codes._tables.__wrapped__(content())
+        found = adam8bit._tables.__wrapped__(content())
     finally:
         torch.set_default_dtype(torch.float32)
     assert expected is not None

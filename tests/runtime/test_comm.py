@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime import attendance
-from lightning_protrain.runtime.attendance import Attendance
-from lightning_protrain.runtime.comm import Communicator, Ranks, find_ranks
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.comm import rank_health
+from lightning_protrain.runtime.comm.collectives import Communicator, Ranks, find_ranks
+from lightning_protrain.runtime.comm.rank_health import Attendance
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.ranks import run_ranks, values
@@ -119,7 +119,7 @@ def _late(rank: int, everybody: bool) -> Any:
     Args:
         everybody: A mistake: whoever waits is taken to wait for all ranks.
     """
-    attendance._EVERY = 0.1
+    rank_health._EVERY = 0.1
     if everybody:
         wait = Attendance.wait
         Attendance.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]

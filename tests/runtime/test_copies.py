@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.guard import below_guard
-from lightning_protrain.runtime.slot import Slot
+from lightning_protrain.runtime.param import Slot
 from tests.runtime.applied import Applied, Net, batches, mean_square
 from tests.runtime.test_chunk_low_precision import autocast, low_layout, low_plan, mixed
 

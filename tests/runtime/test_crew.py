@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_protrain.runtime.crew import Calls, Crew
+from lightning_protrain.runtime.optim.host_step import Calls, Crew
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.early import EarlyFetch
-from lightning_protrain.runtime.guard import Guard
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.access_guard import Guard
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.residency import EarlyFetch
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.plans import half, place

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime import eightbit, moments
-from lightning_protrain.runtime.eightbit import (
+from lightning_protrain.runtime.optim import adam8bit, bnb_optimizers
+from lightning_protrain.runtime.optim.adam8bit import BLOCK
+from lightning_protrain.runtime.optim.bnb_optimizers import (
     OWN_SLOWDOWN,
     SLOWDOWN,
     host_slowdown,
@@ -22,7 +23,6 @@ from lightning_protrain.runtime.eightbit import (
     mean_state_bytes,
     refuse_without_host_step,
 )
-from lightning_protrain.runtime.moments import BLOCK
 from tests.runtime.test_blockwise import OPTIMIZERS, WITH_TABLES, parameters, quiet_and_without_overrides
 
 __all__ = ["quiet_and_without_overrides"]  # Around these tests, too.
@@ -66,15 +66,15 @@ def test_tiles_change_no_bit(kind: str, dtype: torch.dtype) -> None:
 
 def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
-    real = eightbit.Crew.join
+    real = bnb_optimizers.Crew.join
     monkeypatch.setattr(
-        eightbit.Crew, "join", lambda crew, calls, number: (joined.append(number), real(crew, calls, number))[1]
+        bnb_optimizers.Crew, "join", lambda crew, calls, number: (joined.append(number), real(crew, calls, number))[1]
     )
-    monkeypatch.setattr("lightning_protrain.runtime.blockwise._TILES_PER_CALL", 1)
+    monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit._TILES_PER_CALL", 1)
     before, running = torch.get_num_threads(), threading.active_count()
     torch.set_num_threads(3)
     try:
-        assert_same_as_whole("AdamW8bit", (4 * moments.TILE + 5,), (7,))
+        assert_same_as_whole("AdamW8bit", (4 * adam8bit.TILE + 5,), (7,))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -85,9 +85,9 @@ def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) 
 def test_it_takes_as_many_threads_as_the_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as many as there were before: the main thread gets others for the step of host parameters."""
     joined: list[int] = []
-    monkeypatch.setattr(eightbit.Crew, "join", lambda crew, calls, number: joined.append(number))
-    monkeypatch.setattr("lightning_protrain.runtime.blockwise._TILES_PER_CALL", 1)
-    optimizer = bnb.optim.AdamW8bit(parameters((4 * moments.TILE + 5,)))
+    monkeypatch.setattr(bnb_optimizers.Crew, "join", lambda crew, calls, number: joined.append(number))
+    monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit._TILES_PER_CALL", 1)
+    optimizer = bnb.optim.AdamW8bit(parameters((4 * adam8bit.TILE + 5,)))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,7 +147,7 @@ def test_what_a_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [torch.optim.SGD(parameters((8,)))]
     expected = SLOWDOWN if kind in WITH_TABLES else OWN_SLOWDOWN
     assert host_slowdown([*others, OPTIMIZERS[kind](parameters((8,)))]) == expected
-    monkeypatch.setattr(eightbit, "tables_of", lambda values: None)
+    monkeypatch.setattr(bnb_optimizers, "tables_of", lambda values: None)
     assert host_slowdown([OPTIMIZERS[kind](parameters((8,)))]) == OWN_SLOWDOWN
     assert host_slowdown([]) == 1.0
 
@@ -189,7 +189,7 @@ def test_tables_that_are_shared_stay_where_they_are() -> None:
 def test_a_version_without_a_step_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizers = [torch.optim.SGD(parameters((8,))), bnb.optim.Lion8bit(parameters((8,)))]
     refuse_without_host_step(optimizers)
-    monkeypatch.setattr(eightbit, "_KERNEL", "bitsandbytes::dequantize_4bit.out")
+    monkeypatch.setattr(bnb_optimizers, "_KERNEL", "bitsandbytes::dequantize_4bit.out")
     with pytest.raises(ValueError, match="Lion8bit of the installed bitsandbytes has no step"):
         refuse_without_host_step(optimizers)
     refuse_without_host_step(optimizers[:1])

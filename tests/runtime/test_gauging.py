@@ -13,8 +13,7 @@ import torch.distributed as dist
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm import find_ranks
-from lightning_protrain.runtime.gauging import gauge
+from lightning_protrain.runtime.comm.collectives import find_ranks, gauge
 from tests.planner.layouts import layout_of, parameter
 from tests.ranks import run_ranks, values
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.host import PAGE, HostMemory
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import chunk_offsets
-from lightning_protrain.runtime.gradient_memory import GradientMemory
+from lightning_protrain.runtime.grad_offload import GradientMemory
 from tests import plans
 from tests.runtime.applied import Net, applied
 from tests.runtime.overlapped import train

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.runtime.in_flight import InFlight
-from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.grad_offload import InFlight, Landing
+from lightning_protrain.runtime.optim.async_step import Updates
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.guard import NO_VALUES, Guard, below_guard, can_be_watched
+from lightning_protrain.runtime.access_guard import NO_VALUES, Guard, below_guard, can_be_watched
 
 
 class Finish:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_protrain.runtime import hoststep, kernels
-from lightning_protrain.runtime.hoststep import HostStep, Update, hyperparameters
-from lightning_protrain.runtime.kernels import LINE
+from lightning_protrain.runtime.optim import fused, host_step
+from lightning_protrain.runtime.optim.fused import LINE
+from lightning_protrain.runtime.optim.host_step import HostStep, Update, hyperparameters
 
 # The scalar loop of a kernel must have something to differ in: sizes around vectors, cache lines and tiles.
 SIZES = [0, 1, 7, LINE - 1, LINE, LINE + 1, 3 * LINE + 5, 10 * LINE, 1000, 4099]
@@ -41,9 +41,9 @@ OTHERS = ["Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"
 @contextmanager
 def running(threads: int = 2, lines: int = 1, script: bool = True, **options: Any) -> Iterator[HostStep]:
     """Tiles of some cache lines of fp32; `script`: whether TorchScript walks over them."""
-    host = HostStep(threads, tile_bytes=lines * hoststep.LINE * 4, **options)
+    host = HostStep(threads, tile_bytes=lines * host_step.LINE * 4, **options)
     if not script:
-        host._walk = kernels.walk
+        host._walk = fused.walk
     try:
         yield host
     finally:
@@ -139,7 +139,7 @@ def test_equals_a_large_step_of_pytorch_with_any_number_of_threads(
 @pytest.mark.parametrize("script", [True, False])
 def test_tiles_that_end_within_a_vector_would_be_seen(monkeypatch: pytest.MonkeyPatch, script: bool) -> None:
     """The planted bug: the scalar loop at the end of a range rounds differently."""
-    monkeypatch.setattr(hoststep, "LINE", 7)
+    monkeypatch.setattr(host_step, "LINE", 7)
     torch.manual_seed(0)
     peer, ours = both([200_000], AdamW, {}, fused=True)
 
@@ -242,13 +242,13 @@ def test_a_snapshot_does_not_follow_the_group() -> None:
 def own_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of parameters of each step that took the class's own way."""
     calls: list[int] = []
-    own = hoststep._own_step
+    own = host_step._own_step
 
     def noted(optimizer: Optimizer, group: Any, updates: Any) -> None:
         calls.append(len(updates))
         own(optimizer, group, updates)
 
-    monkeypatch.setattr(hoststep, "_own_step", noted)
+    monkeypatch.setattr(host_step, "_own_step", noted)
     return calls
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_protrain.runtime import hoststep
-from lightning_protrain.runtime.hoststep import Given, HostStep, Portion, Steps, Update, hyperparameters
-from lightning_protrain.runtime.kernels import LINE, NO_CLIP, Clip
+from lightning_protrain.runtime.optim import host_step
+from lightning_protrain.runtime.optim.fused import LINE, NO_CLIP, Clip
+from lightning_protrain.runtime.optim.host_step import Given, HostStep, Portion, Steps, Update, hyperparameters
 
 SIZES = st.lists(st.sampled_from([1, LINE, 3 * LINE + 5, 1000]), min_size=0, max_size=3)
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -114,7 +114,7 @@ def test_equals_one_step_of_all(
 
 
 def test_so_many_are_prepared_together_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hoststep, "PREPARED_TOGETHER", 2)
+    monkeypatch.setattr(host_step, "PREPARED_TOGETHER", 2)
     pair, asked = Pair([[10 * (index + 1)] for index in range(5)], AdamW, {}), list[int]()
 
     def ask(index: int) -> Given:

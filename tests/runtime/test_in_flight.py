@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.runtime.in_flight import InFlight
+from lightning_protrain.runtime.grad_offload import InFlight
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
-from lightning_protrain.runtime import hoststep, kernels
-from lightning_protrain.runtime.hoststep import HostStep, Update, hyperparameters
-from lightning_protrain.runtime.kernels import LINE, Clip, Rule
+from lightning_protrain.runtime.optim import fused, host_step
+from lightning_protrain.runtime.optim.fused import LINE, Clip, Rule
+from lightning_protrain.runtime.optim.host_step import HostStep, Update, hyperparameters
 
 CLASSES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {}),
@@ -53,7 +53,7 @@ def test_the_rule_of_a_group(name: str, optimizer: type[Optimizer], states: tupl
 @pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_mul_"])
 def test_torchscript_drops_no_kernel(name: str) -> None:
     """It takes a kernel whose lists nobody reads for dead code, and then nothing is ever stepped."""
-    script = kernels.without_lock(kernels.walk)
+    script = fused.without_lock(fused.walk)
     assert f"aten::{name}(" in str(script.inlined_graph)  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ def test_gradients_are_clipped_in_place(
     optimizer, peer = kind(ours, lr=0.01, **options), kind(theirs, lr=0.01, **plain)
     host = HostStep(2 if layout == "two threads" else 1, tile_bytes=(4096 if layout == "large tiles" else LINE) * 4)
     if layout == "without TorchScript":
-        host._walk = kernels.walk
+        host._walk = fused.walk
     try:
         for _ in range(2):
             clipping, updates = CLIPS[clip](), []
@@ -166,7 +166,7 @@ def test_a_sparse_gradient_is_scaled_in_a_pass_of_its_own() -> None:
 @pytest.mark.parametrize("bug", ["twice", "never"])
 def test_a_wrong_number_of_scalings_would_be_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bugs."""
-    own, ours = kernels.Clip.arguments.fget, nn.Parameter(torch.ones(3 * LINE))  # type: ignore[attr-defined]
+    own, ours = fused.Clip.arguments.fget, nn.Parameter(torch.ones(3 * LINE))  # type: ignore[attr-defined]
     monkeypatch.setattr(Clip, "arguments", property(lambda self: (own(self)[0], own(self)[1] * (2 * (bug == "twice")))))
     gradient, optimizer = torch.full_like(ours, 4.0), SGD([ours], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
@@ -222,7 +222,7 @@ def test_what_is_changed_between_steps_counts(
     ours = [nn.Parameter(torch.randn(size)) for size in (1000, 77, 5000)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizer, peer = AdamW(ours, lr=0.01), AdamW(theirs, lr=0.01, fused=True)
-    host = HostStep(threads, tile_bytes=hoststep.LINE * 4)
+    host = HostStep(threads, tile_bytes=host_step.LINE * 4)
     try:
         for step in range(4):
             gradients = [torch.randn_like(parameter).to(dtype) for parameter in ours]

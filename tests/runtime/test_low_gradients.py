@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.low_gradients import LowGradient
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train

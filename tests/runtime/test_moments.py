@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.runtime.codes import tables_of
-from lightning_protrain.runtime.moments import BLOCK, Settings, quantise
+from lightning_protrain.runtime.optim.adam8bit import BLOCK, Settings, quantise, tables_of
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 5e-41, 2.9e-39, 3e-39, 1e-20, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
 

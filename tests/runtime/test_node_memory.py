@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_protrain.host import PAGE, HostMemory
-from lightning_protrain.runtime import node_memory
-from lightning_protrain.runtime.node_memory import NodeMemory, open_node_memory, pages
+from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.runtime.comm import shared_memory
+from lightning_protrain.runtime.comm.shared_memory import NodeMemory, open_node_memory, pages
 from tests.ranks import kill_this_rank, run_ranks, values
 
 SHAPES = ((300, 7), (1,), (0, 4), (64, 64))
@@ -205,10 +205,10 @@ def _refusals(rank: int, folder: Path) -> list[str]:
     found.append(attempt(folder))
     patch.setattr(os, "truncate", lambda *args: os.rmdir("missing"))
     found.append(attempt(folder))
-    patch.setattr(node_memory.tempfile, "mkstemp", lambda **options: os.open("missing", os.O_RDWR))
+    patch.setattr(shared_memory.tempfile, "mkstemp", lambda **options: os.open("missing", os.O_RDWR))
     found.append(attempt(folder))
     if rank == 1:
-        patch.setattr(node_memory, "_open", lambda path, first=node_memory._open: first(path + "-elsewhere"))
+        patch.setattr(shared_memory, "_open", lambda path, first=shared_memory._open: first(path + "-elsewhere"))
     found.append(attempt(folder))
     dist.barrier()
     return [*found, *(path.name for path in folder.iterdir() if path.name.startswith("protrain-"))]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.low_gradients import LowGradient
-from lightning_protrain.runtime.norms import NormScratch, bound_norm, take_norms, total_norm
+from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.optim.step import NormScratch, bound_norm, take_norms, total_norm
 
 NUM_RANKS = 3
 

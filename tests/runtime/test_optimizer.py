@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_protrain.runtime.optimizer import (
+from lightning_protrain.runtime.optim.step import (
     ASSUMED_STATE_BYTES,
     check_one_device,
     fused_host_step,

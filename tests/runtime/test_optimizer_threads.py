@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.optimizer import fused_host_step
+from lightning_protrain.runtime.optim.step import fused_host_step
 
 MANY = 3
 pytestmark = pytest.mark.usefixtures("one_thread")

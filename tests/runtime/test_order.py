@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.order import Order
-from lightning_protrain.runtime.unit import Unit
+from lightning_protrain.runtime.block import Order, Unit
 
 UNITS = [Unit(str(index), nn.Identity(), (index,), (), BlockPolicy.KEEP) for index in range(4)]
 RUNS = st.lists(st.sampled_from(UNITS), max_size=8)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_protrain.host import PAGE, HostMemory
+from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
-from lightning_protrain.runtime import owners
-from lightning_protrain.runtime.owners import assign_owners, share_chunks, shared_bytes
+from lightning_protrain.runtime.comm import shared_memory
+from lightning_protrain.runtime.comm.shared_memory import assign_owners, share_chunks, shared_bytes
 
 CHUNKS = st.lists(st.lists(st.integers(0, 10_000), max_size=7), max_size=7)
 
@@ -72,7 +72,7 @@ def _chunk(nbytes: int, *names: str, streamed: str | None = None) -> ChunkPlan:
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "open_node_memory", _Room)
+    monkeypatch.setattr(shared_memory, "open_node_memory", _Room)
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 300, "b": 200, "c": 2000}.items()}
     chunks = (_chunk(2560, "a", "b"), _chunk(4096, "c", streamed="bfloat16"))
     ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2)

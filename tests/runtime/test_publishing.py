@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.guard import Guard
-from lightning_protrain.runtime.publishing import Publishing
+from lightning_protrain.runtime.access_guard import Guard
+from lightning_protrain.runtime.comm.step_sync import Publishing
 
 
 class Turns:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime.reduction import Reduction, _Region
-from lightning_protrain.runtime.slot import Slot
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.comm.reduce import Reduction, _Region
+from lightning_protrain.runtime.param import Slot
 from tests.runtime.sending import Communicator, Copies, Network
 
 CPU = CPUDevice(torch.device("cpu"))

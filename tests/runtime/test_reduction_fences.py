@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime.reduction import _Bucket
+from lightning_protrain.runtime.comm.reduce import _Bucket
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.sending import Network

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.chunk import ChunkState
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.gradients import Landing
+from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.prefetch_schedule import Timeline
 from lightning_protrain.runtime.residency import Residency
-from lightning_protrain.runtime.schedule import Timeline
 from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, mean_square, train
 from tests.runtime.cases import CASES
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_protrain.runtime.schedule import NEVER, Capacity, Timeline, choose_evictions, choose_prefetch
+from lightning_protrain.runtime.prefetch_schedule import NEVER, Capacity, Timeline, choose_evictions, choose_prefetch
 
 Needs = list[tuple[int, ...]]
 

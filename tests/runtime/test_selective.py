@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime import selective
+from lightning_protrain.runtime import recompute
 from lightning_protrain.runtime.recompute import checkpoint
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
 
@@ -138,14 +138,14 @@ def test_products_are_let_go_when_they_have_been_found() -> None:
             return gradient
 
     alive: list[int] = []
-    keep = selective.Products.keep
+    keep = recompute.Products.keep
 
-    def keeping(self: selective.Products, func: Any, made: Any) -> None:
+    def keeping(self: recompute.Products, func: Any, made: Any) -> None:
         keep(self, func, made)
         kept.append(weakref.ref(self._made[-1][1].tensor))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selective.Products, "keep", keeping)
+        patch.setattr(recompute.Products, "keep", keeping)
         output = run(lambda x: (Seen.apply((x @ weight).exp()) @ weight).exp(), leaf(4, WIDTH))
         assert [reference() is not None for reference in kept] == [True, True]
         output.sum().backward()

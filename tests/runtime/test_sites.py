@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.companions import packed_nbytes
+from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.quantised import LAYERS, AdaptedBlock, build

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.device import CPUDevice, Device
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import CPUDevice, Device
+from lightning_protrain.device.host import PAGE
 from lightning_protrain.runtime import swap
-from lightning_protrain.runtime.slabs import CallSlabs, SlabPool
+from lightning_protrain.runtime.swap import CallSlabs, SlabPool
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import WIDTH, Applied, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.slot import Site, Slot
+from lightning_protrain.runtime.param import Site, Slot
 
 
 def test_a_site_keeps_what_the_user_has_put_there() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.swap import ActivationSwap

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.device import StreamDevice
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import StreamDevice
+from lightning_protrain.device.host import PAGE
 from lightning_protrain.runtime import swap
-from lightning_protrain.runtime.slabs import CallSlabs, Slab, SlabPool
-from lightning_protrain.runtime.swap import ActivationSwap
+from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, mean_square

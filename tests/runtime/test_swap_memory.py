@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaModel
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.host import PAGE
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.hooks import find_tensors

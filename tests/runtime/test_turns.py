@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.runtime.owners import num_counters
-from lightning_protrain.runtime.turns import Turns
+from lightning_protrain.runtime.comm.shared_memory import num_counters
+from lightning_protrain.runtime.comm.step_sync import Turns
 
 # Three chunks: one that both of two ranks own, one of rank 0, one of rank 1.
 OWNERS = [(0, 1, 0), (0,), (1,)]

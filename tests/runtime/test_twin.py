@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from lightning_protrain.runtime.guard import below_guard
-from lightning_protrain.runtime.twin import CASTS, LowTwin, Twin, Uses, low_class
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.low_precision import CASTS, LowTwin, Twin, Uses, low_class
 from tests.models import HAS_BF16_LSTM
 
 BF16 = torch.bfloat16

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_protrain.strategy import ProTrainStrategy
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 SIZES = {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": 128}
 # Blocks that are checkpointed, and that are swapped.

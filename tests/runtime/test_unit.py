@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.slot import Site, Slot
-from lightning_protrain.runtime.unit import Unit
+from lightning_protrain.runtime.block import Unit
+from lightning_protrain.runtime.param import Site, Slot
 
 
 def slot_of(parameter: nn.Parameter, fqn: str = "weight") -> Slot:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice, Device
+from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.hoststep import Portion, Steps
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.host_step import Portion, Steps
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
 from tests.runtime.cases import CASES

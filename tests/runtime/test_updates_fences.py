@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.device import StreamDevice
+from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import swap
-from lightning_protrain.runtime.early import EarlyFetch
+from lightning_protrain.runtime.access_guard import Guard
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.gradients import Landing
-from lightning_protrain.runtime.guard import Guard
-from lightning_protrain.runtime.hoststep import Steps
-from lightning_protrain.runtime.updates import Overlap, Updates
+from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.optim.async_step import Overlap, Updates
+from lightning_protrain.runtime.optim.host_step import Steps
+from lightning_protrain.runtime.residency import EarlyFetch
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, place

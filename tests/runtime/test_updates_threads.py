@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import CPUDevice
-from lightning_protrain.runtime.slot import Slot
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.param import Slot
 from tests.plans import place
 from tests.runtime.applied import Net, applied, differences
 from tests.runtime.overlapped import train

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_protrain.runtime.views import dense_like, in_block, in_storage
+from lightning_protrain.runtime.param import dense_like, in_block, in_storage
 
 SHAPES = [(), (3,), (2, 3), (0, 4), (2, 1, 3)]
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime import turns
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.attendance import Attendance
-from lightning_protrain.runtime.comm import Ranks
-from lightning_protrain.runtime.optimizer import fused_host_step
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.comm import step_sync
+from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.rank_health import Attendance
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.simulation.collectives import SimulatedGroup
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.network import SimulatedNetwork
@@ -230,7 +230,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         own = _OfThread(network)
         patch.setattr(dist, "all_gather_object", own.all_gather_object)
-        patch.setattr(turns, "HostWorker", own.new_worker)
+        patch.setattr(step_sync, "HostWorker", own.new_worker)
 
         def run(rank: int) -> Trained:
             own.rank = rank

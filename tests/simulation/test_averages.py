@@ -13,12 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_protrain.device import StreamDevice
+from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime import reduction
-from lightning_protrain.runtime.comm import Communicator
-from lightning_protrain.runtime.reduction import Reduction
-from lightning_protrain.runtime.updates import Overlap
+from lightning_protrain.runtime.comm import reduce
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.comm.reduce import Reduction
+from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.simulation.device import Rates
 from lightning_protrain.simulation.streams import RaceError, SimulatedStream
 from tests.plans import alternating, half, place
@@ -75,7 +75,7 @@ def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: in
 
 
 BEGIN, END, SEND, LAND = Communicator.begin, Communicator.end, Reduction._send, Reduction._land
-INIT, WAIT_STREAM = reduction._Region.__init__, SimulatedStream.wait_stream
+INIT, WAIT_STREAM = reduce._Region.__init__, SimulatedStream.wait_stream
 
 
 def follows_nobody(self: SimulatedStream, other: SimulatedStream) -> None:
@@ -122,7 +122,7 @@ def frees_what_is_sent(self: Reduction, index: int) -> None:
         self._device.resize(region.sent.untyped_storage(), 0)
 
 
-def adds_before_it_is_there(self: reduction._Bucket, slot: Any, gradient: Tensor) -> None:
+def adds_before_it_is_there(self: reduce._Bucket, slot: Any, gradient: Tensor) -> None:
     view = self._places[slot].view(slot)
     view.copy_(view + gradient if slot in self.filled else gradient)
     self.filled.add(slot)
@@ -233,21 +233,21 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         "compute writes in resize what everyone wrote in all_reduce",
     ),
     "older gradients that are added to before they are there": (
-        reduction._Bucket,
+        reduce._Bucket,
         "add",
         adds_before_it_is_there,
         Case(accumulate=3),
         "compute reads in .* what up wrote in copy",
     ),
     "older gradients that are sent before they are there": (
-        reduction._Bucket,
+        reduce._Bucket,
         "wait",
         lambda self: None,
         Case(accumulate=3),
         "compute .* what up wrote in copy",
     ),
     "a bucket in memory that is being sent": (
-        reduction._Region,
+        reduce._Region,
         "__init__",
         takes_the_same_memory,
         Case(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device import StreamDevice
+from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model

@@ -21,7 +21,7 @@ from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.runtime.updates import Updates
+from lightning_protrain.runtime.optim.async_step import Updates
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,

@@ -37,11 +37,11 @@ from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScor
 from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, installed_io, prepare_folder
 from lightning_protrain.callbacks.trainer_events import accumulates, is_fast_dev_run, validates
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, find_checkpoints, lineage_of, newest_good
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 from lightning_protrain.distributed.ranks import refuse_unequal
-from lightning_protrain.profiler.limits import free_host_bytes
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):

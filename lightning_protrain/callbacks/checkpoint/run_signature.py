@@ -16,7 +16,7 @@ from lightning_protrain.checkpoint.serialize import flat_bytes
 
 # Steps at which a schedule that is nothing but a function is asked for its factor.
 _ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
-# What a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in companions.py.
+# What a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in device/quant_state.py.
 _COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_HASHED_BYTES = 64 << 20
 

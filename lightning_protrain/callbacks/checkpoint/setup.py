@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.save import aligned
 from lightning_protrain.checkpoint.serialize import DTYPES
-from lightning_protrain.checkpoint_io import ProTrainCheckpointIO
 
 DEFAULT_RUN = "run"
 

@@ -1,0 +1,200 @@
+"""Evaluation on several ranks: each sample counts once, and ranks that run out go on without counting.
+
+[Note: Each sample once]
+Lightning deals the samples of an evaluation out by a `DistributedSampler`, which repeats some until all ranks have as
+many, and a mean counts those twice. Here a rank leaves the repeated sample out. Where it would then have a batch less
+than another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives, and
+nothing of it counts. What the step logs, adds to metrics or keeps in the module is put back, and no batch hooks run.
+
+[Note: Forwards together]
+Where ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch which
+loader it is from, and a rank that has none left attends with a batch that it has had. So ranks may have any data.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torchmetrics import Metric
+
+from lightning_protrain.runtime.comm.collectives import Ranks
+
+# Attributes of a module whose content is put back, and those in which modules keep weights and hooks.
+_PLAIN, _TABLES = (list, dict, set), vars(nn.Module()).keys()
+# Stands for a loader behind the last one.
+_NO_LOADER = 1 << 30
+
+
+class EachOnce(Sampler[Any]):
+    """Indices of one rank without those that a `DistributedSampler` repeats, see [Note: Each sample once].
+
+    Args:
+        sampler: Deals out the samples.
+        batch_size: Samples of a batch.
+        drop_last: Whether a last batch of fewer samples is left out.
+
+    Attributes:
+        attends: Whether the last batch is there for the other ranks alone.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
+        self.sampler = sampler
+        total: int = len(sampler.dataset)  # type: ignore[arg-type]
+        own, most = len(range(sampler.rank, total, sampler.num_replicas)), -(-total // sampler.num_replicas)
+        add = 0 if drop_last else batch_size - 1
+        self.attends = (own + add) // batch_size < (most + add) // batch_size
+        self._length = most if self.attends else own
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self.sampler)[: self._length]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as the sampler does it in an epoch."""
+        self.sampler.set_epoch(epoch)
+
+
+def each_once(loader: Any, trainer: Trainer) -> Any:
+    """Return a loader of validation or test without the samples that its `DistributedSampler` repeats."""
+    stage = trainer.state.stage
+    if not isinstance(loader, DataLoader) or stage is None or not stage.evaluating:
+        return loader
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    size = 1 if batches is None else getattr(batches, "batch_size", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or not isinstance(size, int):
+        return loader
+    if len(sampler.dataset) % sampler.num_replicas == 0:  # type: ignore[arg-type]
+        return loader
+    return _update_dataloader(loader, EachOnce(sampler, size, getattr(batches, "drop_last", False)), stage)
+
+
+class _Together:
+    """Gives batches as long as any rank has one, see [Note: Forwards together].
+
+    Args:
+        fetcher: Gives the batches of this rank.
+        ranks: Who takes part.
+
+    Attributes:
+        attends: Whether the batch that was given last is there for the other ranks alone.
+    """
+
+    def __init__(self, fetcher: _DataFetcher, ranks: Ranks) -> None:
+        self._fetcher, self._ranks = fetcher, ranks
+        self._next: tuple[Any, int, int] | None = None
+        self._batch: Any = None
+        self._has_ended = False
+        self.attends = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._next is None and not self._has_ended:
+            self._next = next(self._fetcher, None)
+            self._has_ended = self._next is None
+            self._batch = self._batch if self._next is None else self._next[0]
+        mine = _NO_LOADER if self._next is None else self._next[2]
+        told = torch.tensor([mine])
+        work = dist.all_reduce(told, dist.ReduceOp.MIN, group=self._ranks.meeting, async_op=True)
+        self._ranks.attendance.wait(work, "the next batch of an evaluation")
+        loader = int(told)
+        if loader == _NO_LOADER:
+            raise StopIteration
+        self.attends = loader != mine
+        if self._next is not None and not self.attends:
+            found, self._next = self._next, None
+            return found
+        if self._batch is None:
+            raise ValueError(
+                f"Rank {self._ranks.rank} has no batch at all, and all ranks make forwards together. Give every rank "
+                "data."
+            )
+        return self._batch, 0, loader
+
+
+def evaluate_each_once(trainer: Trainer, together: Ranks | None) -> None:
+    """Let batches that do not count run aside in the evaluation that begins; `evaluate_as_ever` ends it.
+
+    Args:
+        trainer: That validates, tests or predicts.
+        together: Who makes forwards together; None: every rank for itself.
+    """
+    loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+        loop._data_fetcher = _Together(loop._data_fetcher, together)
+    name = "_predict_step" if trainer.predicting else "_evaluation_step"
+    setattr(loop, name, functools.partial(_step, loop, getattr(type(loop), name)))
+
+
+def evaluate_as_ever(trainer: Trainer) -> None:
+    """Give the loops of a Trainer their own steps back."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        vars(loop).pop("_evaluation_step", None)
+    vars(trainer.predict_loop).pop("_predict_step", None)
+
+
+def _step(loop: Any, own: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+    """Run one step of an evaluation, aside if its batch does not count."""
+    loader = loop._combined_loader.flattened[dataloader_idx]
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    is_last = isinstance(sampler, EachOnce) and sampler.attends and batch_idx == len(loader) - 1
+    fetcher = loop._data_fetcher
+    if dataloader_iter is not None or not (is_last or (isinstance(fetcher, _Together) and fetcher.attends)):
+        own(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+        return
+    trainer = loop.trainer
+    module, log = trainer.lightning_module, trainer._logger_connector
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
+    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+    several = len(loop._combined_loader.flattened) > 1 and loop._combined_loader._mode == "sequential"
+    place = dataloader_idx if several else None
+    name = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
+    arguments = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, batch_idx, place), name)
+    if not trainer.predicting:
+        log.on_batch_start(batch, place)
+    with _uncounted(module, {} if trainer._results is None else trainer._results):
+        call._call_strategy_hook(trainer, name, *arguments)
+    if not trainer.predicting:
+        log.on_batch_end()
+
+
+@contextmanager
+def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[None]:
+    """Put back what a step logs, what metrics have of it, and what it changes in attributes of the module.
+
+    A value that was never logged before is there afterwards, of no samples: at the end all ranks reduce it.
+    """
+    held, logged = dict(vars(module)), dict(results)
+    contents = [(each, copy.copy(each)) for name, each in held.items() if type(each) in _PLAIN and name not in _TABLES]
+    metrics = [*(each for each in module.modules() if isinstance(each, Metric)), *results.values()]
+    states = [(vars(metric), dict(vars(metric))) for metric in metrics]
+    for metric in metrics:
+        for name in metric._defaults:  # Metrics may add to their states in place.
+            value = vars(metric)[name]
+            vars(metric)[name] = value.clone() if isinstance(value, Tensor) else list(value)
+    try:
+        yield
+    finally:
+        for now, before in [(vars(module), held), *states, *contents]:
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(before)
+    for name, metric in results.items():
+        if name not in logged and metric.is_tensor:
+            metric.reset()
+            metric.has_reset = False

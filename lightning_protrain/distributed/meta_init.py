@@ -1,0 +1,269 @@
+"""Models of which one rank of a machine has the values, and the others names and shapes until weights are placed.
+
+[Note: Outlines]
+Ranks that share their offloaded weights need one of them to load a model. The others make an *outline* of it: the same
+modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans, and
+nobody takes a tensor without values for one with them: what reads it raises. When all ranks have the plan, an outline
+gets memory. Parameters stay the objects that optimizers and hooks know; pages of theirs that nobody writes to take no
+memory, so what the ranks share costs none before it is the shared one, and only the rest is sent by rank 0.
+
+Two other ways are no better. Ranks that each read their own part read what transformers makes of several tensors (the
+experts of a layer, tied weights, new rows of an embedding) more than once, and draw other random numbers. Files that
+are mapped by all are shared only where nothing is cast, and the mapped pages count beside the weights.
+
+[Note: Returned memory]
+glibc keeps what is freed below a threshold, which grows with what a process frees, up to 32 MiB. While weights are
+loaded the threshold is held low, so each larger tensor is mapped by itself, and goes back to the system when it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from lightning_protrain.device.quant_state import attach_companions, has_companions, place_companions
+from lightning_protrain.distributed.ddp import broadcast_weights
+from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.ranks import gather
+from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.param import dense_like
+
+T = TypeVar("T")
+# Of glibc's `mallopt`: numbers of parameters, and what they become in the end in a process that frees large blocks.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_THRESHOLD = 32 << 20
+# From this size on a tensor is mapped for itself while weights are loaded.
+_OWN_MAP_BYTES = 256 << 10
+
+
+class _Place(NamedTuple):
+    """A tensor of a model, and where it is.
+
+    Attributes:
+        name: Fully qualified.
+        tensor: A parameter, a buffer, or what a module keeps as an attribute.
+        put: Puts another tensor there; None: it is a parameter.
+    """
+
+    name: str
+    tensor: Tensor
+    put: Callable[[Tensor], None] | None = None
+
+
+class _Form(NamedTuple):
+    """What a tensor is but for its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        """Host memory for it."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+
+
+@contextmanager
+def returning_memory() -> Iterator[None]:
+    """Tensors that are made within it give their memory back when they die, see [Note: Returned memory]."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _OWN_MAP_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
+
+
+def load_on_first(ranks: Ranks, load: Callable[[], T], outline: Callable[[], T]) -> T:
+    """What the first rank of a machine loads, on its others an outline; every rank calls it, see [Note: Outlines].
+
+    Ranks that begin with the same random state end with the same one, as if all had loaded.
+
+    Args:
+        ranks: Who they are.
+        load: Makes it with values.
+        outline: Makes it without; the default device is meta while it does.
+
+    Raises:
+        RuntimeError: It failed on another rank.
+    """
+    first, before = ranks.local_rank == 0, torch.get_rng_state()
+    with failing_together("Looking at the weights"):
+        if not first:
+            with torch.device("meta"):
+                made = outline()
+    with failing_together("Loading the weights"):
+        if first:
+            made = load()
+    states = gather((before, torch.get_rng_state()), "the random states of the other ranks")
+    began, ended = states[ranks.first_of_node]
+    torch.set_rng_state(ended if torch.equal(began, before) else states[ranks.rank][1])
+    return made
+
+
+def find_waiting(model: nn.Module, ranks: Ranks) -> frozenset[str]:
+    """Names of tensors that some rank has no values of; every rank calls it.
+
+    Raises:
+        ValueError: The first rank of a machine has none of a parameter; raised on all.
+    """
+    everywhere = gather(
+        [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
+        "the names of weights that the other ranks lack",
+    )
+    firsts = range(0, ranks.world_size, ranks.local_size)
+    for rank in firsts:
+        lacks = next((name for name, is_parameter in everywhere[rank] if is_parameter), None)
+        if lacks is not None:
+            raise ValueError(
+                f"{lacks!r} is on the meta device on rank {rank}, the first of its machine: it has no values to train. "
+                "Load or initialise the weights in `configure_model` before fit, at least on that rank."
+            )
+    nowhere = {name for rank in firsts for name, _ in everywhere[rank]}
+    return frozenset(name for names in everywhere for name, _ in names if name not in nowhere)
+
+
+def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
+    """Gives tensors without values host memory; every rank calls it.
+
+    Args:
+        model: The same on all ranks.
+        waiting: What `find_waiting` found.
+
+    Returns:
+        Names of those that have got it on this rank.
+
+    Raises:
+        ValueError: Another tensor looks at the memory that a parameter does not have yet.
+    """
+    places = [place for place in _places(model) if place.name in waiting]
+    forms: dict[str, _Form] = gather({place.name: _form_of(place.tensor) for place in places})[0]
+    with failing_together("Making room for weights"):
+        given: dict[int, Tensor] = {}
+        for place in places:
+            form = forms[place.name]
+            if place.put is not None and place.tensor.is_meta:
+                place.put(given.setdefault(id(place.tensor), form.empty()))
+        made = {place.name for place in places if place.put is None and place.tensor.is_meta}
+        for place in places:
+            if place.name in made:
+                _give_memory(place.name, place.tensor, forms[place.name])
+        _follow_weights(model)
+    return made
+
+
+def send_values(
+    model: nn.Module,
+    ranks: Ranks,
+    waiting: Collection[str],
+    device: torch.device,
+    shared: Collection[str] = (),
+    resident: Collection[str] = (),
+    own: Collection[str] = (),
+) -> None:
+    """All ranks get the weights and buffers that rank 0 has; every rank calls it.
+
+    Args:
+        model: The same on all ranks.
+        ranks: Who they are.
+        waiting: What `find_waiting` found.
+        device: Of this rank.
+        shared: Names of parameters that the ranks of a machine will have from its first, so only this one needs them.
+        resident: Names of parameters that are needed on the device only.
+        own: Names of parameters and buffers that each rank or machine has of its own, and keeps.
+    """
+    made = make_room(model, waiting) if waiting else set()
+    for fqn, parameter in model.named_parameters():
+        if fqn not in own and (fqn in waiting or not has_companions(parameter)):
+            if fqn not in shared:
+                broadcast_weights([parameter])
+            elif ranks.peers is not None and ranks.local_rank == 0:
+                broadcast_weights([parameter], ranks.peers)
+        if fqn in waiting:
+            broadcast_weights(_companions_of(parameter))
+        if fqn in made and fqn in resident and not has_companions(parameter) and device.type != "cpu":
+            parameter.data = parameter.detach().to(device)
+    broadcast_weights([buffer for name, buffer in model.named_buffers() if name not in own])
+    others = [place for place in _places(model) if place.name in waiting and place.put is not None]
+    broadcast_weights([place.tensor for place in others])
+
+
+def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
+    """Give all ranks what modules of rank 0 keep in buffers and in attributes; every rank calls it after `make_room`.
+
+    Args:
+        model: The same on all ranks.
+        waiting: What `find_waiting` found.
+    """
+    others = [place for place in _places(model) if place.name in waiting and place.put is not None]
+    broadcast_weights([place.tensor for place in others])
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Every parameter, then every buffer, then what modules keep in attributes."""
+    for fqn, parameter in model.named_parameters():
+        yield _Place(fqn, parameter)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield _Place(f"{path}.{name}", buffer, partial(module._buffers.__setitem__, name))
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield _Place(f"{path}.{name}", value, partial(vars(module).__setitem__, name))
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    dense = dense_like(tensor)
+    return _Form(tuple(dense.shape), dense.stride(), dense.dtype)
+
+
+def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
+    """Puts a parameter into host memory; it stays the same object, with its hooks."""
+    own = _form_of(parameter)
+    if (own.shape, own.dtype) != (form.shape, form.dtype):
+        raise ValueError(
+            f"{fqn!r} is {own.dtype}{list(own.shape)} on this rank and {form.dtype}{list(form.shape)} on rank 0. All "
+            "ranks must build the same model."
+        )
+    new: Any = torch.Tensor._make_subclass(type(parameter), form.empty(), parameter.requires_grad)
+    vars(new).update(vars(parameter))
+    attach_companions(parameter, new, lambda _, like: _form_of(like).empty())
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    try:
+        swap_tensors(parameter, new)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{fqn!r} is on the meta device, and something else looks at its memory or refers to it weakly: it cannot "
+            "be given any. Keep no views of weights before fit, or load them on this rank."
+        ) from error
+    # Autograd has the hooks by the tensor that was exchanged.
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+
+
+def _follow_weights(model: nn.Module) -> None:
+    """Layers of four bits know the scales of their weight by themselves, too."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and "quant_state" in vars(module) and "quant_state" in vars(weight):
+            vars(module)["quant_state"] = vars(weight)["quant_state"]
+
+
+def _companions_of(parameter: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def look(_: int, tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    place_companions(parameter, look)
+    return found

@@ -1,0 +1,301 @@
+"""How ranks meet: what they must have in common, before each batch, and when one is gone or told to end.
+
+[Note: Behind the last batch]
+A rank that has trained its last batch goes on to what users do there: metrics of a validation, hooks at the end of the
+epoch. These gather values by collectives of their own, and a rank that has more batches would never join them: both
+would wait until the process group gives up. So ranks meet first, where the one that trains on is named.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import version
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_protrain.distributed.ranks import gather
+from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.rank_health import naming_wait
+
+
+class SigtermNote:
+    """What a run's handler of SIGTERM leaves for those that ask.
+
+    Lightning's own handler talks to the other ranks in the middle of whatever is being done, and waits until they
+    answer, which they do not; and it ends the rank that has heard the signal after its batch, while others go on.
+
+    Attributes:
+        received: Whether this rank has been told to end, since it waits for others.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._waits = False
+        self._trainer: Trainer | None = None
+
+    def listen(self, trainer: Trainer) -> None:
+        """Before a run puts in its handlers: this one is among them, in the place of Lightning's."""
+        self.received = self._waits = False
+        self._trainer = trainer
+        trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
+
+    def wait_for_others(self) -> None:
+        """From here on this rank ends when all do; before, Lightning ends it."""
+        self._waits = True
+
+    def close(self) -> None:
+        """After a run: its Trainer is as it was."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+    def _note(self, signum: int, _: FrameType) -> None:
+        assert self._trainer is not None
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not (self.received or self._trainer.received_sigterm):
+            launcher.kill(signum)  # Processes that this one has started.
+        if self._waits:
+            self.received = True
+        else:
+            self._trainer._signal_connector.received_sigterm = True
+
+
+def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
+    """Lets a rank meet others in the fit that begins; see [Note: Behind the last batch].
+
+    Args:
+        trainer: That fits.
+        before_batch: Called before each batch.
+        meet: Called with the place, behind the last batch of an epoch.
+    """
+    loop = trainer.fit_loop
+    # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
+    loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+    loop.on_advance_end = functools.partial(_end_epoch, loop, meet)  # type: ignore[method-assign]
+
+
+def meet_no_more(trainer: Trainer) -> None:
+    """After a fit: its loops are as they were."""
+    vars(trainer.fit_loop).pop("on_advance_end", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def validation_place(trainer: Trainer) -> str:
+    """Where a rank is that begins to validate; empty: not within a fit, or before its first batch."""
+    if not trainer.validating or trainer.state.fn != TrainerFn.FITTING:
+        return ""
+    trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return f"validation after batch {trained} of epoch {trainer.current_epoch}"
+
+
+def length_is_known(trainer: Trainer) -> bool:
+    """Whether all loaders of a fit that has begun say how many batches they have; a limit says it of none."""
+    loaders = trainer.fit_loop._combined_loader
+    assert loaders is not None
+    return all(sized_len(each) is not None for each in loaders.flattened)
+
+
+def _end_epoch(loop: _FitLoop, meet: Callable[[str], object]) -> None:
+    meet(f"the end of epoch {loop.trainer.current_epoch}")
+    type(loop).on_advance_end(loop)
+
+
+def refuse_others(
+    layout: ModelLayout,
+    device_type: str,
+    precision: str,
+    choice: Plan | str = "auto",
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Every rank calls it with what it trains, and with what.
+
+    Raises:
+        ValueError: Some rank has something else than rank 0; raised on all.
+    """
+    refuse_differences(describe_rank(device_type, precision, choice))
+    kinds = {True: "trained", False: "frozen"}
+    refuse_other_models(
+        {info.fqn: f"{info.dtype}{list(info.shape)}, {kinds[info.trainable]}" for info in layout.parameters}
+    )
+    refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
+
+
+def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
+    """What this rank trains with: equal on all ranks that may train together."""
+    plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
+    return {
+        "versions": _versions(),
+        "device types": device_type,
+        "precisions": precision,
+        "choices of a plan": plan,
+    }
+
+
+def _describe_optimizer(optimizer: Optimizer) -> str:
+    """Its class and what it does with each group of parameters; of objects that are no values nothing is known."""
+    plain = int | float | str | tuple | None
+    groups = (
+        {name: value for name, value in group.items() if isinstance(value, plain)}
+        | {"parameters": len(group["params"])}
+        for group in optimizer.param_groups
+    )
+    return f"{type(optimizer).__name__} with {', '.join(map(repr, groups))}"
+
+
+def refuse_other_models(mine: Mapping[str, str]) -> None:
+    """Every rank calls it with what its model consists of.
+
+    Args:
+        mine: By names of its tensors, in order, what each of them is.
+
+    Raises:
+        ValueError: Some rank has others than rank 0; raised on all, with the first one.
+    """
+    if (
+        len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), "the models of the other ranks")))
+        == 1
+    ):
+        return
+    first, *others = gather(dict(mine))
+    for rank, other in enumerate(others, 1):
+        if [*other.items()] != [*first.items()]:
+            every = {**first, **other}
+            names = [name for name in every if first.get(name) != other.get(name)]
+            here, there = (
+                f"{names[0]!r} is {of[names[0]]}" if names and names[0] in of else f"{len(of)} tensors, not this one"
+                for of in (first, other)
+            )
+            what = f"Rank 0: {here}; rank {rank}: {there}" if names else "The same tensors are in another order"
+            raise ValueError(
+                f"The ranks have different models ({len(names)} of {len(every)} tensors differ). {what}. All ranks "
+                "must build the same model and train the same part of it."
+            )
+
+
+@functools.cache
+def _versions() -> str:
+    packages = ("torch", "lightning", "transformers", "lightning_protrain")
+    return ", ".join(f"{package} {version(package)}" for package in packages)
+
+
+def refuse_differences(facts: Mapping[str, str]) -> None:
+    """Every rank calls it with what it has.
+
+    Args:
+        facts: The same keys on every rank, in plural.
+
+    Raises:
+        ValueError: Some rank has something else than rank 0; raised on all.
+    """
+    everywhere = gather(dict(facts), f"the {', '.join(facts)} of the other ranks")
+    for what in facts:
+        for rank, other in enumerate(everywhere):
+            if other[what] != everywhere[0][what]:
+                raise ValueError(
+                    f"The ranks have different {what}: rank 0 has {everywhere[0][what]}, rank {rank} has "
+                    f"{other[what]}. All ranks must build the same model, with the same settings and packages, on the "
+                    "same kind of device."
+                )
+
+
+def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Tell the user that ranks have been initialised differently: the weights of rank 0 are those that count.
+
+    Args:
+        model: With the weights of this rank.
+        ignored: Names of parameters that may differ.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta and name not in ignored:
+            head = parameter.detach().flatten()[:16].cpu().clone(memory_format=torch.contiguous_format)
+            digest.update(head.as_strided((head.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
+    digests = gather(digest.hexdigest(), "the weights of the other ranks")
+    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        rank_zero_info(
+            f"The weights of rank {', '.join(others)} differ from those of rank 0, which all ranks take. Call "
+            "`seed_everything` with the same seed before the model is made to begin equal."
+        )
+
+
+def least_memory(mine: FreeMemory, ranks: Ranks) -> FreeMemory:
+    """What every rank has free at least; every rank calls it, and the user hears of one that has much less than rank 0.
+
+    Args:
+        mine: What this one has.
+        ranks: Who they are.
+
+    Raises:
+        RuntimeError: A rank is gone, or has failed.
+    """
+    values = mine.device, mine.host, mine.weights, mine.shared
+    told = torch.tensor([-1 if value is None else value for value in values])
+    everywhere = [torch.empty_like(told) for _ in range(ranks.world_size)]
+    work = dist.all_gather(everywhere, told, group=ranks.meeting, async_op=True)
+    ranks.attendance.wait(work, "the memory of all ranks")
+    found = []
+    for each in everywhere:
+        device, host, weights, shared = each.tolist()
+        limits = [None if value < 0 else value for value in (device, host, shared)]
+        found.append(FreeMemory(limits[0], limits[1], weights, limits[2]))
+    for sentence in shortages(found):
+        rank_zero_info(sentence)
+    return least(found, ranks.local_size)
+
+
+def decide(make: Callable[[], Plan]) -> Plan:
+    """The plan of rank 0; every rank calls it.
+
+    Args:
+        make: Called on rank 0.
+
+    Raises:
+        ValueError: There is none; raised on all ranks.
+    """
+    told: list[str | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = make().to_json()
+        except ValueError as error:
+            told[0] = error
+    with naming_wait("the plan of rank 0"):
+        dist.broadcast_object_list(told, 0)
+    answer = told[0]
+    if isinstance(answer, ValueError):
+        raise answer
+    assert isinstance(answer, str)
+    return Plan.from_json(answer)
+
+
+def refuse_uneven(num_batches: float) -> None:
+    """Refuse ranks with different numbers of batches: they would wait for each other at the end of an epoch.
+
+    Args:
+        num_batches: Training batches of one epoch on this rank; every rank calls it.
+
+    Raises:
+        ValueError: Another rank has more or fewer; raised on all.
+    """
+    counts = gather(num_batches, "the numbers of training batches of the other ranks")
+    if any(count != counts[0] for count in counts):
+        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        raise ValueError(
+            f"The ranks have different numbers of training batches ({each}), and the step after the shortest epoch "
+            "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
+            "or set Trainer(limit_train_batches=...)."
+        )

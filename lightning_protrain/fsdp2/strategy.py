@@ -1,0 +1,823 @@
+"""ProTrainFSDP2Strategy: Lightning's ModelParallelStrategy that shards a model with FSDP2 by itself."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
+from lightning_protrain.checkpoint.io import reader_of
+from lightning_protrain.device.topology import PeerAccess, peers_found
+from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.finite import FiniteLosses, OnNonFinite
+from lightning_protrain.distributed.meetings import MeetingStrategy
+from lightning_protrain.distributed.meta_init import (
+    find_waiting,
+    load_on_first,
+    make_room,
+    returning_memory,
+    send_attributes,
+)
+from lightning_protrain.distributed.rank_sync import (
+    least_memory,
+    length_is_known,
+    refuse_differences,
+    refuse_other_models,
+)
+from lightning_protrain.fsdp2.options import (
+    SHARE_OF_ALL,
+    SHARE_OF_STATES,
+    Checkpointing,
+    FSDPSettings,
+    ShardingStrategy,
+    checkpoints_itself,
+    free_device_bytes,
+    make_mesh,
+)
+from lightning_protrain.fsdp2.state_dicts import (
+    describe_tensors,
+    has_optimizer_states,
+    load_optimizer_parts,
+    load_parts,
+    load_sharded,
+    load_sharded_optimizers,
+    spread,
+    whole_optimizer_state,
+    whole_states,
+)
+from lightning_protrain.fsdp2.units import (
+    Policy,
+    ShardUnits,
+    choose_checkpointed,
+    choose_units,
+    parameters_by_unit,
+    refuse_unshardable,
+)
+from lightning_protrain.planner.free_memory import FreeMemory
+from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.gpu_specs import capability
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.runtime.comm.collectives import find_meeting
+from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
+from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
+from lightning_protrain.strategy.precision import alpha_for_dtype
+from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
+
+PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
+
+
+def refuse_precision(plugin: Precision | None) -> None:
+    """Only what Lightning itself makes of these names.
+
+    Raises:
+        ValueError: Another precision, or another plugin.
+    """
+    if plugin is None:
+        return
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in PRECISIONS:
+        raise ValueError(
+            f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by "
+            f'strategy="protrain_fsdp2". Set Trainer(precision=...) to one of {", ".join(map(repr, PRECISIONS))}.'
+        )
+
+
+def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -> None:
+    """Of a fit.
+
+    Raises:
+        ValueError: Manual optimization, a callback that needs whole weights, or `sync_batchnorm`.
+    """
+    if not model.automatic_optimization:
+        raise ValueError(
+            'automatic_optimization=False: strategy="protrain_fsdp2" gathers weights around a whole training_step, and '
+            'a backward pass within it would free them. Use strategy="ddp", or automatic optimization.'
+        )
+    if sync_batchnorm:
+        raise ValueError('sync_batchnorm=True is not supported by strategy="protrain_fsdp2". Leave it out.')
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, SavePretrained):
+            raise ValueError(
+                'SavePretrained writes weights that are whole, and strategy="protrain_fsdp2" leaves each rank a part. '
+                "Remove the callback, and export a checkpoint after the run."
+            )
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a second, whole copy of the weights, which cannot be averaged with "
+                'the parts that strategy="protrain_fsdp2" leaves on each rank. Remove the callback.'
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False) -> None:
+    """Refuse optimizers that cannot step shards.
+
+    Args:
+        optimizers: Those of the model.
+        cpu_offload: Whether shards are on the host.
+
+    Raises:
+        ValueError: The kernels of bitsandbytes take no DTensor; capturable steps take none on the host.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__):
+            raise ValueError(
+                f"{name} is an optimizer of bitsandbytes, which cannot step the parts of weights "
+                'that strategy="protrain_fsdp2" leaves on each rank. Use torch.optim.AdamW, or strategy="protrain".'
+            )
+        if cpu_offload and any(group.get("capturable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{name} has capturable=True, which steps on a GPU, and cpu_offload=True steps on the host. Leave one "
+                "of the two out."
+            )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Of a model that the strategy has not sharded itself.
+
+    Raises:
+        ValueError: A module is sharded already.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{name!r} is sharded already. Take fully_shard out of configure_model, or use ModelParallelStrategy, "
+                "which leaves it to you."
+            )
+
+
+def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
+    """Lets `module` recompute its activations, inside of all its hooks; returns what undoes it."""
+    own, forward = module.__dict__.get("forward"), module.forward
+
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, args, kwargs, module, name)
+
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = recomputing
+    return undo
+
+
+def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Callable[[], None]:
+    """Take the parameters out of optimizers, which would keep them whole, and return what puts their shards there.
+
+    Args:
+        optimizers: They hold parameters of the model; what they keep of them is sharded like them.
+        model: It may be sharded before the shards are put there.
+
+    Raises:
+        ValueError: An optimizer holds something that is no parameter of the model.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter "
+                    "of the model any more. Make the optimizer in configure_optimizers, from self.parameters()."
+                )
+    states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:  # In place: LBFGS has the same list under another name.
+            group["params"][:] = [names[id(parameter)] for parameter in group["params"]]
+
+    def put_back() -> None:
+        for optimizer, content in zip(optimizers, states, strict=True):
+            for group in optimizer.param_groups:
+                group["params"][:] = [model.get_parameter(name) for name in group["params"]]
+            if content is not None:
+                load_optimizer_parts(optimizer, content)
+
+    return put_back
+
+
+@contextmanager
+def evaluating() -> Generator[None, None, None]:
+    """Buffers that are gathered here serve training later: they must not be inference tensors."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def explained() -> Generator[None, None, None]:
+    """Says of an error that no user of FSDP2 can be expected to read what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "A weight was used while it was not gathered: some module reads the weight of another one instead of "
+            "calling it, or calls its `forward` directly. Call the module itself, or give policy='none' or a larger "
+            "min_num_params."
+        ) from error
+
+
+def mixed_precision(precision: str) -> MixedPrecisionPolicy:
+    """Weights are sent in the dtype that autocast computes in; gradients are reduced in that of the weights."""
+    if precision != "bf16-mixed":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    # Autocast casts what it is given; targets and the like keep their dtype.
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+_T = TypeVar("_T")
+# Methods of a LightningModule that compute with its weights, besides `forward`.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
+_STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """Ranks that are planned for and are not here.
+
+    Attributes:
+        machines: A node by the name of its GPU; None: this one.
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each of them.
+        answers: What each takes, or why the model does not fit.
+    """
+
+    machines: Mapping[str, HardwareProfile | None]
+    num_nodes: int
+    ranks_per_node: int
+    answers: dict[str, FSDPMemory | ValueError]
+
+
+class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
+    """Shards weights, gradients and optimizer states over all ranks with FSDP2, without the user's `configure_model`.
+
+    No name of a parameter or module changes, and checkpoints are those of a plain Trainer.
+
+    Args:
+        policy: Which modules are gathered and freed one by one: `"transformer"`: the elements of the repeated lists of
+            the model. `"size"`: modules of at least `min_num_params` parameters, from the bottom up. `"none"`: only the
+            model as a whole.
+        min_num_params: For `"size"`, and for checkpointing where the model has no repeated list.
+        activation_checkpointing: How many blocks recompute their activations in the backward pass, from the first one
+            on: a number, `"all"` (or True), `"none"` (or False), or `"auto"`: as few as the memory of devices allows.
+        cpu_offload: Whether shards of weights, gradients and optimizer states are held on the host, where they are
+            stepped too.
+        sync_each_batch: Whether gradients are reduced after every micro-batch of an accumulation. If not, once for an
+            optimizer step, and each rank holds whole gradients until then.
+        save_distributed_checkpoint: Whether each rank saves its shards, which only this strategy and
+            `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint. Both are loaded.
+        on_nonfinite: As in `ProTrainStrategy`.
+        process_group_backend, timeout: As in `ModelParallelStrategy`.
+        sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
+            its ranks. `"auto"`: the second where several nodes train and the memory of each suffices.
+        device_mesh: Numbers of copies and of ranks that shard each; None: as `sharding_strategy` says.
+        device_memory: Bytes that the device of each rank may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU
+            has free, on the rank with the least; no limit on the CPU.
+
+    Raises:
+        ValueError: An argument out of its range; more under `setup`, before anything is sharded.
+    """
+
+    strategy_name = "protrain_fsdp2"
+
+    def __init__(
+        self,
+        policy: Policy = "transformer",
+        min_num_params: int = 100_000_000,
+        activation_checkpointing: Checkpointing = "auto",
+        cpu_offload: bool = False,
+        sync_each_batch: bool = False,
+        save_distributed_checkpoint: bool = False,
+        on_nonfinite: OnNonFinite = "stop",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        sharding_strategy: ShardingStrategy = "auto",
+        device_mesh: tuple[int, int] | None = None,
+        device_memory: str | int = "auto",
+    ) -> None:
+        sharding = policy, min_num_params, activation_checkpointing, cpu_offload, sync_each_batch
+        self._settings = FSDPSettings(*sharding, sharding_strategy, device_mesh, device_memory)
+        if not isinstance(save_distributed_checkpoint, bool):
+            raise ValueError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give True or False.")
+        if cpu_offload and process_group_backend is not None and "gloo" not in process_group_backend:
+            raise ValueError(
+                f"process_group_backend={process_group_backend!r} does not send what is on the host, where "
+                'cpu_offload=True keeps gradients whose norm all ranks sum. Leave it out, or give "cpu:gloo,cuda:nccl".'
+            )
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._losses = FiniteLosses(on_nonfinite)
+        self._memory: FSDPMemory | None = None
+        self._paper: _Paper | None = None
+        self._peers = PeerAccess("unknown")
+        self._undo: list[Callable[[], object]] = []
+        # Whether one rank of each node loads the model, see [Note: Outlines].
+        self._has_outlines = False
+        # Reads the weights of a checkpoint once the model is sharded.
+        self._waiting: Callable[[], None] | None = None
+        self._has_stepped = False
+        # Whether gradients are added up in this batch; and whether some rank does not know how many there are.
+        self._accumulates = False
+        self._is_open_ended = False
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        refuse_precision(plugin)
+        self._precision_plugin = plugin
+
+    # --- set-up and teardown ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def planning_only(
+        self, machines: Mapping[str, HardwareProfile | None], num_nodes: int = 1, ranks_per_node: int = 1
+    ) -> Generator[dict[str, FSDPMemory | ValueError]]:
+        """Within it, a fit ends when it is known what it would take, and no weights are made.
+
+        Args:
+            machines: Nodes to plan for, by the name of their GPU; None: this one.
+            num_nodes: How many there are.
+            ranks_per_node: Ranks on each of them.
+
+        Yields:
+            A dict that the fit fills: what each rank takes, or why the model does not fit.
+        """
+        self._settings.meshes(num_nodes, ranks_per_node)
+        self._paper = _Paper(machines, num_nodes, ranks_per_node, {})
+        try:
+            yield self._paper.answers
+        finally:
+            self._paper = None
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """Make weights in host memory, or none where it is only planned."""
+        nowhere = nullcontext() if self._paper is None else torch.device("meta")
+        with super().tensor_init_context(empty_init), nowhere:
+            yield
+
+    def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
+        """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
+        self._has_outlines = True
+        if self._paper is not None:
+            return outline()
+        with returning_memory():
+            if self._ranks is None or self._ranks.local_size == 1:
+                return load()
+            return load_on_first(self._ranks, load, outline)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of a data set is this rank's: every rank has its own."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # There is nobody else to start.
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        if self._paper is not None:  # Nobody else is there.
+            super(ModelParallelStrategy, self).setup_environment()
+            return
+        self._settings.meshes(
+            self.num_nodes, self.num_processes
+        )  # Refuse a wrong one before ranks wait for each other.
+        # The base would make the ranks of a node one tensor-parallel group. How models are sharded, `setup` decides.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+        if self.world_size > 1:
+            self._ranks = find_meeting(self.local_rank, self.num_processes, self._timeout)
+            if self.lightning_module is not None:
+                self._sigterm.listen(self.lightning_module.trainer)
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend in (None, "nccl") and self.root_device.type == "cuda":
+            # The norm of offloaded gradients is reduced on the host, and what modules keep in attributes is sent there.
+            return "cpu:gloo,cuda:nccl"
+        return super()._get_process_group_backend()
+
+    @property
+    def memory(self) -> FSDPMemory | None:
+        """What the present or latest fit is predicted to take; None before it, or if an evaluation came first."""
+        return self._memory
+
+    @property
+    def peers(self) -> PeerAccess:
+        """How GPUs of one machine reach each other, as far as it is known; see docs/fsdp2.md."""
+        return self._peers
+
+    def _setup_distributed(self) -> None:
+        self.set_world_ranks()
+        meeting, num_ranks = cast(ClusterEnvironment, self.cluster_environment), self.num_nodes * self.num_processes
+        ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
+        with ways as found:
+            super()._setup_distributed()
+        if found.link != "unknown":  # In a second run there is a group, and nobody is asked again.
+            self._peers = found
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the model, the first time, and makes the optimizers.
+
+        Raises:
+            ValueError: The model or the Trainer does what cannot be sharded, or the model does not fit; nothing has
+                been moved then.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        model = self.lightning_module
+        assert model is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        is_sharded = isinstance(model, FSDPModule)
+        names: tuple[str, ...] = ()
+        if fitting:
+            refuse_run(trainer, model, self._layer_sync is not None)
+            names = choose_checkpointed(model, self._settings.min_num_params)
+        count = self._settings.num_checkpointed(names, model) if fitting else 0
+        if count:
+            refuse_own_checkpointing(model)
+        elif count is None and checkpoints_itself(model):
+            count = 0
+        if not is_sharded:
+            refuse_sharded(model)
+            waiting = frozenset(name for name, _ in model.named_parameters())
+            if self._paper is None:
+                refuse_other_models(describe_tensors(model))
+                waiting = find_waiting(model, self._ranks) if self._ranks is not None else frozenset()
+            units = choose_units(model, self._settings.policy, self._settings.min_num_params)
+            refuse_unshardable(model, units, waiting)
+            self.precision_plugin.convert_module(model)
+        if fitting:
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers, self._settings.cpu_offload)
+        meshes = self._settings.meshes(self.num_nodes, self.num_processes)
+        if fitting and not is_sharded:
+            problem = self._problem(trainer, model, names, units)
+            if self._paper is not None:
+                self._predict(trainer, problem, count, self._paper)
+                raise _TunerExitException
+            self._memory = self._decide(trainer, problem, meshes, count)
+        put_back = release_parameters(self.optimizers, model) if fitting else None
+        if not is_sharded:
+            if waiting:
+                make_room(model, waiting)
+                send_attributes(model, waiting)
+            # What a fit will take is not known to an evaluation.
+            self._shard(model, units, meshes[-1] if self._memory is None else self._memory.ranks)
+        load, self._waiting = self._waiting, None
+        if load is not None:
+            load()
+        self.model = model
+        self.model_to_device()
+        self.barrier()
+        if put_back is not None:
+            put_back()
+            self._recompute(model, self._checkpointed(names, count))
+        self.setup_precision_plugin()
+
+    def _problem(
+        self, trainer: Trainer, model: LightningModule, names: tuple[str, ...], units: ShardUnits
+    ) -> FSDPProblem:
+        """What is to be trained, with its optimizers; activations are not known yet."""
+        layout = describe_model(model, list(names) or None)
+        on_paper = self._paper is not None and any(self._paper.machines.values())
+        on_gpu = on_paper or self.root_device.type != "cpu"
+        dtypes = {info.dtype for info in layout.parameters}
+        return FSDPProblem(
+            layout=layout,
+            ranks=FSDPRanks(self.num_nodes, self.num_processes),
+            state_bytes=mean_state_bytes(self.optimizers),
+            compute_dtype="bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None,
+            accumulates=trainer.accumulate_grad_batches > 1 and not self._settings.sync_each_batch,
+            foreach=any(group.get("foreach") for optimizer in self.optimizers for group in optimizer.param_groups),
+            on_gpu=on_gpu,
+            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
+            groups=parameters_by_unit(model, units),
+            loads_once=self._has_outlines,
+        )
+
+    def _decide(
+        self, trainer: Trainer, problem: FSDPProblem, meshes: Sequence[FSDPRanks], count: int | None
+    ) -> FSDPMemory:
+        """What all ranks take, which rank 0 decides; every rank calls it."""
+        limit, offloads = self._settings.device_bytes, self._settings.cpu_offload
+        model = cast(LightningModule, self.lightning_module)
+        weights = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+        device = free_device_bytes(self.root_device) if limit is None else None
+        free = FreeMemory(device, free_host_bytes() if offloads else None, weights)
+        if self._ranks is not None:
+            refuse_differences({"arguments of ProTrainFSDP2Strategy": str(self._settings)})
+            free = least_memory(free, self._ranks)
+        is_open = count is None or len(meshes) > 1
+        if limit is not None or (free.device is not None and is_open):
+            problem = replace(problem, profile=self._profile(trainer, problem.layout))
+            if limit is None and free.device is not None:
+                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
+            if problem.profile is None and count is None:
+                count = len(problem.block_names)
+        # Shards take the place of the models that ranks have built.
+        host_bytes = None if free.host is None else free.host + free.weights
+        found: FSDPMemory | ValueError | None = None
+        if self.is_global_zero:
+            try:
+                found = fit_fsdp(problem, limit, host_bytes, meshes, count)
+            except FSDPTooLarge as error:
+                found = error
+                if self._settings.device_bytes is None and is_open:
+                    ways = "activation_checkpointing and sharding_strategy"
+                    found = FSDPTooLarge(f"{error} Or set {ways}: nothing is predicted then, and it may run out.")
+        found = self.broadcast(found)
+        if isinstance(found, ValueError):
+            raise found
+        assert found is not None
+        return found
+
+    def _predict(self, trainer: Trainer, problem: FSDPProblem, count: int | None, paper: _Paper) -> None:
+        """Fill in the answers for nodes that need not be here."""
+        model = cast(LightningModule, self.lightning_module)
+        meshes = self._settings.meshes(paper.num_nodes, paper.ranks_per_node)
+        for name, machine in paper.machines.items():
+            context, kind = self.precision_plugin.train_step_context, capability(machine.name) if machine else None
+            profile = profile_training_step(trainer, model, problem.layout, context, "A plan", kind)
+            limit = self._settings.device_bytes
+            if limit is None:
+                free = machine.device_bytes if machine is not None else free_device_bytes(self.root_device)
+                limit = None if free is None else int(SHARE_OF_ALL * free)
+            host_bytes = machine.host_bytes if machine is not None else free_host_bytes()
+            try:
+                paper.answers[name] = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
+            except FSDPTooLarge as error:
+                paper.answers[name] = error
+
+    def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
+        """What a training step does, on rank 0; every rank calls it. None: it is not known, or known elsewhere."""
+        model = cast(LightningModule, self.lightning_module)
+        with failing_together("Profiling a training step"):
+            if trainer.global_rank:  # Loaders are made on all ranks together.
+                batch_to_plan_with(trainer)
+                return None
+            context = self.precision_plugin.train_step_context
+            return profile_training_step(trainer, model, layout, context, otherwise=_STATES_ALONE)
+
+    def _checkpointed(self, names: tuple[str, ...], count: int | None) -> tuple[str, ...]:
+        """Modules that recompute in this fit."""
+        if count is not None:
+            return names[:count]
+        if self._memory is None:  # An evaluation has sharded the model, and nothing is known of a step.
+            known = self._settings.device_bytes is not None or self.root_device.type != "cpu"
+            return names if known else ()
+        return self._memory.checkpointed
+
+    def model_to_device(self) -> None:
+        """Moves the states of metrics, which are no buffers; FSDP2 has placed what is one."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+        _update_properties(self.lightning_module, device=self.root_device)
+
+    def teardown(self) -> None:
+        """Gives blocks their forward back; weights stay sharded."""
+        while self._undo:
+            self._undo.pop()()
+        super().teardown()
+
+    def _shard(self, model: LightningModule, units: ShardUnits, ranks: FSDPRanks) -> None:
+        for name, fqn in units.left_out.items():
+            rank_zero_info(f"{name!r} is no FSDP unit of its own: it shares {fqn!r} with another one.")
+        if self._peers.link != "unknown":
+            rank_zero_info(self._peers.describe())
+        rank_zero_info(
+            f"FSDP2: {len(units.names)} units and the rest of the model, {ranks.describe()}."
+            if ranks.num_ranks > 1
+            else "FSDP2 on one rank: nothing is sharded, and weights, gradients and optimizer states are whole."
+        )
+        options: dict[str, Any] = {
+            "mesh": make_mesh(ranks, self.root_device),
+            "mp_policy": mixed_precision(self.precision_plugin.precision),
+            "offload_policy": self._offload_policy(),
+        }
+        placed: set[int] = set()
+        for module in (*map(model.get_submodule, units.names), model):
+            # Unit by unit, so that the device never holds more than one whole unit.
+            fresh = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
+            spread([tensor for tensor in fresh if id(tensor) not in placed], self.root_device)
+            placed.update(id(buffer) for buffer in module.buffers())
+            fully_shard(module, **options)
+        for step in _STEPS:
+            if hasattr(model, step):
+                register_fsdp_forward_method(model, step)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self._settings.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+
+    def _recompute(self, model: LightningModule, names: tuple[str, ...]) -> None:
+        if not names:
+            return
+        for name in names:
+            self._undo.append(let_recompute(model.get_submodule(name), name))
+        for config in stop_caching(model):
+            self._undo.append(partial(setattr, config, "use_cache", True))
+        rank_zero_info(f"Activation checkpointing: {len(names)} modules recompute their activations.")
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    @property
+    def evaluates_together(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.lightning_module is not None:
+            self._is_open_ended = self._meet("the first epoch", not length_is_known(self.lightning_module.trainer))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = cast(LightningModule, self.lightning_module).trainer
+        if self._is_open_ended and (trainer.accumulate_grad_batches > 1 or trainer.num_training_batches < math.inf):
+            # A rank steps with its last batch, where others may accumulate; up to a limit, it does not even know of it.
+            batch = f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
+            self._meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
+        return self._run(super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with evaluating():
+            return self._run(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with evaluating():
+            return self._run(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with evaluating():
+            return self._run(super().predict_step, args, kwargs)
+
+    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._has_stepped = True
+        with self.explaining(), explained():
+            return step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.explaining():
+            return super().backward(*args, **kwargs)
+
+    def _describe_step(self, trainer: Trainer, batch: str) -> str:
+        # Every batch has collectives, also those that end no step.
+        return f"{super()._describe_step(trainer, batch)} in {batch}"
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # Left in the middle of a step, weights would be seen gathered, and the next step would take it for its own.
+        reset = getattr(self.model, "reset_iter_state", None)  # Not before torch 2.12.
+        if self._has_stepped and reset is not None:
+            reset()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explaining():  # A norm to clip by is one of all ranks.
+            result = super().optimizer_step(*args, **kwargs)
+        self._free()  # A forward between backward and step has gathered what is old now.
+        return result
+
+    def on_validation_end(self) -> None:
+        self._free()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def _free(self) -> None:
+        """Without a backward pass nothing frees what the model itself holds, and others would see it gathered."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around each micro-batch of an accumulation but the last: gradients are added up, and not reduced."""
+        model = cast(FSDPModule, self.model)
+        model.set_requires_gradient_sync(self._settings.sync_each_batch)
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            model.set_requires_gradient_sync(True)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole on rank 0 and empty on the others; every rank's parts with `save_distributed_checkpoint`."""
+        if self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return whole_states(self.lightning_module.state_dict(keep_vars=True), self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return whole_optimizer_state(plain, self.is_global_zero)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.refuse_spoiled(checkpoint)
+        path = self.broadcast(filepath)
+        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a whole checkpoint, or of one in shards what is no tensor; these wait until the model is sharded.
+
+        Whole ones are not copied into the memory of every rank where files can be mapped.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if _is_sharded_checkpoint(path):
+            metadata = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+            states = {"optimizer_states": path} if has_optimizer_states(path) else {}
+            return {**metadata, **states, "state_dict": path}
+        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
+            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        checkpoints = reader_of(path, self.checkpoint_io)
+        if checkpoints is not self.checkpoint_io:
+            return checkpoints.load_checkpoint(path, weights_only=weights_only)
+        return super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        model, states = self.lightning_module, checkpoint["state_dict"]
+        assert model is not None
+        if not isinstance(states, Path):
+            if not any(parameter.is_meta for parameter in model.parameters()):  # Others get what rank 0 has.
+                load_parts(model, states, strict)
+        elif isinstance(model, FSDPModule):
+            load_sharded(model, states, strict)
+        else:  # Each rank would read all of it.
+            self._waiting = partial(load_sharded, model, states, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states, model = checkpoint["optimizer_states"], self.lightning_module
+        assert model is not None
+        if isinstance(states, Path):
+            load_sharded_optimizers(model, self.optimizers, states)
+            return
+        for optimizer, content in zip(self.optimizers, states, strict=False):
+            load_optimizer_parts(optimizer, content)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers `"protrain_fsdp2"`; a second call changes nothing."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="FSDP2 that shards by itself")

@@ -1,0 +1,459 @@
+"""Runs code for its shapes: floating-point tensors have no values, integer and bool tensors are real.
+
+[Note: Tensors without values]
+Every floating-point tensor of a trace is a `ShapeTensor`: to Python, autograd and autocast a tensor of the traced
+device, with no memory behind it. Its shape, dtype and storage are those of a tensor on the meta device, on which every
+operation is run instead. The meta device itself would not do: autocast looks at the device of a tensor and has no rules
+for meta tensors, and composites (attention, LSTM, convolution) take another path for them and save other activations.
+
+What is *known* stays real and lives on the CPU: integers and bools, and floating-point tensors of one element, if
+nothing unknown went into them. So code that looks at tokens, masks, grids or a random number just runs. The tensors of
+a model are never touched: where one is an argument, a stand-in takes its place before autograd sees it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
+from lightning_protrain.profiler.ops import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
+
+# These look at memory without an operation that a dispatch mode could see.
+_READS = {
+    torch.Tensor.tolist: "Tensor.tolist",
+    torch.Tensor.numpy: "Tensor.numpy",
+    torch.Tensor.__array__: "Tensor.__array__",
+    torch.Tensor.data_ptr: "Tensor.data_ptr",
+    torch.Tensor.__format__: "Tensor.__format__",
+}
+_DTYPE_OF_FIRST = (
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.element_size,
+    torch.Tensor.type,
+    torch.result_type,
+    # These give the tensor itself if it has the dtype that is asked for, and no operation tells of it.
+    torch.Tensor.to,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+)
+_DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
+
+
+class Observer(Protocol):
+    """What a run reports to."""
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation has run: its arguments and result are real and meta tensors."""
+
+    def dtype_read(self, tensor: Tensor) -> None:
+        """The program looks at the dtype of `tensor`, given as it holds it."""
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Around one `scaled_dot_product_attention`."""
+
+
+class Source(Protocol):
+    """A dispatch mode that knows what stands for what."""
+
+    observer: Observer | None
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What takes the place of `tensor`; itself if nothing does."""
+
+    def check_read(self, name: str, value: object) -> None:
+        """The program calls the method `name` of `value`, which reads memory."""
+
+    def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls `scaled_dot_product_attention`."""
+
+
+class StandIns(TorchFunctionMode):
+    """Within it, every function gets stand-ins, also in lists, tuples and dicts.
+
+    Args:
+        source: What gives them.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        observer = self._source.observer
+        if observer is not None:
+            for tensor in _asked_for_dtype(func, args):
+                observer.dtype_read(tensor)
+        args, kwargs = self._lifted(args), self._lifted(kwargs or {})
+        if func in _READS:
+            self._source.check_read(_READS[func], args[0])
+        if func is F.scaled_dot_product_attention and observer is not None:
+            with observer.attention():
+                return self._source.attend(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _lifted(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            # What `vmap` holds comes from inside, and has no memory that anybody may look at.
+            held = torch._C._functorch.is_functorch_wrapped_tensor(value)
+            return value if held else self._source.stand_in(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._lifted, value))
+        if type(value) is dict:
+            return {key: self._lifted(inner) for key, inner in value.items()}
+        return value
+
+
+def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    asked = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
+    # What `vmap` holds is made inside, and no parameter.
+    is_held = torch._C._functorch.is_functorch_wrapped_tensor
+    return [value for value in asked if isinstance(value, Tensor) and not is_held(value)]
+
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_ATEN = torch.ops.aten
+_GATHERS = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
+_PUTS = (_ATEN.index_put.default, _ATEN._unsafe_index_put.default)
+_IN_PLACE_PUTS = (_ATEN.index_put_.default, _ATEN._index_put_impl_.default)
+_RESIZES = (_ATEN.resize_, _ATEN.resize_as_, _ATEN.set_)
+_DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class UntraceableError(ValueError):
+    """A trace cannot do what the program does."""
+
+
+class DataDependentError(UntraceableError):
+    """It cannot because the program needs what only real tensors have: values, memory or a kernel."""
+
+
+class ShapeTensor(Tensor):
+    """A tensor of a device without memory on it; see [Note: Tensors without values].
+
+    Args:
+        elem: The meta tensor whose shape, strides, dtype and storage it has.
+        device: The device it claims to be on.
+        requires_grad: Whether it is a leaf that requires a gradient.
+    """
+
+    elem: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, elem: Tensor, device: torch.device, requires_grad: bool = False) -> ShapeTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.shape,
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        self.elem = elem
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise UntraceableError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShapeTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
+
+
+class MetaMode(TorchDispatchMode):
+    """Within it, every operation of this thread runs for its shapes; see [Note: Tensors without values].
+
+    Random states and all tensors that existed before are as they were when it ends, values and versions.
+
+    Args:
+        unknown: Tensors whose values the trace must not read, though they may be integers or of one element: the
+            parameters and floating-point buffers of a model.
+        device: The device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
+        capability: Of the CUDA device that the step is to run on, where that is another one; it decides the kernels of
+            attention, see [Note: Attention kernels].
+
+    Attributes:
+        observer: Is told about everything that happens, if there is one.
+        scopes: Names of the modules that run, the innermost last, for messages; kept by whoever knows.
+
+    Raises:
+        UntraceableError: The device is absent. Inside: code needs values, with the operation and the module.
+    """
+
+    def __init__(
+        self,
+        unknown: Iterable[Tensor] = (),
+        device: torch.device | str = "cpu",
+        capability: Capability | None = None,
+    ) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self._capability = capability
+        if not torch.get_device_module(self.device).is_available():
+            raise UntraceableError(
+                f"A trace for {str(self.device)!r} needs that device: autograd asks it for streams. Trace for 'cpu', "
+                "with the autocast of the CPU."
+            )
+        self.observer: Observer | None = None
+        self.scopes: list[str] = []
+        self._undo = ExitStack()
+        self._journal: dict[int, tuple[Any, object]] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
+        # Real storages that were made within.
+        self._own: set[StorageWeakRef] = set()
+        self._lift = StandIns(self)
+        for tensor in unknown:
+            self._replace(tensor)
+
+    def __enter__(self) -> MetaMode:
+        self._undo.callback(random.setstate, random.getstate())
+        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users draw from this one)
+        self._undo.callback(torch.set_rng_state, torch.get_rng_state())
+        self._lift.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._lift.__exit__(*exception)
+        self._undo.close()
+        # What a trace knows of tensors outside keeps them alive.
+        for known in (self._journal, self._storages, self._stand_ins, self._own):
+            known.clear()
+
+    def lifted(self) -> StandIns:
+        """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
+        return StandIns(self)
+
+    def storage(self, tensor: Tensor) -> torch.UntypedStorage:
+        """The storage that stands for the memory of `tensor`, as `observe` sees it."""
+        with torch._C.DisableTorchFunction():
+            own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
+        return self._storages.get(own._cdata, (own, own))[1]
+
+    def elsewhere(self, gradient: Tensor) -> Tensor | None:
+        """What takes the place of the gradient of a parameter: one like it, with memory that no operation has made."""
+        assert isinstance(gradient, ShapeTensor)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return ShapeTensor(_like(gradient.elem), self.device)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has true values: it is real, and integer or of one element."""
+        if isinstance(tensor, ShapeTensor) or tensor.device != _CPU or tensor.requires_grad:
+            return False
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1:
+            return False
+        return tensor.untyped_storage()._cdata not in self._storages
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What takes the place of a tensor that was made outside, always the same object; a known one itself."""
+        found = self._stand_ins.get(id(tensor))
+        if found is not None:
+            return found[1]
+        with torch._C.DisableTorchFunction():
+            if is_traceable_wrapper_subclass(tensor):
+                raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it is more than one plain tensor.")
+            # A real tensor with a history became unknown inside: it is part of the graph and must stay.
+            if isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor):
+                return tensor
+            return self._replace(tensor)
+
+    def _replace(self, tensor: Tensor) -> ShapeTensor:
+        with torch._C._DisableTorchDispatch():
+            stand_in = ShapeTensor(self._meta(tensor), self.device, tensor.requires_grad)
+        # The tensor is kept, or its identity might be given to another one.
+        self._stand_ins[id(tensor)] = (tensor, stand_in)
+        return stand_in
+
+    def check_read(self, name: str, value: object) -> None:
+        """Part of `standins.Source`."""
+        if isinstance(value, ShapeTensor):
+            raise self.refuse(name, "reads the values of a tensor")
+
+    def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Part of `standins.Source`."""
+        if self._capability is None:
+            return func(*args, **kwargs)
+        call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)
+        with torch.autocast(self.device.type, enabled=False):
+            return run_kernel(cuda_kernel(call, self._capability), call)
+
+    def refuse(self, operation: str, reason: str) -> DataDependentError:
+        """The error for what a trace cannot do."""
+        scope = repr(self.scopes[-1] or "the model") if self.scopes else "code outside all blocks"
+        return DataDependentError(
+            f"{operation} in {scope} {reason}. A trace knows shapes, integers and bools, but no floating-point values."
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.overloadpacket in _RESIZES:
+            raise self.refuse(str(func), "changes how much memory a tensor has")
+        for tensor in written_tensors(func, args, kwargs):
+            if not isinstance(tensor, ShapeTensor):
+                self._remember(tensor)
+        if all(map(self.is_known, tensors)):
+            return self._run_known(func, args, kwargs, bool(tensors))
+        return self._run_shapes(func, args, kwargs)
+
+    def _run_known(self, func: Any, args: Any, kwargs: dict[str, Any], has_inputs: bool) -> Any:
+        """Runs the operation for its values; only floating-point results of many elements lose them."""
+        places = any(argument.name == "device" for argument in func._schema.arguments)
+        if not has_inputs and places:
+            shapes = func(*args, **_without_device(kwargs), device=_META)
+            if not all(_may_be_known(out) for out in tree_leaves(shapes)):
+                return self._finish(func, args, kwargs, shapes, {})
+        if places and (not has_inputs or kwargs.get("device") is not None):
+            kwargs = {**kwargs, "device": _CPU, "pin_memory": False}
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._journal:
+            self._journal[id(generator)] = (generator, None)
+            self._undo.callback(generator.set_state, generator.get_state())
+        result = tree_map_only(Tensor, lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
+        given, made = (
+            {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)}
+            for one in ((args, kwargs), result)
+        )
+        self._own |= made - given
+        if self.observer is not None:
+            self.observer.operation(func, args, kwargs, result)
+        return tree_map_only(Tensor, lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
+
+    def _run_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the operation on meta tensors."""
+        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
+        originals: dict[int, Tensor] = {}
+
+        def lower(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, ShapeTensor):
+                elem = tensor.elem
+            elif id(tensor) in written or not self.is_known(tensor):
+                elem = self._meta(tensor)
+            else:
+                elem = _like(tensor)
+            originals[id(elem)] = tensor
+            return elem
+
+        resolved, rule = self._resolve_values(func, args, kwargs)
+        told = tree_map_only(Tensor, lower, args)
+        args, kwargs = (
+            tree_map_only(Tensor, lower, (resolved, kwargs))
+            if resolved is not args
+            else (told, tree_map_only(Tensor, lower, kwargs))
+        )
+        if "device" in kwargs or "generator" in kwargs:
+            kwargs = _without_device(kwargs) | ({"device": _META} if "device" in kwargs else {})
+        try:
+            result = rule(*args, **kwargs) if rule else func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise self.refuse(str(func), "has no rule for its shapes (no meta kernel)") from error
+        except RuntimeError as error:
+            if "data-dependent shape" not in str(error):  # PyTorch's own words, of operations that libraries add
+                raise
+            raise self.refuse(str(func), "needs the values of a tensor") from error
+        return self._finish(func, told, kwargs, result, originals)
+
+    def _finish(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, originals: dict[int, Tensor]) -> Any:
+        """Hands an operation's meta tensors to the observer and out to the program."""
+        if self.observer is not None:
+            self.observer.operation(func, args, kwargs, result)
+
+        def out(elem: Tensor) -> Tensor:
+            original = originals.get(id(elem))
+            if original is None:
+                return ShapeTensor(elem, self.device)
+            if original.shape != elem.shape or original.stride() != elem.stride():
+                assert torch.Tag.inplace_view in func.tags, f"{func} changes the shape of its input"
+                with torch._C._DisableTorchDispatch():
+                    original.as_strided_(elem.shape, elem.stride(), elem.storage_offset())
+            return original
+
+        return tree_map_only(Tensor, out, result)
+
+    def _resolve_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[..., Any] | None]:
+        """Reads known masks, which decide shapes; refuses what needs values that nobody knows.
+
+        Returns:
+            The arguments, and what gives the result if the operation itself does not.
+        """
+        if func in _GATHERS or func in _PUTS or func in _IN_PLACE_PUTS:
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            if all(map(self.is_known, masks)):
+                return (args[0], mask_positions(args[1]), *args[2:]), None
+            if func in _PUTS:
+                return args, lambda tensor, *_, **__: torch.empty_like(tensor)
+            if func in _IN_PLACE_PUTS:
+                return args, lambda tensor, *_, **__: tensor
+        elif func is _ATEN.masked_select.default and self.is_known(args[1]):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            count = int(args[1].expand(shape).sum())
+            return args, lambda tensor, *_, **__: tensor.new_empty(count)
+        elif kwargs.get("output_size") is not None or not _DEPENDS_ON_VALUES & set(func.tags):
+            on_cpu = self.device == _CPU and self._capability is None
+            return args, SHAPE_RULES.get(func) if on_cpu or func not in CPU_ONLY else None
+        raise self.refuse(str(func), "needs the values of a tensor")
+
+    def _meta(self, tensor: Tensor) -> Tensor:
+        """A meta tensor for a real one; those of tensors that share memory share it too."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            # The real storage is kept, or its address might be given to another one.
+            self._storages[storage._cdata] = (storage, torch.UntypedStorage(storage.nbytes(), device=_META))
+        empty = torch.empty(0, dtype=tensor.dtype, device=_META)
+        meta = self._storages[storage._cdata][1]
+        return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _remember(self, tensor: Tensor) -> None:
+        """Notes the values, shape and version of a real tensor that is about to change, to be put back in the end.
+
+        One that was made within need not be put back, and would be kept alive.
+        """
+        if StorageWeakRef(tensor.untyped_storage()) in self._own:
+            return
+        if id(tensor) not in self._journal and not tensor.is_inference():
+            self._journal[id(tensor)] = (tensor, None)
+            self._undo.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+            if self.is_known(tensor):
+                self._undo.callback(tensor.as_strided_, tensor.shape, tensor.stride(), tensor.storage_offset())
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._journal and self.is_known(tensor):
+            self._journal[storage._cdata] = (storage, None)
+            self._undo.callback(storage.copy_, storage.clone())
+
+
+def _may_be_known(result: object) -> bool:
+    """Whether an operation on known tensors alone gives a known one: an integer, or one number."""
+    if not isinstance(result, Tensor):
+        return True
+    return not (result.is_floating_point() or result.is_complex()) or result.numel() <= 1
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A meta tensor with the shape, strides and dtype of `tensor`, and memory of its own."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments without what the meta device does not take; a generator must be named where there is one."""
+    kept = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    return {**kept, "generator": None} if "generator" in kept else kept

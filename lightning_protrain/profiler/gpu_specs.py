@@ -1,0 +1,226 @@
+"""What GPUs can do by their data sheets, for planning where there is none. Imports no torch.
+
+[Note: Catalogue]
+Figures are the maker's, for dense matrices: data sheets that give tensor rates *with sparsity* are halved. Half
+precision counts with sums in float32, as PyTorch computes; on GeForce cards that is half of what is advertised for
+sums in float16, and twice the float32 rate on all of them here. `float32` is the rate without TF32, which PyTorch does
+not use unless it is told to. A dtype that the tensor cores of a GPU do not know (bfloat16 before Ampere) is left out.
+
+No peak is ever reached, so all of them are multiplied by the constants below. What a profile of a machine measures is
+better than what this page says of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from lightning_protrain.profiler.records import HardwareProfile
+
+GB, TERA, GIB = 1e9, 1e12, 1 << 30
+
+# The part of the peak that matrix products reach: the best shapes reach 0.87 of it on an A100 SXM, 0.81 on an A100
+# PCIe, 0.80 on an H100 and 0.78 on a B200, and 0.51 to 0.60 on an MI300X; a model's own shapes somewhat less.
+# https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops-comparison-table
+MATMUL_EFFICIENCY = {"nvidia": 0.75, "amd": 0.50}
+# The part of the memory's bandwidth that sums and optimizer steps reach; our estimate.
+MEMORY_EFFICIENCY = 0.85
+# Bytes per second, lane and direction of a PCI Express link after its line code (128b/130b).
+# https://pcisig.com/specifications
+LANE_BYTES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
+# The part of it that is data: packets carry headers. nvbandwidth reaches 24.8 of 31.5 GB/s on an A100 SXM
+# (https://forums.developer.nvidia.com/t/352186) and 55.6 of 63 on a link of generation 5
+# (https://developer.nvidia.com/blog/?p=115566); the lower part counts.
+LINK_EFFICIENCY = 0.79
+# What is left of each way while the other one is used, and of both if the host's memory is not page-locked, so that
+# the driver copies everything once more; our estimates: machines differ more in these than in all the rest.
+BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
+# Bytes per second of sums on the host for each core, and at the most; our estimates, from 2 channels of memory with 8
+# to 16 cores to 8 channels with 64.
+HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
+# Bytes that AdamW reads and writes for each element in float32: four numbers, and three of them again.
+STEP_BYTES = 28
+# What cannot be used: the part that the driver keeps, what error correction takes where it has no memory of its own
+# (GDDR6), and the context of CUDA with the libraries that every process loads.
+VISIBLE, ECC_VISIBLE, CONTEXT_BYTES = 0.99, 15 / 16, 3 * GIB // 4
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A line of the catalogue, see [Note: Catalogue].
+
+    Attributes:
+        name: The usual name, with what tells it from its siblings.
+        gib: Its memory.
+        memory: Gigabytes (1e9) per second of its memory.
+        float32: TFLOP/s of float32.
+        half: TFLOP/s of float16 and bfloat16 on tensor cores, with sums in float32, dense.
+        pcie: Generation of its link.
+        source: Where the maker says so.
+        lanes: Of its link.
+        bfloat16: Whether its tensor cores know it.
+        inline_ecc: Whether error correction is on by default and takes memory.
+        vendor: Key of MATMUL_EFFICIENCY.
+        aliases: Other names, as PyTorch gives them.
+    """
+
+    name: str
+    gib: int
+    memory: float
+    float32: float
+    half: float
+    pcie: int
+    source: str
+    lanes: int = 16
+    bfloat16: bool = True
+    inline_ecc: bool = False
+    vendor: str = "nvidia"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """What a process may use of its memory."""
+        return int(self.gib * GIB * VISIBLE * (ECC_VISIBLE if self.inline_ecc else 1)) - CONTEXT_BYTES
+
+    @property
+    def link(self) -> float:
+        """Bytes per second and direction that its link reaches."""
+        return LANE_BYTES[self.pcie] * self.lanes * LINK_EFFICIENCY
+
+    def flops(self) -> dict[str, float]:
+        """Operations per second that matrix products reach, by dtype."""
+        peaks = {"float32": self.float32, "float16": self.half} | ({"bfloat16": self.half} if self.bfloat16 else {})
+        return {dtype: peak * TERA * MATMUL_EFFICIENCY[self.vendor] for dtype, peak in peaks.items()}
+
+
+_NVIDIA = "https://www.nvidia.com/en-us"
+_GEFORCE = f"{_NVIDIA}/geforce/graphics-cards"  # Clocks and cores; the rates follow from them.
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
+_RTX50 = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+_A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+
+CATALOGUE: tuple[GPU, ...] = (
+    GPU("RTX 3060", 12, 360, 12.7, 25.5, 4, f"{_GEFORCE}/30-series/rtx-3060-3060ti/"),
+    GPU("RTX 3080", 10, 760, 29.8, 59.5, 4, _GA102),
+    GPU("RTX 3090", 24, 936, 35.6, 71, 4, _GA102),
+    GPU("RTX 3090 Ti", 24, 1008, 40, 80, 4, _ADA),
+    GPU("RTX 4060 Ti 16GB", 16, 288, 22.1, 44.1, 4, f"{_GEFORCE}/40-series/rtx-4060-4060ti/", lanes=8),
+    GPU("RTX 4070 Ti SUPER", 16, 672, 44.1, 88.2, 4, f"{_GEFORCE}/40-series/rtx-4070-family/"),
+    GPU("RTX 4080", 16, 717, 48.7, 97.5, 4, _ADA),
+    GPU("RTX 4090", 24, 1008, 82.6, 165.2, 4, _ADA),
+    GPU("RTX 5090", 32, 1792, 104.8, 209.5, 5, _RTX50),
+    GPU("RTX A5000", 24, 768, 27.8, 111.1, 4, f"{_NVIDIA}/design-visualization/rtx-a5000/"),
+    GPU("RTX A6000", 48, 768, 38.7, 154.8, 4, _GA102),
+    GPU("RTX 6000 Ada", 48, 960, 91.1, 364.2, 4, f"{_NVIDIA}/design-visualization/rtx-6000/"),
+    GPU("T4", 16, 300, 8.1, 65, 3, f"{_NVIDIA}/data-center/tesla-t4/", bfloat16=False, inline_ecc=True),
+    GPU("A10", 24, 600, 31.2, 125, 4, f"{_NVIDIA}/data-center/products/a10-gpu/", inline_ecc=True),
+    GPU("A10G", 24, 600, 35, 70, 4, _A10G, inline_ecc=True),
+    GPU("L4", 24, 300, 30.3, 121, 4, f"{_NVIDIA}/data-center/l4/", inline_ecc=True),
+    GPU("L40S", 48, 864, 91.6, 362, 4, f"{_NVIDIA}/data-center/l40s/", inline_ecc=True),
+    GPU("V100 SXM 16GB", 16, 900, 15.7, 125, 3, f"{_NVIDIA}/data-center/v100/", bfloat16=False,
+        aliases=("Tesla V100-SXM2-16GB", "V100 16GB")),
+    GPU("V100 SXM 32GB", 32, 900, 15.7, 125, 3, f"{_NVIDIA}/data-center/v100/", bfloat16=False,
+        aliases=("Tesla V100-SXM2-32GB", "V100 32GB")),
+    GPU("A100 40GB", 40, 1555, 19.5, 312, 4, f"{_NVIDIA}/data-center/a100/",
+        aliases=("A100-SXM4-40GB", "A100-PCIE-40GB", "A100 40GB PCIe", "A100 SXM 40GB", "A100 PCIe 40GB")),
+    GPU("A100 80GB PCIe", 80, 1935, 19.5, 312, 4, f"{_NVIDIA}/data-center/a100/",
+        aliases=("A100-PCIE-80GB",)),
+    GPU("A100 80GB SXM", 80, 2039, 19.5, 312, 4, f"{_NVIDIA}/data-center/a100/",
+        aliases=("A100-SXM4-80GB", "A100 SXM 80GB", "A100 80GB")),
+    GPU("H100 PCIe", 80, 2000, 51, 756, 5, f"{_NVIDIA}/data-center/h100/", aliases=("H100 80GB PCIe",)),
+    GPU("H100 SXM", 80, 3350, 67, 989, 5, f"{_NVIDIA}/data-center/h100/",
+        aliases=("H100 80GB HBM3", "H100 SXM5", "H100 80GB SXM")),
+    GPU("H200", 141, 4800, 67, 989, 5, f"{_NVIDIA}/data-center/h200/", aliases=("H200 SXM",)),
+    GPU("B200", 180, 7700, 75, 2250, 5, f"{_NVIDIA}/data-center/hgx/", aliases=("B200 SXM", "HGX B200")),
+    GPU("MI300X", 192, 5300, 163.4, 1307.4, 5, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+        vendor="amd"),
+)  # fmt: skip
+
+# Compute capability of each NVIDIA GPU; the kernels that PyTorch chooses depend on it.
+# https://developer.nvidia.com/cuda-gpus
+CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
+    (7, 0): ("V100 SXM 16GB", "V100 SXM 32GB"),
+    (7, 5): ("T4",),
+    (8, 0): ("A100 40GB", "A100 80GB PCIe", "A100 80GB SXM"),
+    (8, 6): ("RTX 3060", "RTX 3080", "RTX 3090", "RTX 3090 Ti", "RTX A5000", "RTX A6000", "A10", "A10G"),
+    (8, 9): ("RTX 4060 Ti 16GB", "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4090", "RTX 6000 Ada", "L4", "L40S"),
+    (9, 0): ("H100 PCIe", "H100 SXM", "H200"),
+    (10, 0): ("B200",),
+    (12, 0): ("RTX 5090",),
+}
+
+
+def capability(name: str) -> tuple[int, int] | None:
+    """Compute capability of the GPU that the catalogue calls exactly `name`; None: it has none, or is not there."""
+    return next((found for found, names in CAPABILITIES.items() if name in names), None)
+
+
+# Words of a name that say nothing.
+_NOISE = {"nvidia", "geforce", "rtx", "tesla", "amd", "instinct", "radeon", "gpu", "graphics", "generation", "oam"}
+
+
+def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
+    """The profile of a machine with such a GPU, by [Note: Catalogue].
+
+    Args:
+        name: As anybody would write it: `"RTX 3090"`, `"rtx3090"`, `"NVIDIA GeForce RTX 3090"`.
+        host_bytes: Memory of the host that one rank may use.
+        cores: Cores of the host that one rank has.
+
+    Raises:
+        ValueError: No such GPU, or a host without memory or cores.
+    """
+    found = find(name)
+    for what, value in (("host_bytes", host_bytes), ("cores", cores)):
+        if type(value) is not int or value <= 0:
+            raise ValueError(f"{what}={value!r}: give a whole number above zero.")
+    memory = found.memory * GB * MEMORY_EFFICIENCY
+    host_memory = min(cores * HOST_BYTES_PER_CORE, HOST_BYTES_MOST)
+    return HardwareProfile(
+        name=found.name,
+        upload=found.link,
+        download=found.link,
+        upload_beside=found.link * BESIDE_EFFICIENCY,
+        download_beside=found.link * BESIDE_EFFICIENCY,
+        upload_pageable=found.link * PAGEABLE_EFFICIENCY,
+        download_pageable=found.link * PAGEABLE_EFFICIENCY,
+        flops=found.flops(),
+        memory=memory,
+        device_step=memory / STEP_BYTES,
+        host_step=host_memory / STEP_BYTES,
+        host_memory=host_memory,
+        device_bytes=found.device_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def find(name: str) -> GPU:
+    """The line of the catalogue for `name`, written in any way.
+
+    Raises:
+        ValueError: There is none, or the name could mean several.
+    """
+    wanted = _plain(name)
+    for line in CATALOGUE:
+        if wanted in _names(line):
+            return line
+    known = ", ".join(line.name for line in CATALOGUE)
+    plain = {other: line.name for line in CATALOGUE for other in sorted(_names(line), reverse=True)}
+    near = [line.name for line in CATALOGUE if wanted and _plain(line.name).startswith(wanted)]
+    near = near or [plain[other] for other in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)]
+    meant = f" Did you mean {' or '.join(repr(other) for other in dict.fromkeys(near))}?" if near else ""
+    raise ValueError(f"No GPU {name!r} is in the catalogue.{meant} Known are: {known}.")
+
+
+def _names(line: GPU) -> set[str]:
+    names = {_plain(other) for other in (line.name, *line.aliases)}
+    return names | {f"{other}{line.gib}gb" for other in names if not re.search(r"\d+gb", other)}
+
+
+def _plain(name: str) -> str:
+    """The name in small letters, without spaces, signs and words that say nothing."""
+    # `rtx3090` is two words, and so is `3090ti`; what a word of noise is glued to must still be found.
+    words = re.findall(r"[a-z]+|\d+", name.lower())
+    return "".join(word for word in words if word not in _NOISE)

@@ -1,0 +1,331 @@
+"""Profiles one training step without weights and without a device: what it saves, casts and computes.
+
+[Note: Reach]
+What code changes when it runs ahead of time is found by walking from a few roots: through attributes and slots,
+containers, methods, and functions (what they close over, their defaults). Of an object the attributes are put back, of
+a container the content, of a random generator the state. Nothing is copied deeply, and nobody's code is called. Out of
+reach, and left as the code leaves them, are: the values of tensors and arrays; globals and class attributes; iterators,
+files and whatever else is of the standard library or written in C; the Trainer and what it alone holds. Of a container
+with many items the content is put back, but not what the items hold: they are data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import operator
+import random
+import sys
+import warnings
+import weakref
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_protrain.profiler.attention import Capability
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode
+from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
+from lightning_protrain.profiler.real_mode import RealMode
+from lightning_protrain.profiler.recorder import Recorder, in_backward
+from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
+from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
+from lightning_protrain.profiler.synthetic import synthetic_step
+
+# Containers with more items are taken to hold data.
+MAX_ITEMS = 1000
+# The walk goes from near to far, and ends here.
+MAX_OBJECTS = 100_000
+
+_Undo = Callable[[], object]
+_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
+_ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
+# Of the standard library, and always: of modules.
+_OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
+# The Trainer and what belongs to it, unless it is given; the compiler's state.
+_CLOSED = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._")
+
+
+@contextmanager
+def unchanged(*roots: object) -> Iterator[None]:
+    """Puts back in the end, after an exception too, what the roots and the objects in them hold, see [Note: Reach].
+
+    Args:
+        roots: Modules, data modules, loaders, or other objects.
+    """
+    undo = list(_walk(roots))
+    try:
+        yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
+
+
+def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
+    """What puts back each object that can be reached, the near ones first."""
+    seen: dict[int, object] = {}
+    queue = deque(roots)
+    entered = {id(root) for root in queue}
+    while queue and len(seen) < MAX_OBJECTS:
+        held = queue.popleft()
+        if id(held) in seen:
+            continue
+        if issubclass(type(held), torch.Tensor) and getattr(held, "__dict__", None):
+            seen[id(held)] = held  # It stays what it is, but what is attached to it may not.
+            yield from _attributes(held, queue)
+        if issubclass(type(held), _ATOMS):
+            continue
+        seen[id(held)] = held
+        set_state = _generator_state(held)
+        if set_state is not None:
+            yield set_state
+        base = _container(held)
+        if base is not None:
+            yield functools.partial(_put_back, held, base, _content(held, base))
+            queue.extend(_items(held, base))
+        if id(held) in entered or _is_open(type(held)):
+            yield from _attributes(held, queue)
+        if type(held) is CellType:
+            yield from _cell(held, queue)
+        queue.extend(_parts(held))
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def _generator_state(held: Any) -> _Undo | None:
+    """What puts a random generator back; None for anything else."""
+    kind = type(held)
+    if issubclass(kind, torch.Generator):
+        return functools.partial(held.set_state, held.get_state())
+    if issubclass(kind, random.Random):
+        return functools.partial(held.setstate, held.getstate()) if kind is not random.SystemRandom else None
+    if issubclass(kind, np.random.Generator):
+        held = held.bit_generator
+        return functools.partial(setattr, held, "state", held.state)
+    if issubclass(kind, np.random.BitGenerator):
+        return functools.partial(setattr, held, "state", held.state)
+    if issubclass(kind, np.random.RandomState):
+        return functools.partial(held.set_state, held.get_state())
+    return None
+
+
+# --- containers -------------------------------------------------------------------------------------------------------
+
+
+def _container(held: object) -> Any | None:
+    """The built-in class whose methods read and write the content: those of a subclass may do more."""
+    return next((base for base in _CONTAINERS if issubclass(type(held), base)), None)
+
+
+def _content(held: Any, base: Any) -> list[Any]:
+    return list(base.items(held)) if issubclass(base, dict) else list(base.__iter__(held))
+
+
+def _items(held: Any, base: Any) -> Iterable[object]:
+    if base.__len__(held) > MAX_ITEMS or base is bytearray:
+        return ()
+    return [*base.keys(held), *base.values(held)] if issubclass(base, dict) else base.__iter__(held)
+
+
+def _put_back(held: Any, base: Any, content: list[Any]) -> None:
+    now = _content(held, base)
+    if issubclass(base, dict):
+        same = len(now) == len(content) and all(a is c and b is d for (a, b), (c, d) in zip(now, content, strict=True))
+    else:
+        same = len(now) == len(content) and all(map(operator.is_, now, content))
+    if same:
+        return
+    base.clear(held)
+    if issubclass(base, dict):
+        for key, value in content:
+            base.__setitem__(held, key, value)
+    else:
+        (base.update if base is set else base.extend)(held, content)
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+def _is_open(kind: type) -> bool:
+    """Whether attributes are walked: those of objects of Python classes, but not the standard library's."""
+    if issubclass(kind, _OPEN):
+        return True
+    if str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
+        return False
+    return not any(str(base.__module__).startswith(_CLOSED) for base in kind.__mro__)
+
+
+def _attributes(held: Any, queue: deque[object]) -> Iterator[_Undo]:
+    values = getattr(held, "__dict__", None)
+    if type(values) is dict:
+        yield functools.partial(_put_back, values, dict, _content(values, dict))
+        queue.extend(values.values())
+    for kind in type(held).__mro__:
+        if "__slots__" in vars(kind):
+            for member in vars(kind).values():
+                if type(member) is MemberDescriptorType:
+                    yield from _slot(held, member, queue)
+
+
+def _slot(held: object, member: MemberDescriptorType, queue: deque[object]) -> Iterator[_Undo]:
+    try:
+        value = member.__get__(held)
+    except AttributeError:
+        yield functools.partial(_empty_slot, held, member)
+        return
+    queue.append(value)
+    yield functools.partial(member.__set__, held, value)
+
+
+def _empty_slot(held: object, member: MemberDescriptorType) -> None:
+    try:
+        member.__delete__(held)
+    except AttributeError:
+        return
+
+
+def _cell(cell: Any, queue: deque[object]) -> Iterator[_Undo]:
+    """A variable that a function closes over, and may bind to something else."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # It is not bound yet.
+        return
+    queue.append(value)
+    yield functools.partial(setattr, cell, "cell_contents", value)
+
+
+def _parts(held: Any) -> Iterable[object]:
+    """What an object holds in no attribute that could be put back."""
+    if isinstance(held, (tuple, frozenset)):
+        return held if len(held) <= MAX_ITEMS else ()
+    if isinstance(held, FunctionType):
+        return [held.__dict__, held.__closure__, held.__defaults__, held.__kwdefaults__]
+    if isinstance(held, MethodType):
+        return [held.__self__, held.__func__]
+    if isinstance(held, functools.partial):
+        return [held.func, held.args, held.keywords]
+    return ()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def profile_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    step: Callable[[], object] | None = None,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device | str = "cpu",
+    capability: Capability | None = None,
+    measure: bool = True,
+    say: Callable[[str], object] = _warn,
+) -> ModelProfile:
+    """Runs one training step for its shapes; see [Note: Tensors without values] in `tracing`.
+
+    A step that needs values (a shape that depends on them, a decision upon them) is run a second time with real
+    tensors on `device`, see [Note: Measured steps]; that is said, and `ModelProfile.measured` says why. The model is as
+    it was afterwards, also if the step fails: parameters, buffers, gradients, attributes, versions and random states.
+    What the step does to anything else (a logger, a file) it does.
+
+    Args:
+        model: The model; it may live on the meta device. Traced, its parameters are neither read nor copied.
+        layout: What `describe_model` says about it.
+        step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss or a mapping with
+            it as `"loss"`, as `training_step` does. If it has not gone through backward itself, that is done here.
+            None: one of a model of transformers on a batch that is made for it, see [Note: Synthetic batches].
+        forward_context: Around the step: the autocast of the precision.
+        device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
+        capability: Compute capability of a CUDA GPU that is planned for and is not `device`: attention saves what its
+            kernels save, see [Note: Attention kernels]. A step that is measured has the kernels of `device`.
+        measure: Whether a step that cannot be traced is measured.
+        say: Is told if it is, before it begins.
+
+    Raises:
+        ValueError: No batch can be made for the model.
+        UntraceableError: The device is absent; or the step cannot be traced, with the operation and the unit, and is
+            not to be measured. What the step itself raises is raised.
+    """
+    buffers = list(model.buffers())
+    tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
+    mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
+    run = functools.partial(_recorded_step, model, layout, step or synthetic_step(model), forward_context)
+    try:
+        return run(mode)
+    except DataDependentError as error:
+        if not measure:
+            raise
+        reason = str(error)
+    where = str(mode.device)
+    say(f"The training step is measured on {where!r} with real tensors, which takes as long as one: {reason}")
+    units = {unit.name: sum(layout.parameter(fqn).nbytes for fqn in unit.parameters) for unit in layout.units}
+    profile = run(RealMode([*model.parameters(), *buffers], device, 2 * max(units.values(), default=0)))
+    return replace(profile, measured=reason)
+
+
+def _recorded_step(
+    model: nn.Module,
+    layout: ModelLayout,
+    step: Callable[[], object],
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    mode: MetaMode | RealMode,
+) -> ModelProfile:
+    """Forward and backward under `mode`."""
+    parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
+    compiled = {unit.name for unit in layout.units if _is_compiled(model.get_submodule(unit.name))}
+    recorder = Recorder(mode, parameters, model.buffers(), compiled)
+    mode.observer = recorder
+    # Modes are of a thread, and autograd would take another one for what is on a GPU.
+    with (
+        unchanged(model),
+        _uncompiled(),
+        mode,
+        on_one_rank(),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        units = {id(model.get_submodule(unit.name)): unit for unit in layout.units}
+        for module in list(model.modules()):
+            vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)
+        recorder.watch_gradients()
+        with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+            outputs = step()
+        recorder.run_backward(outputs)
+        del outputs
+    recorder.check_conserved()
+    return recorder.profile()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Within it compiled functions run as they were written: those that Dynamo meets under a mode it never compiles."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the forward of a part of it is, which PyTorch does not run where every operation is looked at."""
+    return any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules())
+
+
+def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:
+    """The forward of a module, which may be a unit; what is recomputed may begin at any."""
+
+    @functools.wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if in_backward():  # recomputation of a checkpoint
+            with recorder.lifted():  # `Tensor.backward` takes function modes off while it runs
+                return forward(*args, **kwargs)
+        if unit is None:
+            return forward(*args, **kwargs)
+        with recorder.call(unit, (args, kwargs)) as call:
+            outputs = forward(*args, **kwargs)
+            recorder.give_out(call, outputs)
+        return outputs
+
+    return recorded

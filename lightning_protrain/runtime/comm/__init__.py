@@ -1,0 +1,1 @@
+"""What the ranks of a node share: collectives, host memory, and who writes when."""

@@ -1,0 +1,284 @@
+"""Collectives between the ranks of a run, counted and timed.
+
+[Note: Nodes]
+A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
+between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
+then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
+
+[Note: Sums on streams]
+On a device with streams a collective has one of its own, which first waits for what the compute stream has been given.
+Both sums are issued at once, the second behind the first without the compute stream between them. That waits where the
+sum is needed, and the host never does; on the CPU the host waits for each.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_protrain.device.device import Device, StreamDevice
+from lightning_protrain.planner.network import Network, Route
+from lightning_protrain.planner.plan import Sharding
+from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.comm.rank_health import Attendance
+
+_SUMS = "averages of gradients"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part in a run, seen from one rank.
+
+    Attributes:
+        rank: Of all ranks.
+        world_size: Number of all ranks.
+        local_rank: Of the ranks of this node.
+        local_size: Number of the ranks of each node.
+        everyone: A group of all ranks for gradients of chunks: buckets of DDP, in the default group, come in an order
+            of their own, which may be another one on each rank (`find_unused_parameters`). None: ranks only meet.
+        node: The group of the ranks of this node; None: there is one node.
+        peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
+        attendance: Who is still there.
+        meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
+            something else would read what is not meant for it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    attendance: Attendance
+    meeting: Any
+    everyone: Any = None
+    node: Any = None
+    peers: Any = None
+
+    @property
+    def first_of_node(self) -> int:
+        """Rank of the first process of this node."""
+        return self.rank - self.local_rank
+
+    @property
+    def on_node(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_of_node, self.first_of_node + self.local_size)
+
+    @property
+    def machine(self) -> int:
+        """Which of the nodes this rank is on."""
+        return self.rank // self.local_size
+
+    def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
+        """Waits until all ranks are at the same point of a run.
+
+        Args:
+            what: Where this one is: `"batch 3 of epoch 0"`.
+            flag: Something to tell.
+            waits_for: One name of all that ranks may wait for at the same time as for this; empty: `what`.
+
+        Returns:
+            Whether some rank has its flag set.
+
+        Raises:
+            RuntimeError: A rank is somewhere else, has failed or is gone.
+        """
+        place = zlib.crc32(what.encode())
+        told = torch.tensor([int(flag), place, -place])
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True)
+        self.attendance.wait(work, waits_for or what)
+        if told[1] != -told[2]:
+            places = [what] * self.world_size
+            dist.all_gather_object(places, what, group=self.meeting)
+            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
+        return bool(told[0])
+
+
+def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
+    """Makes the groups of a run; every rank calls it, after the group of all is there.
+
+    Args:
+        local_rank: Of this process on its node.
+        local_size: Processes of every node; they have consecutive ranks.
+        timeout: The longest that a collective may take; None: what PyTorch gives it.
+    """
+    ranks = replace(find_meeting(local_rank, local_size, timeout), everyone=dist.new_group(timeout=timeout))
+    if local_size == ranks.world_size:
+        return ranks
+    first_ranks = range(0, ranks.world_size, local_size)
+    # Every rank makes every group: making one is a collective of all.
+    nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
+    peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
+    return replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
+
+
+def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
+    """Makes the group of ranks that meet, and average nothing by groups of ours; every rank calls it.
+
+    Args:
+        local_rank: As in `find_ranks`.
+        local_size: As in `find_ranks`.
+        timeout: As in `find_ranks`.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    meeting = dist.new_group(backend="gloo", timeout=timeout)
+    # Under a name of their own: what ranks have noted in a run before is none of this one's.
+    notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
+    return Ranks(rank, world_size, local_rank, local_size, Attendance(notes, rank, world_size), meeting)
+
+
+class Communicator:
+    """Averages gradients over ranks, and counts what is sent.
+
+    Args:
+        ranks: Who takes part.
+        device: Where gradients are averaged.
+        dtype: In which gradients are sent; None: that of their parameters.
+    """
+
+    def __init__(self, ranks: Ranks, device: Device, dtype: torch.dtype | None = None) -> None:
+        self.ranks = ranks
+        self.dtype = dtype
+        self._device = device
+        self._host_waits = not isinstance(device, StreamDevice)
+
+    def begin(self, flat: Tensor, owner: int | None) -> Any:
+        """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
+
+        Args:
+            flat: On the device, one-dimensional.
+            owner: The rank of each node that needs the sum, as its `local_rank`; None: all do.
+        """
+        if owner is not None and self.ranks.local_size == 1:
+            return self._begin_between_nodes(flat)
+        self._count(flat)
+        if owner is None:
+            return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
+        group = self.ranks.node or self.ranks.everyone
+        work = dist.reduce(flat, group=group, async_op=True, group_dst=owner)
+        if self._host_waits or not self._sums_between_nodes(owner):
+            return work
+        with self._device.aside:
+            work.wait()
+            return self._begin_between_nodes(flat)
+
+    def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
+        """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
+        if not self._host_waits:
+            work.wait()  # Of the compute stream: the host goes on.
+            return
+        alone = self.ranks.local_size == 1
+        members = None if owner is None or alone else self.ranks.on_node
+        self.ranks.attendance.wait(work, _SUMS, members)
+        if self._sums_between_nodes(owner) and not alone:
+            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
+
+    def _sums_between_nodes(self, owner: int | None) -> bool:
+        return self.ranks.peers is not None and owner == self.ranks.local_rank
+
+    def _begin_between_nodes(self, flat: Tensor) -> Any:
+        self._count(flat)
+        return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
+
+    def sum_of_node(self, values: Tensor) -> Tensor:
+        """The sum of small host tensors over the ranks of this node, in place."""
+        self._count(values)
+        work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
+        self.ranks.attendance.wait(work, "the other ranks of its node", self.ranks.on_node)
+        return values
+
+    def meet(self) -> None:
+        """Waits for the ranks of this node: what they have written to memory that they share is there."""
+        if self.ranks.local_size > 1:
+            self.sum_of_node(torch.zeros(1))  # On the host, unlike a barrier of NCCL.
+
+    def _count(self, tensor: Tensor) -> None:
+        self._device.counters.collectives += 1
+        self._device.counters.communicated_bytes += tensor.nbytes
+
+
+# Bytes of a sum that tells the latency, and of the largest one; sums of each size, of which the fastest counts.
+_SMALL, _LARGEST = 1 << 10, 64 << 20
+_REPEATS = 3
+
+
+def gauge(
+    ranks: Ranks, device: torch.device, sharding: Sharding, layout: ModelLayout, dtype: torch.dtype | None = None
+) -> Network:
+    """Measures the sums that a plan would send; every rank calls it, and all get the figures of the slowest.
+
+    Args:
+        ranks: Who they are.
+        device: Where gradients are averaged.
+        sharding: Who holds offloaded chunks.
+        layout: What is trained: the gradients of its largest unit are a chunk that is sent.
+        dtype: In which gradients are sent; None: that of their parameters.
+
+    Raises:
+        RuntimeError: A rank is gone, or has failed.
+    """
+    element = None if dtype is None else dtype.itemsize
+    shards = sharding is Sharding.SHARD
+    sums: dict[str, Callable[[torch.Tensor], list[Any]]] = {
+        "everyone": lambda flat: [dist.all_reduce(flat, group=ranks.everyone, async_op=True)],
+    }
+    if shards:
+        node = ranks.node or ranks.everyone
+        sums["owner"] = lambda flat: [dist.reduce(flat, group=node, async_op=True, group_dst=0)]
+        if ranks.peers is not None:
+            sums["peers"] = lambda flat: [dist.all_reduce(flat, group=ranks.peers, async_op=True)]
+    large = max(min(_largest(layout), _LARGEST), 2 * _SMALL)
+    seconds = [_seconds(begin, size, device, ranks) for begin in sums.values() for size in (_SMALL, large)]
+    told = torch.tensor(seconds, dtype=torch.float64)
+    work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
+    ranks.attendance.wait(work, "the rates of the network")
+    slowest = told.tolist()
+    routes = {name: _route(slowest[2 * at], slowest[2 * at + 1], large) for at, name in enumerate(sums)}
+    return Network(**routes, owners=ranks.local_size if shards else 1, element=element)
+
+
+def _largest(layout: ModelLayout) -> int:
+    trained = {info.fqn: info.nbytes for info in layout.parameters if info.trainable}
+    return max((sum(trained.get(fqn, 0) for fqn in unit.parameters) for unit in layout.units), default=0)
+
+
+def _route(small: float, large: float, nbytes: int) -> Route:
+    """From the seconds of a small and of a large sum; where the large one is no slower, all of it is its bytes."""
+    beside = large - small
+    if beside <= 0.5 * large:
+        return Route(min(small, large), nbytes / large)
+    return Route(small, (nbytes - _SMALL) / beside)
+
+
+def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: Ranks) -> float:
+    """Of one sum, the fastest of several behind one that opens connections."""
+    flat = torch.zeros(nbytes // 4, device=device)
+    found = []
+    for _ in range(_REPEATS + 1):
+        together = torch.zeros(1)
+        _wait(ranks, [dist.all_reduce(together, group=ranks.meeting, async_op=True)], together)
+        started = time.perf_counter()
+        _wait(ranks, begin(flat), flat)
+        found.append(time.perf_counter() - started)
+    return min(found[1:])
+
+
+def _wait(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
+    _end(ranks, works, flat)
+    flat[:1].tolist()  # The host waits for it.
+
+
+def _end(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
+    for work in works:
+        if flat.device.type == "cpu":
+            ranks.attendance.wait(work, "the rates of the network")
+        else:
+            work.wait()  # Of the compute stream; what is read of the sum comes after it.

@@ -1,0 +1,315 @@
+"""Gradients of offloaded chunks are averaged over the ranks before they leave the device.
+
+[Note: Reduction]
+In the backward that ends an optimizer step the gradients of a chunk are put into one *bucket* on the device, on top of
+what earlier micro-batches have left on the host, divided by the number of ranks as DDP does it, and summed over the
+ranks: to all of them, or under `shard` to the owner of each parameter. Backwards before it send nothing. The order of
+chunks is the plan's, from the last to the first, on every rank and in every step, whatever the order of gradients: a
+rank on which some part of the model was not used sends zeros for it, and says so in the same bucket. So the number of
+collectives does not depend on the data.
+
+A bucket is sent when backward has gone beyond the last call that reads its chunk, and lands when the next one has been
+sent, so that sending and computing overlap; there are three at a time at most, while backward follows the plan's order.
+What earlier micro-batches have left is uploaded when the bucket is made, with the first gradient of its chunk, and
+waited for by the compute stream alone; the host keeps it until the bucket has landed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_protrain.device.device import Device
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.param import Slot
+
+
+class _Region:
+    """Gradients of one chunk that have the same owner, in a flat tensor with a flag for each behind them.
+
+    Args:
+        owner: As `local_rank`; None: all ranks.
+        slots: Whose gradients.
+        device: Where they lie.
+
+    Attributes:
+        flat: The gradients and the flags, which say whether any rank has one.
+        sent: The same in the dtype in which it is sent.
+        work: The sum that is under way.
+    """
+
+    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device) -> None:
+        self.owner = owner
+        self.slots = tuple(slots)
+        ends = list(accumulate(slot.twin.numel() for slot in slots))
+        self._begins = dict(zip(slots, [0, *ends], strict=False))
+        self._num_elements = ends[-1]
+        size, dtype = ends[-1] + len(slots), slots[0].host.dtype
+        flat = torch.empty(0, dtype=dtype, device=device.torch_device)
+        device.resize(flat.untyped_storage(), size * dtype.itemsize)
+        self.sent = self.flat = flat.as_strided((size,), (1,))
+        self.work: Any = None
+
+    def view(self, slot: Slot) -> Tensor:
+        """The gradient of a parameter."""
+        shape = slot.twin.shape
+        if not shape.numel():
+            return self.flat.new_empty(shape)
+        return self.flat.as_strided(shape, slot.host.stride(), self._begins[slot])
+
+    def end_filling(self, filled: Container[Slot]) -> None:
+        """What has no gradient on this rank counts as zero."""
+        # Filled on the device: a copy of flags from the host would wait for everything that computes.
+        self.flat[self._num_elements :].fill_(1.0)
+        for at, slot in enumerate(self.slots, self._num_elements):
+            if slot not in filled:
+                self.view(slot).zero_()
+                self.flat[at : at + 1].zero_()
+
+    def flags(self) -> list[float]:
+        """For each gradient, more than 0 if any rank has one; the host waits for them."""
+        found: list[float] = self.flat[self._num_elements :].tolist()
+        return found
+
+
+class _Bucket:
+    """The gradients of one chunk.
+
+    Args:
+        regions: What goes where.
+        device: Where they lie.
+    """
+
+    def __init__(self, regions: Sequence[_Region], device: Device) -> None:
+        self.regions = tuple(regions)
+        self.filled: set[Slot] = set()
+        self._places = {slot: region for region in regions for slot in region.slots}
+        self._device = device
+        self._arriving: dict[Slot, Any] = {}  # Fences that the compute stream has not waited for.
+        self._uploaded: list[tuple[Tensor, Any]] = []
+
+    def upload(self, slot: Slot, older: Tensor) -> None:
+        """Adds a gradient in host memory, which nobody writes to before `let_go`."""
+        self._wait_for(slot)
+        view = self._places[slot].view(slot)
+        if slot in self.filled:
+            there = torch.empty_like(view)
+            fence = self._device.upload(older, there)
+            self._device.wait(fence)
+            view.add_(there)
+        else:
+            fence = self._arriving[slot] = self._device.upload(older, view)
+        self._uploaded.append((older, fence))
+        self.filled.add(slot)
+
+    def wait(self) -> None:
+        """What has been uploaded is there for the compute stream."""
+        while self._arriving:
+            self._wait_for(next(reversed(self._arriving)))
+
+    def let_go(self) -> None:
+        """The host may write to what has been uploaded."""
+        for _, fence in self._uploaded:
+            self._device.land(fence)
+        self._uploaded.clear()
+
+    def add(self, slot: Slot, gradient: Tensor) -> None:
+        """Adds a gradient to what is there."""
+        self._wait_for(slot)
+        view = self._places[slot].view(slot)
+        if slot in self.filled:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.filled.add(slot)
+
+    def _wait_for(self, slot: Slot) -> None:
+        if slot in self._arriving:
+            self._device.wait(self._arriving.pop(slot))
+
+
+class Reduction:
+    """Averages the gradients of offloaded chunks, see [Note: Reduction].
+
+    Args:
+        chunks: The offloaded chunks, in execution order.
+        communicator: Sends.
+        device: Where gradients are averaged.
+        receive: Takes the average of a gradient, on the device.
+        is_past: Whether no call that reads the chunk is left in this backward, the present one included.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        communicator: Communicator,
+        device: Device,
+        receive: Callable[[Slot, Tensor], None],
+        is_past: Callable[[int], bool],
+    ) -> None:
+        self._chunks = tuple(chunks)
+        self._communicator = communicator
+        self._device = device
+        self._receive = receive
+        self._is_past = is_past
+        self._queue: deque[int] = deque()
+        self._filling: dict[int, _Bucket] = {}
+        self._sent: deque[_Bucket] = deque()
+        # Averages that this rank owns and others have no part of.
+        self._averages: dict[Slot, weakref.ref[Tensor]] = {}
+        self.runs = False
+
+    def begin(self) -> None:
+        """The backward that follows ends with averages, on every rank."""
+        self.runs = True
+        trained = [
+            index for index, chunk in enumerate(self._chunks) if any(_takes_gradient(slot) for slot in chunk.slots)
+        ]
+        self._queue = deque(reversed(trained))
+
+    def add(self, index: int, slot: Slot, gradient: Tensor, on_host: bool = False) -> None:
+        """A gradient of this backward.
+
+        Args:
+            index: Of its chunk.
+            slot: Of its parameter.
+            gradient: On the device, unless `on_host`.
+            on_host: Whether it lies there, and nobody writes to it before the average lands.
+
+        Raises:
+            RuntimeError: It is sparse, or comes after its chunk has been sent.
+        """
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"The gradient of {slot.fqn!r} is sparse, and its chunk is streamed on several ranks: dense ones are "
+                "averaged only. Use `sparse=False`, or make the chunk resident (`num_persistent_chunks`)."
+            )
+        if index not in self._queue:
+            raise _too_late(slot)
+        bucket = self._bucket(index)
+        self._take_older(bucket, slot)
+        if on_host:
+            bucket.upload(slot, gradient)
+        else:
+            bucket.add(slot, gradient)
+
+    def refuse_mixing(self, slot: Slot) -> None:
+        """Before a gradient of this rank is added on the host to what may be an average already.
+
+        Raises:
+            RuntimeError: It is one, of a parameter that this rank owns: the sum would be no part of any average.
+        """
+        average = self._averages.pop(slot, None)
+        grad = slot.host.grad
+        if average is not None and grad is not None and average() is grad and bool(grad.any()):
+            raise RuntimeError(
+                f"{slot.fqn!r} has a gradient that has been averaged over the ranks, and a backward follows that "
+                'averages nothing: under sharding="shard" both cannot be added up. Call `zero_grad` between them, or '
+                'set sharding="replicate".'
+            )
+
+    def advance(self, waits: Callable[[int], bool]) -> None:
+        """Sends what is complete.
+
+        Args:
+            waits: Whether something else may still add to gradients of a chunk.
+        """
+        while self._queue and self._is_past(self._queue[0]) and not waits(self._queue[0]):
+            self._send(self._queue.popleft())
+            while len(self._sent) > 1:
+                self._land()
+
+    def finish(self) -> None:
+        """After the backward: every average has been received. Does nothing if there was none to be made."""
+        while self._queue:
+            self._send(self._queue.popleft())
+            while len(self._sent) > 1:
+                self._land()
+        while self._sent:
+            self._land()
+        self.runs = False
+
+    def forget(self) -> None:
+        """Drops what is under way, after an exception."""
+        for bucket in (*self._filling.values(), *self._sent):
+            bucket.let_go()
+        self._queue.clear()
+        self._filling.clear()
+        self._sent.clear()
+        self.runs = False
+
+    def _bucket(self, index: int) -> _Bucket:
+        bucket = self._filling.get(index)
+        if bucket is None:
+            bucket = self._filling[index] = self._new_bucket(self._chunks[index])
+        return bucket
+
+    def _new_bucket(self, chunk: Chunk) -> _Bucket:
+        owners: dict[int | None, list[Slot]] = {}
+        for slot in chunk.slots:
+            if _takes_gradient(slot):
+                owners.setdefault(chunk.owner(slot), []).append(slot)
+        regions = [_Region(owner, slots, self._device) for owner, slots in owners.items()]
+        bucket = _Bucket(regions, self._device)
+        for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
+            if _takes_gradient(slot):
+                self._take_older(bucket, slot)
+        return bucket
+
+    def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
+        """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
+        older = slot.host.grad
+        if older is None or (slot in self._averages and self._averages[slot]() is older):
+            return
+        bucket.upload(slot, older)
+        slot.host.grad = None
+
+    def _send(self, index: int) -> None:
+        bucket = self._bucket(index)
+        del self._filling[index]
+        for slot in dict.fromkeys(chain.from_iterable(region.slots for region in bucket.regions)):
+            self._take_older(bucket, slot)
+        bucket.wait()
+        for region in bucket.regions:
+            region.end_filling(bucket.filled)
+            region.flat.mul_(1.0 / self._communicator.ranks.world_size)
+            region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
+            region.work = self._communicator.begin(region.sent, region.owner)
+        self._sent.append(bucket)
+
+    def _land(self) -> None:
+        bucket = self._sent.popleft()
+        bucket.let_go()
+        for region in bucket.regions:
+            self._communicator.end(region.work, region.sent, region.owner)
+            # Those of a region have one owner: whether this rank is it says any of them.
+            if region.owner is None or region.slots[0].owned:
+                if region.sent is not region.flat:
+                    region.flat.copy_(region.sent)
+                self._land_region(bucket, region)
+
+    def _land_region(self, bucket: _Bucket, region: _Region) -> None:
+        flags = region.flags() if any(slot not in bucket.filled for slot in region.slots) else []
+        for at, slot in enumerate(region.slots):
+            if slot in bucket.filled or flags[at]:
+                self._receive(slot, region.view(slot))
+                if region.owner is not None and slot.host.grad is not None:
+                    self._averages[slot] = weakref.ref(slot.host.grad)
+
+
+def _takes_gradient(slot: Slot) -> bool:
+    return slot.host.requires_grad
+
+
+def _too_late(slot: Slot) -> RuntimeError:
+    return RuntimeError(
+        f"A gradient of {slot.fqn!r} came after its chunk had been averaged over the ranks: the weight is used outside "
+        "its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."
+    )

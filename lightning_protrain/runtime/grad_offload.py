@@ -1,0 +1,611 @@
+"""Brings gradients to the host, reduced over ranks first if there are ranks, within a budget of bytes.
+
+[Note: In flight]
+The plan has room for the two largest gradients: for those on their way to the host, and for the one that is computed
+next. How large that one is tells the order of the backward before; from the first one on that is another one, the
+largest is expected. So the device waits for the host only where a gradient that is about to be computed would not fit
+beside those that land. The first one out of order (another expert, another branch) may be larger than the one it stands
+for: it finds less room than it takes.
+
+[Note: Gradient memory]
+A block is taken when the first gradient of a chunk comes, and goes back when the last tensor over it dies. Each
+gradient has its own place in it, and a storage of its own over that place. A place is given out once in the life of a
+block: where somebody may still hold what lies there, a new block is taken, so a gradient is never overwritten. That
+somebody keeps the whole block.
+
+Who looks at one gradient of a chunk waits for all that are on their way to it: to the eyes of the device a block is one
+piece of memory.
+
+[Note: Landing]
+Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that it
+leaves the device as soon as it has landed. With an older gradient on the host (accumulation) the sum is made there, in
+the same order as autograd makes it. When all gradients of a chunk are on their way, waiting for them and adding them up
+is the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
+waits only for host memory.
+
+[Note: Small gradients]
+A copy of a small gradient takes less time than it takes the host to issue it, and there are hundreds of adapters. Those
+of a chunk of adapters (`gathers_gradients`) are kept on the device until the last one has landed, then laid side by
+side as they lie on the host, and leave in one copy. Gradients of one chunk are kept at a time; what is incomplete when
+those of another chunk come, or when backward ends, leaves one by one. So do averages over ranks.
+
+[Note: Direct use]
+A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
+parameter. Autograd would add both parts before it adds them to an older gradient; so the older gradient is set aside
+until backward ends. What cannot be brought into autograd's own order is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightning_protrain.device.device import Device
+from lightning_protrain.device.host import HostMemory, Job
+from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.comm.reduce import Reduction
+from lightning_protrain.runtime.low_precision import is_given_up
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.param import Slot
+
+
+class InFlight:
+    """How much may land while the next gradient is computed, see [Note: In flight].
+
+    Args:
+        sizes: Bytes of all gradients that land.
+
+    Attributes:
+        hold_bytes: What may land while the largest one is computed.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        largest = sorted(sizes)[-2:]
+        self._total = sum(largest)
+        self.hold_bytes = largest[0] if len(largest) > 1 else 0
+        # In the order of landing, with their bytes: in the backward before, and in this one.
+        self._expected: list[tuple[Slot, int]] = []
+        self._seen: list[tuple[Slot, int]] = []
+        self._as_expected = True
+
+    def land(self, slot: Slot, nbytes: int) -> int:
+        """What may be under way, this gradient included, until the next one comes."""
+        at = len(self._seen)
+        self._seen.append((slot, nbytes))
+        self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is slot
+        if not self._as_expected:
+            return self.hold_bytes
+        following = self._expected[at + 1 : at + 2]
+        return self._total - following[0][1] if following else self._total
+
+    def end(self) -> None:
+        """A backward has ended."""
+        if self._seen:
+            self._expected = self._seen
+        self.forget()
+
+    def forget(self) -> None:
+        """A backward has not ended as it should, or the next one begins."""
+        self._seen, self._as_expected = [], True
+
+
+# What NumPy knows: through it a tensor over a part of a block is made in a third of the time.
+_NUMPY_TYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float16: np.dtype("float16"),
+    torch.float32: np.dtype("float32"),
+    torch.float64: np.dtype("float64"),
+}
+
+
+class GradientMemory:
+    """Places for the gradients of one chunk, see [Note: Gradient memory].
+
+    Args:
+        memory: Where blocks come from.
+        sizes: Bytes of each gradient.
+
+    Attributes:
+        nbytes: Of a block.
+        offsets: Where each gradient lies in it.
+        has_been_used: Whether a block has ever been taken.
+    """
+
+    def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
+        self._memory = memory
+        self.offsets, self.nbytes = chunk_offsets(sizes)
+        self._block: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self._free: set[int] = set()
+        self.has_been_used = False
+
+    def empty_like(self, gradient: Tensor, place: int) -> Tensor:
+        """An uninitialised host tensor of the shape, strides and dtype of `gradient`, which must be dense.
+
+        Args:
+            gradient: Has the bytes that the place was made for.
+            place: Index into `sizes`.
+        """
+        block = self._block() if self._block is not None and place in self._free else None
+        if block is None:
+            block = self._new_block()
+        self._free.discard(place)
+        offset = self.offsets[place]
+        kind = _NUMPY_TYPES.get(gradient.dtype)
+        if kind is not None and gradient.is_contiguous():
+            return torch.from_numpy(np.ndarray(gradient.shape, kind, block, offset))
+        empty = torch.empty(0, dtype=gradient.dtype)
+        if gradient.numel() == 0:
+            return empty.new_empty(gradient.shape)
+        flat = torch.frombuffer(block, dtype=gradient.dtype, count=gradient.numel(), offset=offset)
+        return empty.set_(flat.untyped_storage(), 0, gradient.shape, gradient.stride())
+
+    def begin(self) -> None:
+        """Have the gradients that follow, one for each place, lie in one block."""
+        if len(self._free) < len(self.offsets):
+            self._block = None
+
+    def whole(self) -> Tensor:
+        """Return the present block, (nbytes,) of uint8; a gradient in it must be alive."""
+        block = self._block() if self._block is not None else None
+        assert block is not None
+        return torch.from_numpy(block)[: self.nbytes]
+
+    def _new_block(self) -> np.ndarray[Any, Any]:
+        """A block in which every place is free. The array keeps it through a tensor, as NumPy alone would not."""
+        block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self.nbytes), dtype=torch.uint8).numpy()
+        self._block = weakref.ref(block)
+        self.has_been_used = True
+        self._free = set(range(len(self.offsets)))
+        return block
+
+
+@dataclass
+class _Sum:
+    """A landed gradient that waits to be added to the one before, or to be cast."""
+
+    fence: object
+    index: int
+    part: Tensor
+    host: nn.Parameter
+    cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
+
+
+@dataclass
+class _Place:
+    """Where a gradient lands on the host.
+
+    Attributes:
+        target: Its memory there.
+        arrive: Notes that it is on its way, behind a fence.
+        block: All memory of its chunk that `target` is a part of.
+        offset: Its first byte there.
+    """
+
+    target: Tensor
+    arrive: Callable[[object], None]
+    block: GradientMemory | Chunk
+    offset: int
+
+
+class Landing:
+    """Moves gradients from twins to host parameters, see [Note: Landing].
+
+    Args:
+        chunks: The chunks whose gradients land.
+        device: Where they come from.
+        begin: Called before the first gradient of a backward, so that its end is noticed.
+        updates: Takes gradients of whole chunks over.
+        is_past: Whether no call that reads the chunk is awaited any more.
+        num_uses: In how many places calls of units have used a parameter in the present step.
+        pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
+        communicator: Averages gradients over ranks first; None: there is one rank.
+        is_behind: Whether no call that reads the chunk is left in this backward, the present one included.
+        leave: Called with a chunk before its gradients are sent: what this rank still needs it for has ended.
+
+    Attributes:
+        reduction: Averages them, see [Note: Reduction].
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: Device,
+        begin: Callable[[], None],
+        updates: Updates,
+        is_past: Callable[[int], bool],
+        num_uses: Callable[[Slot], int],
+        pending_bytes: int | None = None,
+        communicator: Communicator | None = None,
+        is_behind: Callable[[int], bool] = lambda index: True,
+        leave: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self.reduction = Reduction(chunks, communicator, device, self._receive, is_behind) if communicator else None
+        self._device = device
+        self._begin = begin
+        self._updates = updates
+        self._is_past = is_past
+        self._num_uses = num_uses
+        self._leave = leave
+        # However small chunks are: the worker has something to do while the device recomputes a block.
+        in_units = unit_bytes(chunk.plan for chunk in chunks)
+        self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
+        self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
+        self._kept: dict[Slot, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
+        sizes = (
+            [chunk.nbytes] if index in self._gathered else [slot.twin.nbytes for slot in chunk.slots]
+            for index, chunk in enumerate(chunks)
+            if chunk.plan.trainable
+        )
+        self._in_flight = InFlight(list(chain.from_iterable(sizes)))
+        device.hold_bytes = self._in_flight.hold_bytes
+        self._chunks = tuple(chunks)
+        # Where gradients stay, and where those wait that are added to older ones or cast.
+        self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
+        # Where averages stay that come to their owners only; without owners it is the same place.
+        owned = [[slot.host.nbytes if slot.owned else 0 for slot in chunk.slots] for chunk in chunks]
+        whole = [all(slot.owned for slot in chunk.slots) for chunk in chunks]
+        self._averages = [
+            stays if all_here else GradientMemory(device.host, sizes)
+            for stays, all_here, sizes in zip(self._stays, whole, owned, strict=True)
+        ]
+        self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
+        self._missing: dict[int, set[Slot]] = {}
+        # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
+        self._sums: deque[_Sum] = deque()
+        # Those of whole chunks, which the worker makes, with the bytes that wait for it; and the bytes of both.
+        self._jobs: deque[tuple[Job, int]] = deque()
+        self._sum_bytes = 0
+        self._fences: dict[int, list[object]] = {}
+        self._latest: dict[int, object] = {}
+        self._landed: set[Slot] = set()
+        self._aside: dict[Slot, Tensor | None] = {}
+        for slot in self._places:
+            self._attach(slot)
+
+    def reserve(self, lends: bool) -> None:
+        """Make host memory for gradients now: to page-lock it in the first backward would hold that up for seconds.
+
+        Args:
+            lends: Whether gradients lie in the memory of low-precision copies where there are some.
+        """
+        kept = [
+            stays.nbytes
+            for chunk, stays in zip(self._chunks, self._stays, strict=True)
+            if chunk.plan.trainable and not (lends and chunk.plan.streamed_dtype)
+        ]
+        self._device.host.reserve(tqdm(kept, "Page-locking memory for gradients", delay=2, leave=False, unit="chunk"))
+
+    def finish(self) -> None:
+        """Ends all landings: afterwards every host gradient is whole."""
+        with below_guard():  # Weights that ranks share are watched already when averages of their gradients land.
+            if self.reduction is not None:
+                self._finish_reduction(self.reduction)
+            self._finish_copies()
+        self._in_flight.end()
+        self._updates.end_backward()
+        for slot, older in self._aside.items():
+            if older is not None:
+                assert slot.host.grad is not None
+                older.add_(slot.host.grad)
+                slot.host.grad = older
+        self._aside.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
+        self._in_flight.forget()
+        self._kept.clear()
+        if self.reduction is not None:
+            self.reduction.forget()
+        self._land_fences()
+        for item in self._sums:
+            self._device.land(item.fence)
+        while self._jobs:
+            self._jobs.popleft()[0].exception()
+        for slot, older in self._aside.items():
+            slot.host.grad = older
+        self._sums.clear()
+        self._sum_bytes = 0
+        self._latest.clear()
+        self._landed.clear()
+        self._aside.clear()
+        self._missing.clear()
+
+    def _finish_reduction(self, reduction: Reduction) -> None:
+        """Averages what is left; what was set aside is of this rank alone, so it is a part of the average."""
+        if reduction.runs:
+            for slot, older in self._aside.items():
+                if older is not None:
+                    reduction.add(self._places[slot][0], slot, older, on_host=True)
+            self._aside.clear()
+            for index in range(len(self._chunks)):
+                self._leave(index)
+        reduction.finish()
+
+    def _attach(self, slot: Slot) -> None:
+        if slot.twin.is_floating_point() or slot.twin.is_complex():
+            trained = slot.host.requires_grad
+            slot.host.requires_grad_(True)
+            slot.twin.requires_grad_(True)
+            slot.hooks.append(slot.twin.register_post_accumulate_grad_hook(lambda _: self._land(slot)))
+            direct = slot.host.register_hook(lambda _: self._use_directly(slot))
+            slot.own_hook = direct.id
+            slot.hooks.append(direct)
+            slot.host.requires_grad_(trained)
+            slot.twin.requires_grad_(trained)
+
+    def _land(self, slot: Slot) -> None:
+        self._begin()
+        twin, host = slot.twin, slot.host
+        with below_guard():  # Without it each costs a look at the class of the twin.
+            grad, trained, hooked = twin.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
+            twin.grad = None
+        if grad is None or not trained:
+            # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
+            return
+        if slot in self._aside and self._num_uses(slot) > 1:
+            raise _refusal(slot, "it is also used by several calls of its block")
+        index, _ = self._places[slot]
+        self._landed.add(slot)
+        reduction = self.reduction
+        if reduction is not None and reduction.runs:
+            with below_guard():
+                reduction.add(index, slot, grad)
+                reduction.advance(self._keeps_back)
+        else:
+            if reduction is not None:
+                reduction.refuse_mixing(slot)
+            if index in self._gathered and not hooked and not grad.is_sparse:
+                self._keep(index, slot, grad)
+            else:
+                self._receive(slot, grad, slot.host)
+
+    def _keep(self, index: int, slot: Slot, grad: Tensor) -> None:
+        """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
+        if self._kept and (slot in self._kept or self._places[next(iter(self._kept))][0] != index):
+            self._send_kept()
+        self._kept[slot] = grad
+        if len(self._kept) == len(self._chunks[index].slots):
+            self._send_kept()
+
+    def _send_kept(self) -> None:
+        """Sends what is kept to the host."""
+        kept, self._kept = self._kept, {}
+        if not kept or not self._send_together(kept):
+            for slot, grad in kept.items():
+                self._receive(slot, grad, slot.host)
+
+    def _send_together(self, gradients: dict[Slot, Tensor]) -> bool:
+        """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
+        index, _ = self._places[next(iter(gradients))]
+        slots = self._chunks[index].slots
+        with below_guard():
+            hosts = [slot.host for slot in slots]
+            if len(gradients) < len(slots) or any(is_given_up(host.grad) for host in hosts):
+                return False
+            for memory in (self._stays[index], self._waits[index]):
+                memory.begin()
+            places = [self._place(slot, gradients[slot], host) for slot, host in zip(slots, hosts, strict=True)]
+            block = places[0].block
+            together = all(place.block is block for place in places)
+            if together:
+                whole = block.whole() if isinstance(block, GradientMemory) else block.source
+                staged = gradients[slots[0]].new_empty(whole.nbytes, dtype=torch.uint8)
+                torch._foreach_copy_(
+                    [
+                        staged[place.offset :][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+                        for place, grad in zip(places, map(gradients.__getitem__, slots), strict=True)
+                    ],
+                    [gradients[slot] for slot in slots],
+                )
+                self._device.hold_bytes = self._in_flight.land(slots[0], staged.nbytes)
+                fence = self._device.download(staged, whole)
+            for slot, place in zip(slots, places, strict=True):
+                if not together:
+                    self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
+                    fence = self._device.download(gradients[slot], place.target)
+                place.arrive(fence)
+        for slot in slots:
+            self._hand_over_if_asked(index, slot)
+        return True
+
+    def _receive(self, slot: Slot, grad: Tensor, host: nn.Parameter | None = None) -> None:
+        """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
+        host, (index, _) = slot.host if host is None else host, self._places[slot]
+        self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
+        with below_guard():
+            older = host.grad
+            if older is not None and is_given_up(older):
+                return  # So is the sum, until `zero_grad` drops it.
+            if grad.is_sparse:
+                self._land_latest(index)
+                grad = grad.to(host.device)
+                host.grad = grad if older is None else older.add_(grad)
+            else:
+                landing = self._place(slot, grad, host)
+                landing.arrive(self._device.download(grad, landing.target))
+            hooked = bool(host._post_accumulate_grad_hooks)
+        if hooked:
+            self._call_user_hooks(slot)
+        self._hand_over_if_asked(index, slot)
+
+    def _place(self, slot: Slot, grad: Tensor, host: nn.Parameter) -> _Place:
+        """Finds where a dense gradient lands, and what happens then."""
+        index, at = self._places[slot]
+        older = host.grad
+        if older is None and grad.dtype == host.dtype:
+            home = self._home(index)
+            host.grad = target = home.empty_like(grad, at)
+            return _Place(target, lambda fence: self._stay(index, fence), home, home.offsets[at])
+        if older is None and self._updates.lends_copy(index, slot) and (low := slot.lend_copy(grad)) is not None:
+            host.grad = low
+
+            def lend(fence: object) -> None:
+                low.lands(lambda: self._device.land(fence))
+                self._stay(index, fence)
+
+            return _Place(low.stored(), lend, self._chunks[index], slot.offset)
+        waits = self._waits[index]
+        part = waits.empty_like(grad, at)
+        cast = None
+        if older is None:
+            # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+            cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), at)
+
+        def wait(fence: object) -> None:
+            self._sums.append(_Sum(fence, index, part, host, cast))
+            self._sum_bytes += part.nbytes
+            self._latest[index] = fence
+            if fence is None:
+                self._add(0)
+
+        return _Place(part, wait, waits, waits.offsets[at])
+
+    def _hand_over_if_asked(self, index: int, slot: Slot) -> None:
+        if self._updates.takes_landings or index in self._latest:
+            self._hand_over(index, slot)
+        if self._sums or self._jobs:
+            self._add(self._pending_bytes)
+
+    def _home(self, index: int) -> GradientMemory:
+        """Where a gradient of the chunk stays.
+
+        An average takes no more than those that this rank owns do, unless gradients of its own are collected, which
+        have left a block for all of the chunk when averages land.
+        """
+        stays = self._stays[index]
+        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
+        return self._averages[index] if averages else stays
+
+    def _stay(self, index: int, fence: object) -> None:
+        """A gradient of the chunk is on its way to where it stays."""
+        self._fences.setdefault(index, []).append(fence)
+        self._latest[index] = fence
+
+    def _hand_over(self, index: int, slot: Slot) -> None:
+        """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
+        slots = self._chunks[index].slots
+        missing = self._missing.get(index)
+        if missing is None:
+            owned = self.reduction is not None and self.reduction.runs  # Averages come to their owners only.
+            with below_guard():
+                trained = [other for other in slots if other.host.requires_grad]
+            missing = self._missing[index] = {other for other in trained if other.owned or not owned}
+        missing.discard(slot)
+        if missing or not self._is_past(index) or self._has_direct_use(index):
+            return
+        wanted = self._updates.wants(index)
+        sums = [item for item in self._sums if item.index == index]
+        if not wanted and not sums:
+            return
+        latest = self._latest.pop(index, None)
+        fences = self._fences.pop(index, []) if wanted else []
+        self._sums = deque(item for item in self._sums if item.index != index)
+        for item in sums:
+            item.fence = latest  # All copies to the block have ended then, see [Note: Gradient memory].
+
+        def land() -> None:
+            for fence in fences:
+                self._device.land(fence)
+            for item in sums:
+                self._add_up(item)
+
+        nbytes = sum(item.part.nbytes for item in sums)
+        if wanted:
+            self._sum_bytes -= nbytes
+            self._updates.landed(index, land)
+        else:
+            self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
+
+    def _keeps_back(self, index: int) -> bool:
+        """Whether gradients that are complete but for direct uses are not sent yet; if they are, the chunk is left."""
+        if self._has_direct_use(index):
+            return True
+        self._leave(index)
+        return False
+
+    def _has_direct_use(self, index: int) -> bool:
+        return bool(self._aside) and any(slot in self._aside for slot in self._chunks[index].slots)
+
+    def _add(self, keep_bytes: int) -> None:
+        """Has landed gradients added, oldest first, until no more than `keep_bytes` wait."""
+        while self._jobs and (self._sum_bytes > keep_bytes or keep_bytes == 0):
+            job, nbytes = self._jobs.popleft()
+            self._sum_bytes -= nbytes
+            job.result()
+        while self._sums and (self._sum_bytes > keep_bytes or keep_bytes == 0):
+            item = self._sums.popleft()
+            self._sum_bytes -= item.part.nbytes
+            self._add_up(item)
+
+    def _add_up(self, item: _Sum) -> None:
+        self._device.land(item.fence)
+        self._land_latest(item.index)
+        host = item.host
+        if host.grad is None:
+            # As autograd does behind a cast.
+            host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
+        elif host.grad.is_sparse:
+            host.grad = item.part + host.grad
+        else:
+            host.grad.add_(item.part)
+
+    def _use_directly(self, slot: Slot) -> None:
+        """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
+        self._begin()
+        if slot in self._landed:
+            raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
+        if slot.mirrored or slot.host._post_accumulate_grad_hooks:
+            raise _refusal(slot, "it has hooks, which would see a part of its gradient")
+        if slot not in self._aside:
+            self._aside[slot] = slot.host.grad
+            slot.host.grad = None
+
+    def _call_user_hooks(self, slot: Slot) -> None:
+        self._finish_copies()
+        for hook in list((slot.host._post_accumulate_grad_hooks or {}).values()):
+            hook(slot.host)
+
+    def _finish_copies(self) -> None:
+        """Ends the copies under way, so that somebody may look at a gradient during backward."""
+        self._send_kept()
+        self._land_fences()
+        self._add(0)
+
+    def _land_fences(self) -> None:
+        for fences in self._fences.values():
+            for fence in fences:
+                self._device.land(fence)
+        self._fences.clear()
+
+    def _land_latest(self, index: int) -> None:
+        """Ends the copies to gradients of a chunk, see [Note: Gradient memory]; they run one after the other."""
+        latest = self._latest.get(index)
+        if latest is not None:
+            self._device.land(latest)
+
+
+def _without_gradients(work: Callable[[], None]) -> None:
+    with below_guard(), torch.no_grad():
+        work()
+
+
+def _refusal(slot: Slot, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{slot.fqn!r} is used outside its own block and streamed at the same time, and {reason}: the sum could not be "
+        "made in autograd's order. Use the weight inside its block, or make its chunk resident "
+        "(`num_persistent_chunks`)."
+    )

@@ -1,0 +1,526 @@
+"""Device parameters in bf16, where their gradients lie, and which uses are exact.
+
+[Note: Low twins]
+A twin in low precision stands for a weight of which a step sees nothing but one cast by autocast. That was found by
+looking at one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
+a twin looks at every use, as [Note: Guard] does. What autocast casts passes. What describes the weight is said of the
+weight, its dtype included. Anything else computes with the *whole* weight, a copy of the host's on the device, and
+gives what it gives without offloading; only where a gradient would flow through the copy, or be summed in low
+precision, it raises. Autograd's engine and operations inside of C++ pass below.
+
+[Note: Low gradients]
+From the last use of a weight in backward to its optimizer step nobody needs the copy that is streamed in its place, see
+[Note: Low precision], and the step writes it anew. The gradient has its dtype, its size and its layout, and as many
+values as the copy: autograd would only cast them. So it lands in the memory of the copy, and the step reads it there,
+tile by tile, before it writes. What stands for it in `grad` has no memory. Whoever computes with that before the step
+gets the gradient in the dtype of the weight, and `grad` is such a tensor from then on; so it is if the copy is wanted
+again. Behind the step the values are gone, and whoever wants them is told so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_protrain.runtime.access_guard import DESCRIPTIONS, below_guard
+
+
+def _attributes(*names: str) -> frozenset[Any]:
+    found = (getattr(Tensor, name) for name in names)
+    return frozenset(getattr(one, "__get__", one) if not callable(one) else one for one in found)
+
+
+# Functions that autocast itself casts all arguments of, by the type of its device; on other devices, those of both.
+_EVERYWHERE = frozenset(
+    [
+        *(F.linear, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm),
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.conv_tbc),
+        *(torch.conv1d, torch.conv2d, torch.conv3d, torch.prelu, F.prelu, torch.linalg.vecdot),
+        *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, F.scaled_dot_product_attention),
+        *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.addbmm),
+        *(Tensor.baddbmm, Tensor.prelu),
+    ]
+)
+_CUDA_ONLY = frozenset(
+    [
+        *(torch.mv, torch.addmv, torch.addr, torch.einsum, Tensor.mv, Tensor.addmv, Tensor.addr),
+        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+    ]
+)
+CASTS = {"cpu": _EVERYWHERE, "cuda": _EVERYWHERE | _CUDA_ONLY}
+# Functions of many operations: what they do with a weight is observed.
+_COMPOSITES = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.einsum, torch.inner])
+_ATEN = torch.ops.aten
+_READERS = frozenset(
+    [
+        *(_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN.mkldnn_rnn_layer, _ATEN._cudnn_rnn),
+        *(_ATEN.miopen_rnn, _ATEN.mkldnn_rnn_layer, _ATEN.linear),
+    ]
+)
+# The same elements in another order of dimensions.
+_VIEWS = frozenset(
+    [
+        *_attributes("T", "mT"),
+        *(getattr(Tensor, name) for name in ("t", "transpose", "permute", "swapaxes", "swapdims", "movedim")),
+        *(getattr(Tensor, name) for name in ("unsqueeze", "squeeze", "view", "reshape", "flatten", "contiguous")),
+        *(torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim),
+        *(torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten),
+    ]
+)
+# The same of the twin and of the weight, or of the twin alone.
+_SHARED = _attributes(
+    *("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_sparse", "is_nested"),
+    *("is_quantized", "is_mkldnn", "is_mps", "is_xpu", "requires_grad", "grad_fn", "retains_grad", "_version"),
+    *("size", "dim", "numel", "stride", "is_contiguous", "storage_offset", "nelement", "ndimension", "__len__"),
+    *("get_device", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "data_ptr"),
+    *("requires_grad_", "_is_view", "__hash__", "is_signed", "is_conj", "is_neg"),
+) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined, union-attr]
+# What autograd's hooks on saved tensors are given.
+_DETACH = torch.ops.aten.detach.default
+# What is asked of the weight itself.
+_OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks")
+# Take dtype or shape of other arguments than the first, and nothing else.
+_LIKE = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
+_HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+
+
+class Twin(nn.Parameter):
+    """A device twin that can be shown at any time: a debugger or a traceback must not read memory that was freed."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with below_guard():
+            if self.numel() and not self.untyped_storage().nbytes():
+                return f"Parameter of {self.dtype}{list(self.shape)}, not on the device at present"
+            return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
+
+
+@dataclass(eq=False, slots=True)
+class Uses:
+    """How a weight that is streamed in low precision is used.
+
+    Attributes:
+        fqn: Its first fully qualified name.
+        host: The weight.
+        device: Where its twin is.
+        dtype: Of its twin.
+        number: How often it has been used with gradients since they were last summed.
+        shown: Whether its twin is registered.
+    """
+
+    fqn: str
+    host: nn.Parameter
+    device: torch.device
+    dtype: torch.dtype
+    number: int = 0
+    shown: bool = False
+    _whole: nn.Parameter | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether autocast would cast the weight to the dtype of the twin now."""
+        kind = self.device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
+
+    def whole(self, requires_grad: bool) -> nn.Parameter:
+        """The weight in its own dtype on the device; kept while the twin is registered."""
+        if self._whole is None:
+            whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
+            if not self.shown:
+                return whole
+            self._whole = whole
+        self._whole.requires_grad_(requires_grad)
+        return self._whole
+
+    def end(self) -> None:
+        """Its twin is registered no more.
+
+        Raises:
+            RuntimeError: The whole weight has been written to, and the change would be lost.
+        """
+        self.shown = False
+        whole, self._whole = self._whole, None
+        if whole is not None and not whole.is_inference() and whole._version:
+            raise RuntimeError(
+                f"{self.fqn!r} was changed in a forward and is streamed in {self.dtype}: the change would "
+                f"lose precision. {_REMEDY}, or change it after the step."
+            )
+
+    def forget(self) -> None:
+        """After an exception: nothing of what was is known any more."""
+        self.number, self.shown, self._whole = 0, False, None
+
+    def count(self, func: Any) -> None:
+        """Notes one more use with gradients.
+
+        Raises:
+            RuntimeError: It is the second one.
+        """
+        self.number += 1
+        if self.number > 1:
+            self.refuse(func, "uses it a second time before backward, so that two gradients would be summed in it")
+
+    def refuse(self, func: Any, what: str) -> NoReturn:
+        """Raises over a use that has other bits than without offloading."""
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        raise RuntimeError(
+            f"{self.fqn!r} is streamed in {self.dtype}, because in the step that was traced its only use was one cast "
+            f"by autocast. Now `{name}` {what}. {_REMEDY}."
+        )
+
+
+_REMEDY = (
+    "Make its chunk resident (`num_persistent_chunks`, or `resident` in the Plan), or give a Plan that streams it in "
+    "float32"
+)
+
+
+class _Low:
+    """What twins in low precision and views of them have in common, see [Note: Low twins]."""
+
+    __slots__ = ()
+    uses: Uses
+    # What makes the view of the twin, from the first on: functions with what else they take.
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and (func is _DETACH or _is_below_autograd()):
+            with below_guard():  # what autograd does by itself, which a dispatch mode runs again
+                return func(*args, **kwargs)
+        if func in _SHARED:
+            with below_guard():
+                return func(*args, **kwargs)
+        low = [value for value in (*args, *kwargs.values()) if isinstance(value, _Low)] or list(_inside(args, kwargs))
+        first = low[0]
+        if first.uses.is_cast and func in CASTS.get(first.uses.device.type, _EVERYWHERE):
+            _count(low, func)
+            return _call_below(func, types, args, kwargs)
+        if func in _OF_HOST and args[0] is first:
+            return func(first.uses.host, *args[1:], **kwargs)
+        if func in _VIEWS and args[0] is first and not any(isinstance(value, torch.dtype) for value in args[1:]):
+            with below_guard():
+                return _view(first, func(*args, **kwargs), (func, args[1:], kwargs))
+        if func in _HOOKS:
+            first.uses.refuse(func, f"would see a gradient of {first.uses.dtype}")
+        if first.uses.is_cast and _is_plain_attention(func, args, kwargs):
+            _count(low, func)
+            return _call_below(func, types, args, kwargs)
+        if first.uses.is_cast and func in _COMPOSITES and any(map(_is_trained, low)):
+            return _observed(func, low, args, kwargs)
+        return _with_whole(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _with_whole(copy.deepcopy, (self, memo), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _with_whole(lambda whole: whole.__reduce_ex__(protocol), (self,), {})
+
+
+class LowTwin(_Low, Twin):
+    """The twin of a plain parameter, in low precision."""
+
+
+class _LowView(_Low, Tensor):
+    """A view of all elements of a twin."""
+
+
+@cache
+def low_class(plain: type) -> type:
+    """The class of a low twin of a parameter of class `plain`."""
+    if plain is nn.Parameter:
+        return LowTwin
+    return type(plain)(plain.__name__, (_Low, plain), {"__module__": plain.__module__})
+
+
+def _is_below_autograd() -> bool:
+    """Whether a dispatch mode runs an operation; in inference mode autograd is left out for everybody."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return excluded and not torch.is_inference_mode_enabled()
+
+
+def _is_trained(low: Any) -> bool:
+    with below_guard():
+        return torch.is_grad_enabled() and low.requires_grad
+
+
+def _count(low: Sequence[Any], func: Any) -> None:
+    if torch.is_grad_enabled():
+        for one in low:
+            if _is_trained(one):
+                one.uses.count(func)
+
+
+def _inside(*values: Any) -> Iterator[Any]:
+    """What is low in lists, tuples and dicts."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, _Low))
+
+
+def _call_below(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(types) > 1 and any(not issubclass(kind, _Low) for kind in types):
+        # Somebody else wants to see this call, too.
+        with below_guard():
+            args, kwargs = _replaced((args, kwargs), lambda one: one.as_subclass(Tensor))
+        return func(*args, **kwargs)
+    with below_guard():
+        return func(*args, **kwargs)
+
+
+def _view(base: Any, view: Any, step: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+    if view is base:
+        return base
+    view.__class__ = _LowView
+    view.uses, view.steps = base.uses, (*getattr(base, "steps", ()), step)
+    return view
+
+
+def _is_plain_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an attention that gives each of the low weights whole to one linear function."""
+    if func is not F.multi_head_attention_forward or any(isinstance(bias, _Low) for bias in args[7:9]):
+        return False
+    packed = args[0] is args[1] is args[2] and not kwargs.get("use_separate_proj_weight")
+    return packed or not any(isinstance(weight, _Low) for weight in args[5:7])
+
+
+def _observed(func: Any, low: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of many operations, and refuses what they should not have done."""
+    with below_guard(), _Observer(low) as observer:
+        result = func(*args, **kwargs)
+    for one in low:
+        if _is_trained(one):
+            number = observer.number[id(one.uses)]
+            if number is None:
+                one.uses.refuse(func, "uses it in another way")
+            for _ in range(number):
+                one.uses.count(func)
+    return result
+
+
+class _Observer(TorchDispatchMode):
+    """Counts the products that read low weights.
+
+    Attributes:
+        number: How many, by the identity of `Uses`; None if something else reads it, or a part of it.
+    """
+
+    def __init__(self, low: Sequence[Any]) -> None:
+        super().__init__()
+        self._low = {self._place(one): (id(one.uses), one.numel()) for one in low}
+        self.number: dict[int, int | None] = {id(one.uses): 0 for one in low}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)) if not func.is_view else ():
+            if isinstance(tensor, Tensor):
+                self._read(tensor, func)
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()._cdata
+        if not any(place[0] == storage for place in self._low):
+            return
+        key, numel = self._low.get(self._place(tensor), (None, 0))
+        before = self.number.get(key) if key is not None else None
+        whole = key is not None and numel == tensor.numel() and func.overloadpacket in _READERS
+        if whole and before is not None and key is not None:
+            self.number[key] = before + 1
+        else:  # Of a part nobody knows whose it is.
+            self.number.update(dict.fromkeys([key] if key is not None else self.number, None))
+
+    @staticmethod
+    def _place(tensor: Any) -> tuple[int, int]:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes with weights of full precision.
+
+    Raises:
+        RuntimeError: A gradient would flow through them, or they are written to.
+    """
+    wholes: list[tuple[Any, nn.Parameter]] = []
+
+    def whole(low: Any) -> Any:
+        with below_guard():
+            parameter = low.uses.whole(low.requires_grad)
+            wholes.append((low, parameter))
+            value = parameter
+            for step, others, keywords in getattr(low, "steps", ()):
+                value = step(value, *others, **keywords)
+            return value
+
+    new_args, new_kwargs = _replaced((args, kwargs), whole)
+    versions = [_version(parameter) for _, parameter in wholes]
+    if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        func = Tensor.detach  # Of writing to `data` no version would tell.
+    result = func(*new_args, **new_kwargs)
+    for (low, parameter), version in zip(wholes, versions, strict=True):
+        if _version(parameter) != version or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            low.uses.refuse(func, "changes it, and the change would be lost")
+        asks_only = func in _LIKE and not isinstance(args[0], _Low)
+        if torch.is_grad_enabled() and parameter.requires_grad and not asks_only and _has_history(result, parameter):
+            low.uses.refuse(func, "uses it in another way, whose gradient would have other bits")
+    return result
+
+
+def _has_history(result: Any, parameter: nn.Parameter) -> bool:
+    return any(
+        leaf is parameter or (leaf.requires_grad and leaf.grad_fn is not None)
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same with what is low changed, in lists, tuples and dicts."""
+    if isinstance(value, _Low):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(one, change) for one in value)
+    if type(value) is dict:
+        return {key: _replaced(one, change) for key, one in value.items()}
+    return value
+
+
+_PROPERTIES = ("is_sparse", "grad_fn", "nbytes", "itemsize")
+# What needs no values.
+_FREE = DESCRIPTIONS | {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {Tensor.numel, Tensor.size, Tensor.dim}
+
+
+class LowGradient(Tensor):
+    """Stands for a gradient in the memory of a copy, see [Note: Low gradients].
+
+    Args:
+        parameter: Whose gradient, of its shape, strides and dtype.
+        values: The memory of its copy, of the same shape and strides, in another dtype.
+    """
+
+    def __new__(cls, parameter: nn.Parameter, values: Tensor) -> LowGradient:
+        made: LowGradient = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __init__(self, parameter: nn.Parameter, values: Tensor) -> None:
+        self._parameter = parameter
+        self._low: Tensor | None = values
+        self._whole: Tensor | None = None
+        self._is_stepped = False
+        self._land: Callable[[], None] = _landed
+
+    def lands(self, land: Callable[[], None]) -> None:
+        """It is on its way; `land` waits for it."""
+        self._land = land
+
+    def cast(self) -> Tensor:
+        """The gradient in the dtype of its weight; it stays where it is.
+
+        Raises:
+            RuntimeError: The step has been made.
+        """
+        return self.landed().to(self.dtype)
+
+    def stored(self) -> Tensor:
+        """The gradient as it is kept, whatever its dtype; for its step, and the copy that brings it.
+
+        Raises:
+            RuntimeError: The step has been made.
+        """
+        low = self._low
+        return self.landed() if low is None else low
+
+    def whole(self) -> Tensor:
+        """The gradient in memory of its own, and in the dtype of its weight; `grad` is that from now on.
+
+        Raises:
+            RuntimeError: The step has been made.
+        """
+        if self._whole is None:
+            with below_guard(), torch.no_grad(), torch.inference_mode(False):
+                self._whole = self.landed().to(self.dtype)
+                self._low, self._land = None, _landed
+                if self._parameter.grad is self and self._parameter.dtype == self.dtype:
+                    self._parameter.grad = self._whole
+        return self._whole
+
+    def begin_step(self) -> None:
+        """From now on the step may be writing the copy over it."""
+        self._is_stepped = True
+
+    def give_up(self) -> None:
+        """The copy has been written over it."""
+        self._is_stepped, self._low, self._land = True, None, _landed
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody knows it any more, nor any sum with it."""
+        return self._whole is None and self._is_stepped
+
+    def landed(self) -> Tensor:
+        """Return the gradient as it is kept, whatever its dtype, once it is on the host.
+
+        Raises:
+            RuntimeError: The step has been made.
+        """
+        low = self._low  # Read first: another thread that makes it whole lets go of it last.
+        if self._whole is not None:
+            return self._whole
+        if low is None or self._is_stepped:
+            raise RuntimeError(
+                "The gradient of this weight has been used in an optimizer step, and the weight's copy in low "
+                'precision is in its memory now. Read gradients before the step, or give overlap_optimizer="off", '
+                "which keeps them until `zero_grad`."
+            )
+        self._land()
+        return low
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Python's way to whatever is computed with it, and to its memory."""
+        if func in _FREE:
+            with below_guard():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Autograd's way, and that of whoever passes below the other."""
+        args, kwargs = tree_map_only(LowGradient, LowGradient.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def is_given_up(gradient: Tensor | None) -> bool:
+    """Whether it stands for one that nobody knows any more."""
+    return isinstance(gradient, LowGradient) and gradient.is_given_up
+
+
+def stored(gradient: Tensor) -> Tensor:
+    """What an optimizer step reads: the gradient as it is kept."""
+    return gradient.stored() if isinstance(gradient, LowGradient) else gradient
+
+
+def cast(gradient: Tensor) -> Tensor:
+    """The gradient in the dtype of its weight, for the moment."""
+    return gradient.cast() if isinstance(gradient, LowGradient) else gradient
+
+
+def _landed() -> None:
+    """It is there."""

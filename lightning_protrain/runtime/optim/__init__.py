@@ -1,0 +1,1 @@
+"""The optimizer step of offloaded chunks, on the host."""

@@ -1,0 +1,480 @@
+"""Steps the weights of offloaded chunks on the host, behind backward or forward.
+
+[Note: Overlap]
+*Backward*: a chunk is stepped as soon as its last gradient is on the host, while backward runs on. *Forward*: the step
+starts when all gradients are known (clipping needs their norm, which is taken as they land) and runs behind the next
+forward, the first-needed chunk first. In both a chunk waits for its own step only, when it is needed next; whoever else
+looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: every forward computes with the weights
+after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
+same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Turns].
+
+[Note: Torn]
+When some weights have been stepped and others never will be (backward raises behind its first steps, or the optimizer
+does), the weights belong to no step. The run is *torn*: its state can be neither saved nor trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_protrain.device.device import Device
+from lightning_protrain.device.host import Job
+from lightning_protrain.runtime.access_guard import Guard, below_guard, can_be_watched, is_aliased
+from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.comm.step_sync import Publishing, turns_of
+from lightning_protrain.runtime.low_precision import stored
+from lightning_protrain.runtime.optim.fused import Clip
+from lightning_protrain.runtime.optim.host_step import HostStep, Steps, Update
+from lightning_protrain.runtime.optim.step import (
+    NormScratch,
+    PartGroups,
+    bound_norm,
+    clip_values,
+    has_step_hooks,
+    take_norms,
+    tell_overflow,
+)
+from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.shadow_weights import Copies
+
+
+class Overlap(StrEnum):
+    """Behind what the host's optimizer step runs, see [Note: Overlap]."""
+
+    OFF = "off"
+    BACKWARD = "backward"
+    FORWARD = "forward"
+
+
+@dataclass
+class Armed:
+    """What is known of the micro-batch that ends in an optimizer step.
+
+    Attributes:
+        optimizer: Whose step it is.
+        groups: Gives groups of some of its parameters.
+        overlap: `BACKWARD` or `FORWARD`.
+        clip_value: Bound of gradient values, applied in the steps that run behind backward.
+        take_norms: Whether norms are taken as gradients land.
+        norms: Those that have been taken, by the identity of the parameter.
+        landings: Jobs that take them.
+        coefficient: Factor of the gradients that steps have still to apply, in the pass in which they read them.
+        steps: Those that have been submitted; None: none yet.
+        stepped: Chunks whose steps have been submitted.
+        parameters: Identities of what they step.
+        left: Chunks that other ranks may be stepping, see [Note: Turns].
+        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients].
+        late_bound: Bound of gradient values that steps have still to apply, as gradients lie there.
+    """
+
+    optimizer: Optimizer
+    groups: PartGroups
+    overlap: Overlap
+    clip_value: float | None
+    take_norms: bool
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    landings: list[Job] = field(default_factory=list)
+    coefficient: Tensor | None = None
+    steps: Steps | None = None
+    stepped: set[int] = field(default_factory=set)
+    parameters: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+    lends: bool = False
+    late_bound: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some weights may have been stepped."""
+        return bool(self.stepped or self.left)
+
+
+@dataclass(eq=False)
+class Pending:
+    """The pending step of one chunk: the job that does it, and what it steps."""
+
+    job: Job
+    slots: tuple[Slot, ...]
+
+
+def updates_of(
+    groups: Iterable[dict[str, Any]], slots: Sequence[Slot]
+) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+    """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
+    copies = {id(slot.host): slot.copy for slot in slots}
+    for group in groups:
+        given = [(parameter, parameter.grad) for parameter in group["params"]]
+        yield group, [Update(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
+
+
+def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
+    """Whether the user has hooks on the gradient of some parameter."""
+    with below_guard():  # or to ask would wait for every pending step
+        return any(slot.has_user_hooks for chunk in chunks for slot in chunk.slots)
+
+
+class Updates:
+    """Steps offloaded chunks behind backward or forward, see [Note: Overlap].
+
+    Args:
+        chunks: The offloaded chunks in execution order.
+        device: Its worker does the work.
+        communicator: Reaches the ranks that share chunks; None: there is one rank.
+
+    Attributes:
+        torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
+        when_touched: Called when somebody has looked at a weight whose step was pending.
+        copies: Trusts copies that steps have made.
+        publishing: Tells other ranks of steps, see [Note: Publishing].
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
+        self.torn: str | None = None
+        self.when_touched: list[Callable[[], None]] = []
+        self._chunks = tuple(chunks)
+        self._device = device
+        self._guard = Guard(self._touched)
+        self.copies = Copies(chunks, self._guard)
+        self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
+        self._pending: dict[int, Pending] = {}
+        self._aliased: set[int] = set()
+        self._armed: Armed | None = None
+        self._norm_scratch = NormScratch()
+        self._num_steps = 0
+        self._num_backwards = 0  # since `arm`
+        self._in_step = False
+        self._several_backwards = False
+        self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
+        self._turns = turns_of(chunks, self._sharing) if self._sharing is not None else None
+        self.publishing = Publishing(chunks, self._turns, self.copies, self._guard, self._pending)
+        trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
+        self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
+        self._steps_rest = len(self._steppable) < len(trained)
+        self._has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def arm(
+        self,
+        optimizer: Optimizer,
+        overlap: Overlap,
+        clip_value: float | None = None,
+        take_norms: bool = False,
+        lends: bool = False,
+    ) -> None:
+        """Before the forward and backward that end in a step of `optimizer`.
+
+        The first step of a run is not overlapped, as its backward refuses what cannot be streamed exactly, before any
+        weight has changed; only where gradients lie in the memory of copies, it goes chunk by chunk behind forward.
+
+        Args:
+            optimizer: One that steps each of its parameters on its own.
+            overlap: When to step.
+            clip_value: Bound of gradient values, for steps behind backward.
+            take_norms: Whether norms of gradients are wanted, and nobody changes gradients once they have landed.
+            lends: Whether nobody looks at gradients, so that they may lie in the memory of copies.
+
+        Raises:
+            RuntimeError: The weights are torn.
+        """
+        self.refuse_torn()
+        self._armed = None
+        self._num_steps += 1
+        first, lends = self._num_steps == 1, lends and self._has_copies
+        if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
+            if overlap is Overlap.BACKWARD and (first or self._several_backwards or have_user_hooks(self._chunks)):
+                # A hook may read any weight, and must not find it stepped already.
+                overlap = Overlap.FORWARD
+            take_norms = take_norms and not self._several_backwards
+            self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
+        if self._turns is not None:
+            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
+        self._num_backwards = 0
+        self._in_step = True
+
+    def begin_backward(self) -> None:
+        """Every step before has ended: backward may need any weight.
+
+        Raises:
+            RuntimeError: It is a second backward, and chunks have been stepped in the first; or a rank is missing.
+        """
+        armed = self._armed
+        self._num_backwards += 1
+        self._several_backwards |= self._in_step and self._num_backwards > 1
+        if armed is not None and self._num_backwards > 1:
+            if armed.has_begun:
+                raise RuntimeError(f"A second backward begins after chunks were stepped in the first. {_LESS_OVERLAP}")
+            armed.take_norms = False
+        elif self._turns is not None and armed is not None and armed.overlap is Overlap.BACKWARD:
+            armed.overlap = Overlap.BACKWARD if self._turns.all_behind_backward() else Overlap.FORWARD
+        self.finish_all()
+
+    @property
+    def takes_landings(self) -> bool:
+        """Whether gradients may be given to `landed` at all in this backward."""
+        armed = self._armed
+        return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
+
+    def lends_copy(self, index: int, slot: Slot) -> bool:
+        """Whether a gradient may land in the memory of a copy: a step will write that again."""
+        armed = self._armed
+        return armed is not None and armed.lends and index in self._steppable and armed.groups.has(slot.host)
+
+    def wants(self, index: int) -> bool:
+        """Whether the gradients of a chunk that are on their way should be given to `landed`."""
+        armed = self._armed
+        if armed is None or not self.takes_landings or index not in self._steppable:
+            return False
+        return self._turns is None or armed.overlap is Overlap.FORWARD or index in armed.left
+
+    def leave(self, index: int) -> bool:
+        """Before the gradients of a chunk are sent: if it is stepped behind backward, then from now on, by its owners.
+
+        Returns:
+            Whether it is.
+        """
+        armed = self._armed
+        if self._turns is None or armed is None or armed.overlap is not Overlap.BACKWARD:
+            return False
+        if index in self._steppable and index not in armed.left:
+            armed.left.add(index)
+            self._hand_on(self._slots_of(index, armed))
+        return index in armed.left
+
+    def landed(self, index: int, land: Callable[[], None]) -> None:
+        """Takes the gradients of a chunk, when all are on their way and nothing reads its weights any more.
+
+        Args:
+            index: Which chunk.
+            land: Waits for the gradients and adds them up; called on the worker.
+        """
+        armed = self._armed
+        assert armed is not None
+        if armed.overlap is Overlap.BACKWARD:
+            self._submit(index, armed, land)
+        else:
+            parameters = [slot.host for slot in self._chunks[index].slots]
+            work = partial(take_norms, parameters, armed.norms, land, self._norm_scratch)
+            armed.landings.append(self._device.worker.submit(work))
+
+    def end_backward(self) -> None:
+        """Wait for gradients that were taken without a step; what is still to be stepped is, as forward needs it."""
+        if self._armed is not None:
+            while self._armed.landings:
+                self._armed.landings.pop(0).result()
+        if self._turns is None:
+            # They were given as backward left them, the one that forward needs first came last.
+            self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
+        """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
+        armed = self._armed
+        known = armed.norms if armed is not None and armed.take_norms else None
+        later = {id(slot.host) for index in self._steppable for slot in self._chunks[index].slots}
+        shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots} if self._sharing else frozenset()
+        coefficient = bound_norm(list(parameters), max_norm, known, later, shared, self._sharing)
+        if armed is not None:
+            armed.coefficient = coefficient
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Bounds the values of gradients, as `torch.nn.utils.clip_grad_value_` does; steps behind backward have."""
+        armed = self._armed
+        stepped = armed.parameters if armed is not None else frozenset()
+        if armed is not None and armed.lends:
+            armed.late_bound = clip_value
+        # Weights that this rank has left are watched, stepped here or not.
+        with below_guard() if self._turns is not None else nullcontext():
+            clip_values([each for each in parameters if id(each) not in stepped], clip_value)
+
+    def launch(self) -> set[int]:
+        """After backward and clipping: submits the steps of all chunks that are left, the first-needed first.
+
+        Returns:
+            Identities of the parameters that are stepped here; the others are left to the caller.
+        """
+        armed, turns = self._armed, self._turns
+        self._in_step = False
+        if turns is not None:
+            if armed is None:
+                self.finish_all()
+            self._device.settle()  # The user's hooks may have called a block.
+            turns.leave()
+        if armed is not None:
+            for index in sorted(self._steppable - armed.stepped):
+                self.finish(index)  # No forward has needed it since the step before.
+                self._submit(index, armed, None)
+            self._armed = None
+        if turns is not None and (armed is None or self._steps_rest):
+            turns.wait_until_left(turns.number)  # The caller steps the rest at once.
+        self.publishing.begin()
+        self.copies.distrust_stepped()
+        return armed.parameters if armed is not None else set()
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    def job(self, index: int) -> Job | None:
+        """The pending step of a chunk."""
+        update = self._pending.get(index)
+        return update.job if update is not None else None
+
+    def finish(self, index: int) -> None:
+        """Waits for the step of one chunk.
+
+        Raises:
+            BaseException: What the optimizer raised; or a rank that makes a part of it is missing.
+        """
+        update = self._pending.get(index)
+        error = update.job.exception() if update is not None else None
+        if update is None or self._pending.pop(index, None) is None:
+            return  # There is none, or another thread has waited for it, too.
+        self._guard.leave(slot.host for slot in update.slots)
+        self._chunks[index].note_step()
+        if error is not None:
+            self._note_failure(error, update)
+            raise error
+
+    def finish_aliased(self) -> None:
+        """Wait for steps of weights whose memory is held under another name: nobody is told when that is read.
+
+        Raises:
+            BaseException: What the optimizer raised.
+        """
+        while self._aliased:
+            self.finish(self._aliased.pop())
+
+    def finish_all(self) -> None:
+        """Waits for every step.
+
+        Raises:
+            BaseException: What the optimizer raised.
+        """
+        for index in list(self._pending):
+            self.finish(index)
+
+    def abandon(self) -> None:
+        """After an exception: waits for what runs, raises nothing, and notes whether the weights are torn."""
+        armed, self._armed = self._armed, None
+        if armed is not None:
+            for landing in armed.landings:
+                landing.exception()
+            if armed.has_begun:
+                self.torn = self.torn or "an exception came when the first chunks of a step had been stepped"
+                if self._turns is not None:
+                    self._turns.give_up()
+            for index in armed.left:
+                self._guard.leave(slot.host for slot in self._chunks[index].slots)
+        self.publishing.end()
+        while self._pending:
+            _, update = self._pending.popitem()
+            error = update.job.exception()
+            self._guard.leave(slot.host for slot in update.slots)
+            if error is not None:
+                self._note_failure(error, update)
+        if self._turns is not None and self._turns.failure is not None:
+            self.torn = self.torn or _MISSING
+
+    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
+        """A gradient that is not finite on the rank that owns it is one on every rank.
+
+        Args:
+            found: Of this rank, by device: more than 0 if there is one; changed in place.
+        """
+        if self._sharing is not None:
+            tell_overflow(found, self._sharing)
+
+    def close(self) -> None:
+        """Waits for what runs and ends the threads."""
+        self.abandon()
+        self._host_step.close()
+        if self._turns is not None:
+            self._turns.close()
+
+    def refuse_torn(self) -> None:
+        """Lets nobody save or train weights that belong to no step, see [Note: Torn].
+
+        Raises:
+            RuntimeError: They do not.
+        """
+        half_done = self._armed is not None and self._armed.has_begun and "the first chunks of a step have been stepped"
+        torn = self.torn or half_done
+        if torn:
+            raise RuntimeError(
+                f"The weights are torn: {torn}, so some are from before that step and some from after it. They "
+                f"can be neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
+            )
+
+    def _touched(self, hosts: Sequence[Tensor]) -> None:
+        if self._armed is not None and self._armed.has_begun:
+            raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
+        self.publishing.before_wait()
+        self.finish_all()
+        self.copies.touched(hosts)
+        for function in self.when_touched:
+            function()
+
+    def _note_failure(self, error: BaseException, update: Pending) -> None:
+        if self._turns is not None and error is self._turns.failure:
+            self.torn = self.torn or _MISSING
+            return
+        name = update.slots[0].fqn
+        self.torn = self.torn or f"the optimizer raised {error!r} for {name!r}"
+        error.add_note(f"It was raised by the optimizer, in the step of {name!r} on the host.")
+
+    def _slots_of(self, index: int, armed: Armed) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
+
+    def _hand_on(self, slots: Sequence[Slot]) -> None:
+        """From now on they may be written to, by the worker or by another rank."""
+        for slot in slots:
+            if not slot.owned and slot.host.requires_grad:
+                slot.step_elsewhere()
+        self._guard.watch(slot.host for slot in slots)
+        self.copies.watch(slots)
+
+    def _submit(self, index: int, armed: Armed, land: Callable[[], None] | None) -> None:
+        slots, turns = self._slots_of(index, armed), self._turns
+        with below_guard():
+            if any(is_aliased(slot.host) for slot in slots):  # Asked before the worker makes views of it.
+                self._aliased.add(index)
+        number = turns.number if turns is not None else 0
+        groups = armed.groups.of([slot.host for slot in slots])
+        clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
+        steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
+        # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
+        portion = steps.add(lambda: updates_of(groups, slots), clip) if land is None else None
+        for slot in slots if land is None else ():
+            slot.begin_step()
+
+        def work() -> None:
+            with below_guard(), torch.no_grad():
+                if land is not None:
+                    land()
+                    for slot in slots:
+                        slot.begin_step()
+                elif turns is not None:
+                    turns.wait_until_left(number)
+                steps.finish(portion or steps.add(lambda: updates_of(groups, slots), clip))
+                for slot in slots:
+                    slot.note_step()
+            if turns is not None:
+                turns.announce([index], number)
+
+        if index not in armed.left:
+            self._hand_on(slots)
+        armed.stepped.add(index)
+        armed.parameters.update(id(slot.host) for slot in slots)
+        job = self._device.worker.submit(work)
+        self._pending[index] = Pending(job if turns is None else turns.behind(job, index, number), slots)
+
+
+_MISSING = "another rank has not made its part of a step"
+_LESS_OVERLAP = 'overlap_optimizer="forward" steps after backward, "off" steps all weights at once.'

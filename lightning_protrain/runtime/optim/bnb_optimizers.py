@@ -1,0 +1,158 @@
+"""Optimizers of bitsandbytes: the bytes of their states, what their step costs the host, and their step as a whole.
+
+Their states of 8 bits are quantised in blocks of 256 elements, each with a scale of its own (Dettmers et al., arXiv
+2110.02861): two bytes and two 64ths for each element of Adam in place of eight. Parameters of few elements keep states
+of 32 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_protrain.runtime.optim.adam8bit import (
+    SHARED,
+    STATES,
+    BlockwiseStep,
+    is_blockwise,
+    is_unchanged,
+    tables_of,
+)
+from lightning_protrain.runtime.optim.host_step import Calls, Crew
+from lightning_protrain.runtime.optim.step import state_bytes_per_element
+
+# What a step takes of the host beside PyTorch's fused AdamW, for each element on one thread: with the tables of
+# `moments`, and the library's own.
+SLOWDOWN, OWN_SLOWDOWN = 8.0, 32.0
+_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
+
+
+def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
+    """Bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
+
+    Exact of the optimizers of bitsandbytes: their states are made without memory. What they keep paged is counted
+    where it is when it is used.
+    """
+    total, elements = 0.0, 0
+    for optimizer in optimizers:
+        numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        total += _nbytes(optimizer) if is_blockwise(optimizer) else numel * state_bytes_per_element([optimizer])
+        elements += numel
+    return total / elements if elements else 0.0
+
+
+def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
+    """How many times longer the host steps than with PyTorch's fused AdamW, roughly: of the slowest."""
+    return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
+
+
+def _slowdown(optimizer: Any) -> float:
+    if not is_blockwise(optimizer):
+        return 1.0
+    known = optimizer.optimizer_name in STATES and optimizer.args.optim_bits == 8 and is_unchanged(optimizer)
+    return SLOWDOWN if known and None not in map(tables_of, optimizer.name2qmap.values()) else OWN_SLOWDOWN
+
+
+def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses optimizers of a bitsandbytes that cannot step parameters in host memory.
+
+    Raises:
+        ValueError: The installed version has kernels for devices only.
+    """
+    for optimizer in optimizers:
+        if is_blockwise(optimizer) and not torch._C._dispatch_has_kernel_for_dispatch_key(_KERNEL, "CPU"):
+            raise ValueError(
+                f"{type(optimizer).__name__} of the installed bitsandbytes has no step for parameters in host memory, "
+                'where the plan keeps some. Install bitsandbytes>=0.50, or give plan="resident" or an optimizer of '
+                "torch.optim."
+            )
+
+
+@contextmanager
+def in_tiles(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, its step takes host parameters tile by tile on as many threads as PyTorch uses in it.
+
+    Other parameters are left alone.
+
+    See the notes of `moments` and `blockwise`. The groups may be split or shortened within it.
+    """
+    if not is_blockwise(optimizer):
+        yield
+        return
+    attributes = vars(optimizer)
+    whole = optimizer.update_step  # type: ignore[attr-defined]
+    host = BlockwiseStep(optimizer)
+    crew = Crew("protrain-moments")
+
+    def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        return host.config(optimizer.param_groups[index]["params"][at], group)
+
+    def update_step(group: Mapping[str, Any], parameter: Tensor, *place: int) -> None:
+        if parameter.device.type != "cpu":
+            whole(group, parameter, *place)
+            return
+        assert parameter.grad is not None
+        calls, threads = Calls(), torch.get_num_threads()
+        made = calls.add(host.calls(group, parameter, parameter.grad))
+        if min(threads, made.number) > 1:
+            crew.join(calls, min(threads, made.number) - 1)
+        calls.finish(made)
+
+    attributes.update(update_step=update_step, get_config=get_config, _cpu_paged_warned=True)
+    try:
+        yield
+    finally:
+        del attributes["update_step"], attributes["get_config"]
+        crew.close()
+
+
+def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads a state dict without a copy of what lies on the right device in the right dtype.
+
+    PyTorch's own optimizers do so by themselves; those of bitsandbytes copy all states first, to leave `state_dict` as
+    it is. Here they get the same tensors in dictionaries of their own.
+    """
+    optimizer.load_state_dict(_Shared(state_dict) if is_blockwise(optimizer) else dict(state_dict))
+
+
+class _Shared(dict[str, Any]):
+    """A state dict whose deep copy has the same tensors."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: _copied(value) for name, value in self.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if type(value) is list else copy.deepcopy(value)
+
+
+def _nbytes(optimizer: Any) -> int:
+    """Bytes of its states, of all its parameters."""
+    trial = object.__new__(type(optimizer))
+    overrides = copy.copy(optimizer.mng)
+    vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
+    vars(trial).update(vars(optimizer), is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
+    trial.check_overrides()  # Those of modules; the first step asks for them, too.
+    total = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for at, parameter in enumerate(group["params"]):
+            trial.state = defaultdict(dict)
+            probe = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            trial.init_state(group, probe, index, at)
+            total += sum(
+                value.nbytes
+                for name, value in trial.state[probe].items()
+                if isinstance(value, Tensor) and name not in SHARED
+            )
+    return total

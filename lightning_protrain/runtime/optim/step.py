@@ -1,0 +1,403 @@
+"""Splits the optimizer step between device and host; gradient norms and clipping.
+
+[Note: Norms of owners]
+Under `shard` a gradient is on the rank that owns its parameter. So ranks tell each other the norm of every parameter
+they own, and each of them takes the norm of all norms, in the order of the parameters: the same number on every rank,
+to the bit what one rank with all gradients would have got.
+
+[Note: Host step]
+The optimizer holds the host parameters, which are CPU tensors, and its state lives where its parameters live. So the
+step is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
+checkpoints) sees the user's optimizer. Where the user left the implementation open and the accelerator is a GPU,
+PyTorch would take its slowest loop for the host part: for the time of the step the groups are split by device and the
+host part takes PyTorch's fused CPU kernel.
+
+What is stepped in that call runs on the main thread, which a launcher may have given one thread for all ranks' sake
+(torchrun exports `OMP_NUM_THREADS=1`). The plan counts on as many as the host's worker has: for the time of the step,
+and of unscaling before it, the main thread has them, too. It stays on its own cores.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as optim
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.comm.collectives import Communicator
+from lightning_protrain.runtime.low_precision import LowGradient, cast
+from lightning_protrain.runtime.optim.adam8bit import is_unchanged
+from lightning_protrain.runtime.optim.host_step import hyperparameters
+
+
+def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
+    """Norm of the norms, in the order in which `torch.nn.utils.get_total_norm` stacks them.
+
+    Args:
+        parameters: With gradients, or with a norm in `norms`.
+        norms: Those that are known, by the identity of the parameter.
+    """
+    # With several dtypes its order is that of a hash table.
+    groups = _group_tensors_by_device_and_dtype([list(parameters)], with_indices=True)
+    ordered = []
+    for parameter in (parameters[at] for _, indices in groups.values() for at in indices):
+        norm = norms.get(id(parameter))
+        if norm is None:
+            assert parameter.grad is not None
+            norm = torch.linalg.vector_norm(cast(parameter.grad))
+        ordered.append(norm)
+    first = parameters[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in ordered]))
+
+
+class NormScratch:
+    """Host memory in which low-precision gradients are cast for their norms.
+
+    It is kept from gradient to gradient: the first touch of fresh memory takes several times as long as the norm. The
+    whole gradient is cast at once, and not in tiles, so that the norm has the bits of one that PyTorch takes.
+    """
+
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """Return the norm of a gradient in the dtype of its weight, a scalar."""
+        low = gradient.landed() if isinstance(gradient, LowGradient) else gradient
+        if low.dtype == gradient.dtype:
+            return torch.linalg.vector_norm(low)
+        if self._values.numel() < low.numel() or self._values.dtype != gradient.dtype:
+            self._values = torch.empty(low.numel(), dtype=gradient.dtype)
+        values = self._values.as_strided(low.shape, low.stride())
+        return torch.linalg.vector_norm(values.copy_(low))
+
+
+def take_norms(
+    parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None], scratch: NormScratch
+) -> None:
+    """Put the norms of gradients that are landing into `norms`, on the host's worker.
+
+    Args:
+        parameters: Whose gradients.
+        norms: Takes them, by the identity of the parameter.
+        land: Waits for the gradients and adds them up.
+        scratch: Memory for casts, used by one thread at a time.
+    """
+    with below_guard(), torch.no_grad():
+        land()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                norms[id(parameter)] = scratch.norm(parameter.grad)
+
+
+def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
+    """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient.
+
+    Those in the memory of copies are left to their steps, see [Note: Low gradients].
+    """
+    present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, LowGradient)]
+    if present:
+        torch.nn.utils.clip_grad_value_(present, clip_value)
+
+
+def norms_of_owners(
+    parameters: Sequence[Tensor],
+    shared: Collection[int],
+    communicator: Communicator,
+    known: Mapping[int, Tensor] = MappingProxyType({}),
+) -> dict[int, Tensor]:
+    """The norms of all gradients that ranks of a node own, by the identity of the parameter; every rank calls it.
+
+    Args:
+        parameters: The same on every rank, in the same order.
+        shared: Identities of those whose gradients are on the ranks that own them.
+        communicator: Reaches the others.
+        known: Norms that this rank has taken already.
+    """
+    exchanged = [parameter for parameter in parameters if id(parameter) in shared]
+    # In double precision a norm of any dtype is kept as it is; to add zeros changes nothing.
+    told = torch.zeros(2, len(exchanged), dtype=torch.float64)
+    for at, parameter in enumerate(exchanged):
+        if parameter.grad is not None:
+            norm = known.get(id(parameter))
+            told[0, at] = torch.linalg.vector_norm(parameter.grad) if norm is None else norm
+            told[1, at] = 1
+    communicator.sum_of_node(told)
+    return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
+
+
+def tell_overflow(found: dict[torch.device, Tensor], communicator: Communicator) -> None:
+    """A gradient that is not finite on the rank that owns it is one on every rank, each of which calls it.
+
+    Args:
+        found: Of this rank, by device: more than 0 if there is one; changed in place.
+        communicator: Reaches the ranks that own gradients.
+    """
+    here = sum((each.cpu() for each in found.values()), torch.zeros(1))
+    anywhere = communicator.sum_of_node(here)
+    found.setdefault(torch.device("cpu"), torch.zeros(1))
+    for each in found.values():
+        each.copy_(anywhere[0])
+
+
+def bound_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    known: Mapping[int, Tensor] | None = None,
+    later: Collection[int] = (),
+    shared: Collection[int] = (),
+    communicator: Communicator | None = None,
+) -> Tensor | None:
+    """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit.
+
+    Args:
+        parameters: The same on every rank, in the same order.
+        max_norm: The bound.
+        known: Norms of this rank's gradients that have been taken, by the identity of the parameter; None: nobody
+            scales gradients later.
+        later: Identities of those that are scaled later, where all gradients have one dtype.
+        shared: Identities of those whose gradients are on the ranks of a node that own them, see [Note: Norms of
+            owners]; others are whole on every rank.
+        communicator: Reaches these ranks, each of which calls it; None: nothing is shared.
+
+    Returns:
+        The factor of those that are scaled later; None: all have been.
+    """
+    norms = known or {}
+    if communicator is not None:
+        norms = norms_of_owners(parameters, shared, communicator, norms)
+    present = [p for p in parameters if (id(p) in norms if id(p) in shared else p.grad is not None)]
+    if known is None or len({parameter.dtype for parameter in present}) != 1:
+        if communicator is None:
+            torch.nn.utils.clip_grad_norm_(present, max_norm)
+        elif present:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm(present, norms))
+        return None
+    coefficient = torch.clamp(max_norm / (total_norm(present, norms) + 1e-6), max=1.0)
+    for parameter in present:
+        if id(parameter) not in later and parameter.grad is not None:
+            parameter.grad.mul_(coefficient.to(parameter.grad.device))
+    return coefficient.cpu()
+
+
+# Adam's two moments in fp32: assumed of optimizers that are not PyTorch's own.
+ASSUMED_STATE_BYTES = 8.0
+_PROBE_SIZE = 32
+
+
+def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
+    """Bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
+
+    Measured by one step of a copy of each optimizer on a probe of 32 x 32 elements.
+    """
+    total, elements = 0.0, 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            numel = sum(parameter.numel() for parameter in group["params"])
+            if numel:
+                total += numel * _measure(optimizer, group)
+                elements += numel
+    return total / elements if elements else 0.0
+
+
+def move_state_beside_parameters(optimizers: Iterable[Optimizer]) -> None:
+    """Puts the state of every parameter on that parameter's device; step counters stay where the optimizer put them."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor):
+                continue
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.device != parameter.device and value.dim() > 0:
+                    state[name] = value.to(parameter.device)
+
+
+def check_one_device(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses an optimizer that flattens all its parameters into one vector when they are on two devices.
+
+    Raises:
+        ValueError: LBFGS over resident and offloaded parameters.
+    """
+    for optimizer in optimizers:
+        devices = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
+        if isinstance(optimizer, LBFGS) and len(devices) > 1:
+            raise ValueError(
+                "LBFGS works on all parameters as one vector, but the plan keeps some on the device and some in host "
+                'memory. Give plan="offload" or plan="resident".'
+            )
+
+
+@contextmanager
+def fused_host_step(
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    device_type: str,
+    stepped: Callable[[], Set[int]] = frozenset,
+    threads: int | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Iterator[Callable[[], Any]]:
+    """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
+
+    The groups are split when the closure has run: only then the gradients are known, and what it changes in the groups
+    (a learning rate) is the user's. They are put back when the step has ended, before any hook on it sees them: order
+    and indices of parameters, and so `state_dict()`, are always those of the user's groups. Nothing is split where the
+    accelerator is the CPU itself, where the user chose an implementation, or where the optimizer has no fused one. See
+    [Note: Host step].
+
+    Args:
+        optimizer: Whose step follows.
+        closure: The user's.
+        device_type: Of the accelerator.
+        stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
+        threads: See `on_host_threads`; the closure itself runs on as many as before.
+        then: Called when it has stepped, before any hook on it.
+    """
+    groups, stepping = optimizer.param_groups, ExitStack()
+
+    def put_back() -> None:
+        optimizer.param_groups = groups
+        stepping.close()
+
+    def end(*_: Any) -> None:
+        put_back()
+        then()
+
+    def then_split() -> Any:
+        stepping.close()  # LBFGS calls the closure again in the middle of its step.
+        result = closure()
+        elsewhere = stepped()
+        if elsewhere:
+            rest = ({**group, "params": [p for p in group["params"] if id(p) not in elsewhere]} for group in groups)
+            optimizer.param_groups = [group for group in rest if group["params"]]
+        if device_type != "cpu":
+            optimizer.param_groups = [part for group in optimizer.param_groups for part in _split(group)]
+        stepping.enter_context(on_host_threads(optimizer, threads))
+        return result
+
+    handle = optimizer.register_step_post_hook(end)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    try:
+        yield then_split
+    finally:
+        handle.remove()
+        put_back()
+
+
+@contextmanager
+def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]:
+    """Within it kernels of this thread use `threads` threads, if the optimizer holds parameters in host memory.
+
+    Args:
+        optimizer: Its groups as they are now.
+        threads: Those of the host's worker; None: nothing is changed, as where the accelerator is the CPU itself.
+    """
+    groups = optimizer.param_groups
+    if threads is None or not any(one.device.type == "cpu" for group in groups for one in group["params"]):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class PartGroups:
+    """Groups of some of an optimizer's parameters.
+
+    Args:
+        optimizer: Whose groups they are parts of.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps `parameter`."""
+        return id(parameter) in self._groups
+
+    def of(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Groups of `parameters` alone, with the settings that their groups have now: schedulers change them later."""
+        found: dict[int, dict[str, Any]] = {}
+        for parameter in parameters:
+            group = self._groups[id(parameter)]
+            if id(group) not in found:
+                found[id(group)] = {**hyperparameters(group), "params": []}
+            found[id(group)]["params"].append(parameter)
+        return list(found.values())
+
+
+def steps_parameters_alone(optimizer: Optimizer) -> bool:
+    """Whether stepping parameters one after the other gives the same bits as stepping all at once.
+
+    True of PyTorch's own optimizers but LBFGS, and of those of bitsandbytes; of others nobody can know.
+    """
+    if is_unchanged(optimizer):
+        return True
+    kind = type(optimizer)
+    own = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    return own and inspect.isfunction(inspect.unwrap(kind.step)) and not optimizer.defaults.get("differentiable")
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is told of its steps, and may look at any weight then."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
+
+
+def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
+    open_choice = "fused" in group and group["fused"] is None and not group.get("foreach")
+    host = [parameter for parameter in group["params"] if parameter.device.type == "cpu"]
+    fusible = open_choice and all(
+        parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
+        for parameter in host
+    )
+    if not host or not fusible or group.get("differentiable"):
+        return [group]
+    rest = [parameter for parameter in group["params"] if parameter.device.type != "cpu"]
+    parts = [{**group, "params": host, "fused": True}]
+    return [*parts, {**group, "params": rest}] if rest else parts
+
+
+def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    if isinstance(optimizer, LBFGS):
+        # Two vectors for each step of its history, the direction, the gradient before and the flat gradient.
+        return float(4 * (2 * group["history_size"] + 3))
+    # Unwrapped, so that no hook on all optimizers and no profiler takes the probe for a step.
+    step = inspect.unwrap(type(optimizer).step)
+    if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
+        return ASSUMED_STATE_BYTES
+    dtype = next(iter(group["params"])).dtype
+    probe = torch.nn.Parameter(torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    if type(optimizer) is torch.optim.SparseAdam:
+        probe.grad = probe.grad.to_sparse()
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [probe], "fused": None, "foreach": False, "capturable": False}]
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    if type(optimizer) is torch.optim.Adagrad:
+        trial.state[probe] = {name: _like(value, probe) for name, value in _any_state(optimizer).items()}
+    with torch.no_grad():
+        step(trial)
+    kept = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
+    return kept / probe.numel()
+
+
+def _any_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state of some parameter: Adagrad fills it when it is made, so a probe needs the same."""
+    return next(iter(optimizer.state.values()), {})
+
+
+def _like(value: Any, probe: Tensor) -> Any:
+    return torch.zeros_like(probe) if isinstance(value, Tensor) and value.dim() > 0 else copy.deepcopy(value)

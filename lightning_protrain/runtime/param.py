@@ -1,0 +1,338 @@
+"""A user's host parameter, its device parameter, and where it is registered.
+
+[Note: Two states]
+The 8-bit layer of bitsandbytes keeps codes and scales in an object, `layer.state`, that its autograd function holds for
+backward. As the weight is two parameters, so this is two objects: one of the host, which is there at rest, and one of
+the device, whose tensors lie in the chunk.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_protrain.device.quant_state import accept_companions, has_companions, prepare_weights
+from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.low_precision import LowGradient, Uses
+
+
+def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Host memory from `offset` on, as a tensor of the shape and strides of `like` with a storage of its own."""
+    dtype = dtype or like.dtype
+    empty = torch.empty(0, dtype=dtype)
+    if not like.numel():
+        return empty.new_empty(like.shape)
+    flat = torch.frombuffer(block, dtype=dtype, count=like.numel(), offset=offset)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+
+def in_storage(storage: torch.UntypedStorage, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The storage from `offset` on, as a tensor of the shape and strides of `like`; `offset` is aligned to `dtype`."""
+    dtype = dtype or like.dtype
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
+
+
+def dense_like(tensor: Tensor) -> Tensor:
+    """One without memory, of the strides of `tensor` where its elements fill their memory, else contiguous."""
+    if _is_dense(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def changed_before_backward(slot: Slot) -> RuntimeError:
+    """The error for a weight that its backward finds changed, see [Note: Versions] in chunk.py."""
+    now, before = slot.host._version, slot.seen_version
+    # No version tells of other memory; where it has been followed already, none is known.
+    how = f"version {now}, the forward used {before}" if now > before >= 0 else "`data` is other memory now"
+    return RuntimeError(
+        f"{slot.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
+        "optimizers and change weights after backward."
+    )
+
+
+def refuse_changed_by_others(changed: Sequence[Slot]) -> None:
+    """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
+    for slot in changed:
+        if not slot.owned and slot.changed_here:
+            raise RuntimeError(
+                f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
+                "it, so each of them would change it once more, and while others read it. Set "
+                'sharding="replicate" where callbacks or hooks write to weights.'
+            )
+
+
+@dataclass(eq=False)
+class Site:
+    """A place where a parameter is registered: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+
+    def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Puts `new` where `old` is; a place that the user has filled otherwise stays, as in pruning."""
+        if self.module._parameters.get(self.name) is not old:
+            return
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = new
+        else:
+            # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
+            setattr(self.module, self.name, new)
+            if isinstance(self.module, nn.RNNBase):
+                # It remembers them a third time, and would move those it finds exchanged to one memory of its own on a
+                # GPU (`flatten_parameters`), out of that of the chunk.
+                place = self.module._flat_weights_names.index(self.name)
+                self.module._flat_weight_refs[place] = weakref.ref(new)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One offloaded parameter, see [Note: Two parameters].
+
+    Attributes:
+        fqn: First fully qualified name.
+        host: The user's parameter.
+        twin: Its device counterpart.
+        offset: Its first byte in the chunk.
+        pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
+        read_version: Version of `host` at the latest fetch.
+        seen_version: Version of `host` at the latest use.
+        twin_version: Version of `twin` that is not yet known to differ from the host.
+        copy: What is streamed in place of the host parameter, see [Note: Low precision].
+        copied_version: Version of `host` that the copy was made of.
+        low_gradient: What may lie in the memory of the copy in its stead, see [Note: Low gradients].
+        uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
+        hooks: Handles to take off when the plan is removed.
+        own_hook: Key of the one hook on `host` that is not the user's.
+        mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
+        owned: Whether this rank steps it, see [Note: Owners].
+        steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
+    """
+
+    fqn: str
+    host: nn.Parameter
+    twin: nn.Parameter
+    offset: int
+    pointer: int = 0
+    read_version: int = 0
+    seen_version: int = 0
+    twin_version: int = 0
+    copy: Tensor | None = None
+    copied_version: int = -1
+    low_gradient: LowGradient | None = None
+    uses: Uses | None = None
+    hooks: list[Any] = field(default_factory=list)
+    own_hook: int = -1
+    mirrored: dict[int, Any] = field(default_factory=dict)
+    owned: bool = True
+    steps_elsewhere: int = 0
+
+    @property
+    def version(self) -> int:
+        """Changes where the values do."""
+        return self.host._version
+
+    def show(self, whole: bool = False) -> nn.Parameter:
+        """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
+
+        Args:
+            whole: Whether it must be of full precision in evaluation.
+
+        Raises:
+            RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
+        """
+        if self.copy is None:
+            return self.twin
+        with below_guard():
+            dtype, kind = self.copy.dtype, self.twin.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
+        if casts and not (whole and not torch.is_grad_enabled()):
+            return self.twin
+        if torch.is_grad_enabled() and self.twin.requires_grad:
+            raise RuntimeError(
+                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
+                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
+                "its block under autocast."
+            )
+        with below_guard():
+            host = self.host.detach()
+        return nn.Parameter(host.to(self.twin.device), requires_grad=False)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the copy is another one than that of the host parameter now; who writes the copy says so."""
+        return self.copy is not None and self.owned and self.copied_version != self.version
+
+    def renew_copy(self) -> None:
+        """Casts the host parameter again; a gradient that lies in the memory of the copy goes elsewhere."""
+        assert self.copy is not None
+        self.keep_gradient()
+        self.copy.copy_(self.host.detach())
+        self.copied_version = self.version
+
+    def lend_copy(self, gradient: Tensor) -> LowGradient | None:
+        """What stands for a gradient that is to land where the copy lies; None: it cannot."""
+        copy = self.copy
+        alike = copy is not None and copy.dtype == gradient.dtype and copy.stride() == gradient.stride()
+        if copy is None or not alike or gradient.layout != torch.strided:
+            return None
+        self.keep_gradient()  # Somebody may hold one that was dropped.
+        self.copied_version = -1
+        self.low_gradient = LowGradient(self.host, copy)
+        return self.low_gradient
+
+    def keep_gradient(self) -> None:
+        """A gradient that lies in the memory of the copy goes elsewhere."""
+        low, self.low_gradient = self.low_gradient, None
+        if low is not None and not low.is_given_up:
+            low.whole()
+
+    def begin_step(self) -> None:
+        """Its gradient is known, and from now on the step may write weight and copy."""
+        if self.low_gradient is not None:
+            self.low_gradient.begin_step()
+
+    def note_step(self) -> None:
+        """After a step, which has written the copy if there was a gradient."""
+        if self.host.grad is None:
+            if self.is_stale:
+                self.renew_copy()
+            return
+        self.copied_version = self.version
+        if self.low_gradient is not None:
+            self.low_gradient.give_up()
+            self.low_gradient = None
+
+    def forget_gradient(self) -> None:
+        """No stand-in for a gradient stays: it is whole, or nothing where the step has been made."""
+        self.keep_gradient()
+        if isinstance(self.host.grad, LowGradient):
+            self.host.grad = None
+
+    def step_elsewhere(self) -> None:
+        """Another rank steps it now: here its version tells, as it would of a step of this rank."""
+        torch.autograd.graph.increment_version(self.host)
+        self.steps_elsewhere += 1
+
+    @property
+    def changed_here(self) -> bool:
+        """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
+        known = self.seen_version + self.steps_elsewhere
+        return self.version != known or self.host.data_ptr() != self.pointer
+
+    def drop_gradient(self) -> None:
+        """Forgets a gradient of the twin that has not landed."""
+        with below_guard():
+            self.twin.grad = None
+
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether the user has hooks on the gradient of the parameter."""
+        host = self.host
+        hooks = host._backward_hooks or {}
+        return bool(host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
+
+    def follow(self) -> None:
+        """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
+        host = self.host
+        if host.requires_grad is not self.twin.requires_grad:
+            self.twin.requires_grad_(host.requires_grad)
+        hooks = host._backward_hooks or {}
+        wanted = [key for key in hooks if key != self.own_hook]
+        if wanted == list(self.mirrored) or not self.twin.requires_grad:
+            return
+        if self.copy is not None:
+            raise RuntimeError(
+                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
+                f"another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
+                "weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
+                "make its chunk resident (`num_persistent_chunks`)."
+            )
+        for handle in self.mirrored.values():
+            handle.remove()
+        self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
+
+
+# Repacks the weight for a kernel of the CPU that evaluates only: in memory of its own.
+_REPACKS = "support_avx512bf16_for_cpu"
+
+
+@dataclass(eq=False)
+class QuantisedSite(Site):
+    """A place of a weight with companions, see [Note: Two states].
+
+    Attributes:
+        host: The user's parameter.
+    """
+
+    host: nn.Parameter = field(kw_only=True)
+    _of_host: dict[str, Any] = field(init=False, default_factory=dict)
+    _of_device: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The layer's state as it is belongs to the host."""
+        prepare_weights(self.module)
+        kept = vars(self.module)
+        if "CB" in vars(self.host) and "state" in kept:
+            self._of_device["state"] = copy.copy(kept["state"])
+        if _REPACKS in kept:
+            self._of_device[_REPACKS] = False
+        self._of_host = {name: kept[name] for name in self._of_device}
+
+    def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        held = self.module._parameters.get(self.name)
+        if held is not None and held.untyped_storage()._cdata == old.untyped_storage()._cdata:
+            old = held  # PEFT reads such a weight and registers another parameter of the same memory.
+        super().exchange(old, new)
+        if self.module._parameters.get(self.name) is new:
+            vars(self.module).update(self._of_host if new is self.host else self._of_device)
+
+
+def make_site(module: nn.Module, name: str, slot: Slot) -> Site:
+    """The place `module._parameters[name]` of an offloaded parameter."""
+    if has_companions(slot.host):
+        slot.hooks.append(accept_companions(module))
+        return QuantisedSite(module, name, host=slot.host)
+    return Site(module, name)
+
+
+def sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> dict[str, list[tuple[Site, Slot]]]:
+    """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
+    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
+    found: dict[str, list[tuple[Site, Slot]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            slot = slots.get(id(parameter))
+            if slot is None:
+                continue
+            owner = _innermost(path, slot.fqn, by_name)
+            assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
+            found.setdefault(owner, []).append((make_site(module, name, slot), slot))
+    return found
+
+
+def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
+    while True:
+        if path in units and fqn in units[path].parameters:
+            return path
+        if not path:
+            return None
+        path = path.rpartition(".")[0]

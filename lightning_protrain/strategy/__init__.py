@@ -1,0 +1,1 @@
+"""Lightning's strategy: profile, search, place and run."""

@@ -1,0 +1,224 @@
+"""Which overlap of the host's optimizer step is exact for what the user has overridden, see [Note: Overlap].
+
+[Note: Passive hooks]
+A hook is *passive* if it looks at no gradient: those of Lightning and of this package are known, except callbacks that
+average, prune or unfreeze; a user's hook may do anything. Where one that is not passive runs, gradients have memory of
+their own. A hook that looks at weights needs no such rule: see [Note: Guard].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from torch.optim import Optimizer
+
+from lightning_protrain.runtime.access_guard import can_be_watched
+from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.step import has_step_hooks, steps_parameters_alone
+
+OverlapChoice = Literal["auto", "backward", "forward", "off"]
+# They run between an optimizer step and the next forward.
+_HOOKS_AFTER_STEP = ("on_train_batch_end", "on_train_batch_start")
+_PASSIVE_PACKAGES = ("lightning.pytorch.", "lightning_protrain.")
+_CALLBACKS = "lightning.pytorch.callbacks."
+_READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "finetuning"))
+# They run between backward and the step, and may read or change any gradient and any weight.
+_HOOKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+# All that may run between two training steps, and see gradients before `zero_grad` drops them.
+_HOOKS_IN_TRAINING = (
+    *(*_HOOKS_AFTER_STEP, *_HOOKS_BEFORE_STEP, "on_before_batch_transfer", "transfer_batch_to_device"),
+    *("on_after_batch_transfer", "lr_scheduler_step", "optimizer_step", "backward", "on_before_backward"),
+    *("on_before_zero_grad", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients"),
+    *("on_train_epoch_start", "on_train_epoch_end", "on_save_checkpoint", "state_dict"),
+)
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """How the host's optimizer step is overlapped in one run.
+
+    Attributes:
+        overlap: Behind what it runs.
+        clip_value: Bound of gradient values that steps behind backward apply.
+        take_norms: Whether norms of gradients may be taken as they land.
+        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients]: each step is of one
+            backward on one rank, and no hook may look at them.
+    """
+
+    overlap: Overlap = Overlap.OFF
+    clip_value: float | None = None
+    take_norms: bool = False
+    lends: bool = False
+
+    def describe(self, threads: int | None) -> str:
+        """One sentence for the user."""
+        on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
+        if self.overlap is Overlap.OFF:
+            return f"The host steps the optimizer {on}while the device waits."
+        return f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
+
+
+def check_choice(choice: object) -> None:
+    """Refuses what is no choice of overlap.
+
+    Raises:
+        ValueError: It is not one of `OverlapChoice`.
+    """
+    if choice not in get_args(OverlapChoice):
+        raise ValueError(f"overlap_optimizer={choice!r}: give one of {', '.join(map(repr, get_args(OverlapChoice)))}.")
+
+
+def plan_overlap(
+    choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
+) -> OverlapPlan:
+    """Decides what to overlap.
+
+    Args:
+        choice: `"auto"`: behind backward where that is exact, else behind forward where that is, else not; and not on
+            the CPU, where the step would take its cores from the model.
+        trainer: Its clipping, callbacks and debugging count.
+        model: Its overridden hooks count.
+        optimizers: Those of the model.
+        device_type: Of the accelerator.
+
+    Raises:
+        ValueError: An overlap is asked for that would not be exact; says why, and what to change.
+    """
+    check_choice(choice)
+    if choice == "off" or (choice == "auto" and device_type == "cpu"):
+        return OverlapPlan()
+    obstacles = {
+        Overlap.FORWARD: list(_obstacles(trainer, model, optimizers)),
+        Overlap.BACKWARD: [*_obstacles(trainer, model, optimizers), *_obstacles_to_backward(trainer, model)],
+    }
+    if choice == "auto":
+        overlap = next((way for way in (Overlap.BACKWARD, Overlap.FORWARD) if not obstacles[way]), Overlap.OFF)
+    else:
+        overlap = Overlap(choice)
+        if obstacles[overlap]:
+            raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
+    by_norm = _clips_by_norm(trainer)
+    before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
+    return OverlapPlan(
+        overlap=overlap,
+        clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
+        take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
+        lends=overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers),
+    )
+
+
+def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether all gradients may lie in the memory of copies, see `OverlapPlan.lends`: the plan counts on every one."""
+    one = trainer.world_size == trainer.accumulate_grad_batches == 1
+    if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        return False
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Norms of several dtypes are not taken one by one, so all gradients would be needed whole at one time.
+    whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
+    stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
+    return stepped_by_chunks and not whole and _only_passive_hooks(trainer, model)
+
+
+def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
+    """Return whether no hook that may look at gradients runs between two training steps, see [Note: Passive hooks].
+
+    A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
+    """
+    if not model.automatic_optimization:
+        return False  # A training step contains whole optimizer steps, with what the user does after them.
+    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
+        known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
+        for name in _HOOKS_IN_TRAINING:
+            origin = _origin(owner, name)
+            if not _is_default(origin) and not (known and _is_passive(origin)):
+                return False
+    return True
+
+
+def step_is_followed_by_forward(trainer: Trainer) -> bool:
+    """Whether the next thing after this optimizer step is another training batch, as far as can be told."""
+    loop = trainer.fit_loop.epoch_loop
+    last = loop.batch_progress.is_last_batch or trainer.should_stop or loop.global_step + 1 == trainer.max_steps
+    every = trainer.val_check_batch
+    counts = (loop.batch_idx + 1, loop.total_batch_idx + 1)
+    validates = isinstance(every, int) and every > 0 and any(count % every == 0 for count in counts)
+    return not last and not validates
+
+
+def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Why no overlap is exact, each with what to change."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        yield (
+            f"precision={trainer.precision!r} decides after backward whether a step is taken at all "
+            '(give "off" or "auto", or precision="bf16-mixed")'
+        )
+    if not model.automatic_optimization:
+        yield 'optimization is manual, so the step is a part of `training_step` (give "off" or "auto")'
+    for optimizer in optimizers:
+        if not steps_parameters_alone(optimizer):
+            yield (
+                f"{type(optimizer).__name__} is not known to step each parameter on its own "
+                '(give "off" or "auto", or an optimizer of torch.optim other than LBFGS)'
+            )
+    if _is_overridden(model, "optimizer_step"):
+        yield f'{type(model).__name__} overrides `optimizer_step` (give "off" or "auto")'
+
+
+def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator[str]:
+    """Why stepping before backward has ended is not exact, each with what to change."""
+    if _clips_by_norm(trainer):
+        yield (
+            f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which needs all gradients before the first "
+            'step (give "forward" or "auto", or clip by value)'
+        )
+    if trainer._detect_anomaly:
+        yield 'detect_anomaly=True may end backward after the first step (give "forward" or "auto")'
+    for name in ("configure_gradient_clipping", "backward"):
+        if _is_overridden(model, name):
+            yield f'{type(model).__name__} overrides `{name}` (give "forward" or "auto")'
+    for what in _overrides(trainer, model, _HOOKS_BEFORE_STEP):
+        yield f'{what} may look at weights or gradients before the step (give "forward" or "auto")'
+
+
+def _clips_by_norm(trainer: Trainer) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def _overrides(trainer: Trainer, model: LightningModule, names: Sequence[str]) -> Iterator[str]:
+    for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
+        for name in names:
+            if _is_overridden(owner, name):
+                yield f"`{name}` of {type(owner).__name__}"
+
+
+def _is_overridden(owner: Any, name: str) -> bool:
+    return not _is_default(_origin(owner, name))
+
+
+def _is_default(origin: str) -> bool:
+    """Whether a hook that `origin` defines is that of a base class, or none at all."""
+    return origin.startswith(("lightning.pytorch.core.", "torch.nn.")) or origin in ("", _CALLBACKS + "callback")
+
+
+def _is_passive(origin: str) -> bool:
+    return origin.startswith(_PASSIVE_PACKAGES) and not origin.startswith(_READERS)
+
+
+def _origin(owner: Any, name: str) -> str:
+    """The module that defines the hook `name` of `owner`; empty if it has none."""
+    function = vars(owner).get(name) or getattr(type(owner), name, None)
+    return getattr(function, "__module__", "") or ""
+
+
+def writes_averages(trainer: Trainer) -> str:
+    """The name of a callback that writes averages of weights over the weights; empty: there is none.
+
+    It does so for validation or when training ends, through `data` or before other ranks have read what they average.
+    """
+    callbacks: Sequence[Any] = getattr(trainer, "callbacks", ())
+    averaging = WeightAveraging, StochasticWeightAveraging
+    return next((type(callback).__name__ for callback in callbacks if isinstance(callback, averaging)), "")

@@ -1,0 +1,214 @@
+"""Precision as the strategy runs it: Lightning's own plugins compute, the runtime clips and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
+from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
+
+PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+_MIXED = ("bf16-mixed", "16-mixed")
+_TRUE = ("bf16-true", "16-true")
+_NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
+# What a caching allocator holds over what tensors ask for (alpha in the paper, equation 11), until it is measured.
+ALPHA = 1.10
+ALPHA_4BIT = 0.75
+
+
+def alpha_for_dtype(dtype: str) -> float:
+    """The fragmentation factor of a model whose weights are of `dtype`, e.g. `"bfloat16"`, `"int8"`, `"uint8"`.
+
+    Weights of 4 bits are stored packed, as `uint8`.
+    """
+    return ALPHA_4BIT if dtype == "uint8" else ALPHA
+
+
+class ProTrainPrecision(Precision):
+    """Computes as Lightning does under the same name, see docs/precision.md for where each dtype is.
+
+    Args:
+        precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:
+            float32 weights, autocast computes; `"16-mixed"`: the same with a gradient scaler.
+        scaler: Of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
+
+    Attributes:
+        scaler: What scales gradients, if anything does.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision not in _NAMES:
+            raise ValueError(_refusal(precision, "ProTrainPrecision"))
+        self.precision = precision
+        self.scaler = scaler
+        # One that autocasts needs to know its device, which is known when the strategy opens it.
+        self._base = DoublePrecision() if precision == "64-true" else Precision()
+        if precision in _TRUE:
+            self._base = HalfPrecision(precision)  # type: ignore[arg-type]
+        self._updates: Updates | None = None
+        self._threads: int | None = None
+        self._device_type = "cpu"
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast computes in; None without autocast."""
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
+
+    @property
+    def low_dtype_name(self) -> str | None:
+        """The same without the `torch.` prefix."""
+        return str(self.low_dtype).removeprefix("torch.") if self.low_dtype is not None else None
+
+    def open(self, device_type: str) -> None:
+        """Makes it compute on `device_type`; called before any other method that computes."""
+        if self.precision in _MIXED and not isinstance(self._base, MixedPrecision):
+            self._base = MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
+            self.scaler = self._base.scaler
+        self._device_type = device_type
+
+    def attach(self, updates: Updates | None, threads: int | None = None) -> None:
+        """Clipping and steps go through `updates` from now on.
+
+        Args:
+            updates: None: there is nothing to go through any more.
+            threads: Of the host's worker, for steps of host parameters on this thread; None: as many as it has.
+        """
+        self._updates, self._threads = updates, threads
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._base.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._base.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self._base.convert_output(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._base.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._base.module_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast, or the default dtype, around a step."""
+        with self._base.forward_context():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base.load_state_dict(state_dict)
+
+    # --- stepping -----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """One step; what the host steps by itself is taken out of it after clipping, see [Note: Overlap].
+
+        Raises:
+            ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
+        """
+        how: tuple[Any, ...] = (self._device_type,)
+        if (updates := self._updates) is not None:
+            how = *how, updates.launch, self._threads, updates.publishing.end_step
+        if self.scaler is None:
+            prepared = partial(self._wrap_closure, model, optimizer, closure)
+            with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:
+                return optimizer.step(closure=final, **kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f'{type(optimizer).__name__} is fused and precision="16-mixed" scales gradients, which are on two '
+                'devices. Leave `fused` out, or use precision="bf16-mixed".'
+            )
+        result = closure()
+        skipped = result is None and model.automatic_optimization
+        if not skipped:
+            with _scale_on_host(self.scaler), on_host_threads(optimizer, self._threads):
+                self.scaler.unscale_(optimizer)
+            if self._updates is not None:
+                found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                self._updates.agree_on_overflow(found)
+        self._after_closure(model, optimizer)
+        if skipped:
+            return result
+        with in_tiles(optimizer), fused_host_step(optimizer, lambda: None, *how) as split:
+            split()
+            result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Bounds the values of all gradients."""
+        if self._updates is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self._updates.clip_value(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Bounds the norm of all gradients together."""
+        if self._updates is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self._updates.clip_norm(self.main_params(optimizer), clip_val)
+
+
+@contextmanager
+def _scale_on_host(scaler: torch.amp.GradScaler) -> Generator[None]:
+    """Within it the scale is in host memory: PyTorch sends it from there to where gradients are, or finds it there.
+
+    The other way, from a GPU to gradients on the host, it does not wait for the copy, and would divide by whatever lay
+    where the scale is about to come.
+    """
+    there = scaler._scale
+    if there is not None:
+        scaler._scale = there.cpu()
+    try:
+        yield
+    finally:
+        scaler._scale = there
+
+
+def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
+    """The precision of the strategy that stands for Lightning's.
+
+    Args:
+        plugin: What the Trainer made of its `precision` flag, or what the user gave.
+
+    Raises:
+        ValueError: A precision that the strategy does not run.
+    """
+    if isinstance(plugin, ProTrainPrecision):
+        return plugin
+    if plugin is None or type(plugin) is Precision:
+        return ProTrainPrecision()
+    # Exactly these: what a class derived from them does is not known.
+    if type(plugin) is MixedPrecision:
+        return ProTrainPrecision(cast(PrecisionName, plugin.precision), plugin.scaler)
+    if type(plugin) in (HalfPrecision, DoublePrecision):
+        return ProTrainPrecision(cast(PrecisionName, plugin.precision))
+    raise ValueError(_refusal(plugin.precision, type(plugin).__name__))
+
+
+def _refusal(precision: object, name: str) -> str:
+    return (
+        f'precision={precision!r} ({name}) is not supported by strategy="protrain". Set Trainer(precision=...) to one '
+        f"of {', '.join(map(repr, _NAMES))}, or use another strategy."
+    )
