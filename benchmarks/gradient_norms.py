@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.step import NormScratch
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     parameter = nn.Parameter(torch.empty(args.elements))
-    gradient = LowGradient(parameter, torch.randn(args.elements).bfloat16())
+    gradient = InPlaceGrad(parameter, torch.randn(args.elements).bfloat16())
     scratch = NormScratch()
     ways: dict[str, Callable[[], Tensor]] = {
         "kept": lambda: scratch.norm(gradient),

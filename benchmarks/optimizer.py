@@ -31,7 +31,7 @@ from torch.optim import AdamW
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
 from lightning_protrain.runtime.optim import fused
-from lightning_protrain.runtime.optim.host_step import TILE_BYTES, Given, HostStep, Update, hyperparameters
+from lightning_protrain.runtime.optim.host_step import TILE_BYTES, Given, HostStep, ParamUpdate, hyperparameters
 
 HEADER = (
     "case",
@@ -115,9 +115,9 @@ class Model:
 
     def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], arrive: Arrive) -> Given:
         if arrive == "fp32":
-            return [(group, [Update(each, _gradient(each)) for each in chunk])]
+            return [(group, [ParamUpdate(each, _gradient(each)) for each in chunk])]
         copies = self.copies if arrive == "apart" else self.gradients
-        return [(group, [Update(each, self.gradients[each], copies[each]) for each in chunk])]
+        return [(group, [ParamUpdate(each, self.gradients[each], copies[each]) for each in chunk])]
 
 
 @dataclass(frozen=True)

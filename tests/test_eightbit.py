@@ -21,7 +21,7 @@ from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.optim import bnb_optimizers
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import SLOWDOWN, mean_state_bytes
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
@@ -124,14 +124,14 @@ def overlapped(one: Module, overlap: Any, plan: Any = "offload", **options: Any)
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parameters each step has left to the host's worker."""
     found: list[int] = []
-    real = Updates.launch
+    real = AsyncStep.launch
 
-    def launch(updates: Updates) -> set[int]:
+    def launch(updates: AsyncStep) -> set[int]:
         parameters = real(updates)
         found.append(len(parameters))
         return parameters
 
-    monkeypatch.setattr(Updates, "launch", launch)
+    monkeypatch.setattr(AsyncStep, "launch", launch)
     return found
 
 

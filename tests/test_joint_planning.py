@@ -18,7 +18,7 @@ from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.shared_memory import shared_bytes
 from lightning_protrain.strategy import plan_session
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, Case, answers, plan_jointly
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, PlanSession, answers, plan_jointly
 from tests.machines import CPU, GIB
 from tests.test_planning import WHOLE, case
 
@@ -39,12 +39,12 @@ class Alone:
 
 
 def jointly(
-    found: Case,
+    found: PlanSession,
     network: Network,
     monkeypatch: pytest.MonkeyPatch,
     among: tuple[Sharding, ...] = (SHARD, REPLICATE),
     **shares: Any,
-) -> tuple[Case, Plan, Any]:
+) -> tuple[PlanSession, Plan, Any]:
     """What two ranks of one machine take on such a network; and under which sharding it was measured."""
     asked: list[Sharding] = []
 
@@ -85,7 +85,7 @@ def test_the_network_decides_who_holds_what(
     assert f'under "{other}"' in sentence
 
 
-def shared_by(found: Case) -> int:
+def shared_by(found: PlanSession) -> int:
     """Bytes that two ranks would share of the plan of a case."""
     plan = replace(found, wishes=found.wishes.among(SHARD, 2, 2)).plan_among(TO_OWNERS, SHARD)
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]

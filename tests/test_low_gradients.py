@@ -18,7 +18,7 @@ from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from tests.machines import CPU
 from tests.models import LanguageModel, Mlp, ParityModule, fit
@@ -83,9 +83,9 @@ def plain(kind: str, loop: str) -> Result:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`lent` for each gradient in the memory of a copy, `whole` when one leaves it for memory of its own."""
     found: list[str] = []
-    made, whole = LowGradient.__init__, LowGradient.whole
-    monkeypatch.setattr(LowGradient, "__init__", lambda low, *given: (found.append("lent"), made(low, *given))[1])
-    monkeypatch.setattr(LowGradient, "whole", lambda low: (found.append("whole"), whole(low))[1])
+    made, whole = InPlaceGrad.__init__, InPlaceGrad.whole
+    monkeypatch.setattr(InPlaceGrad, "__init__", lambda low, *given: (found.append("lent"), made(low, *given))[1])
+    monkeypatch.setattr(InPlaceGrad, "whole", lambda low: (found.append("whole"), whole(low))[1])
     return found
 
 
@@ -181,7 +181,7 @@ def test_an_exception_and_a_resumed_run(tmp_path: Path) -> None:
     saving = L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last")
     with pytest.raises(KeyError, match="in the middle"):
         fit(begun, strategy=strategy(), callbacks=[saving], **{**options, "enable_checkpointing": True})
-    assert not any(isinstance(parameter.grad, LowGradient) for parameter in begun.parameters())
+    assert not any(isinstance(parameter.grad, InPlaceGrad) for parameter in begun.parameters())
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     again = L.Trainer(accelerator="cpu", devices=1, strategy=strategy(), **options, **quiet)
     again.fit(resumed, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
@@ -194,7 +194,7 @@ def test_behind_a_run_nothing_stands_for_a_gradient() -> None:
     fit(one, strategy=strategy(), limit_val_batches=0, **MIXED)
     low = [name for name, parameter in one.named_parameters() if parameter.grad is None]
     assert {"network.blocks.0.up.weight", "network.head.weight"} <= set(low)
-    assert not any(isinstance(parameter.grad, LowGradient) for parameter in one.parameters())
+    assert not any(isinstance(parameter.grad, InPlaceGrad) for parameter in one.parameters())
     one.double()
     fit(one.float(), limit_val_batches=0, **MIXED)  # without a plan
 
@@ -237,7 +237,7 @@ def held(one: Module, layout: ModelLayout, plan: Plan) -> dict[str, int]:
     return {
         "parameters": sum(parameter.nbytes for parameter in one.parameters()),
         "low_precision_copies": sum(chunk.nbytes for chunk in plan.chunks if chunk.streamed_dtype is not None),
-        "gradients": sum(grad.nbytes for grad in grads if grad is not None and not isinstance(grad, LowGradient)),
+        "gradients": sum(grad.nbytes for grad in grads if grad is not None and not isinstance(grad, InPlaceGrad)),
         "optimizer_states": sum(value.nbytes for value in states if isinstance(value, Tensor)),
     }
 

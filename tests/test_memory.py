@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_protrain.planner.plan import MemoryTerms
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import (
     BATCH,
@@ -93,15 +93,15 @@ class StateBytes(TorchDispatchMode):
     @contextmanager
     def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Counts while inside, and what lands until it has landed."""
-        land = Landing._land
+        land = GradOffload._land
 
-        def landed(landing: Landing, slot: Any) -> None:
+        def landed(landing: GradOffload, slot: Any) -> None:
             # The gradient leaves the twin before it is copied, but not the device.
             self.landing = slot.twin.grad.nbytes
             land(landing, slot)
             self.landing = 0
 
-        monkeypatch.setattr(Landing, "_land", landed)
+        monkeypatch.setattr(GradOffload, "_land", landed)
         with self:
             yield
 

@@ -21,7 +21,7 @@ from lightning_protrain.distributed.meta_init import (
     send_values,
 )
 from lightning_protrain.models.loading import load_model, load_once, outline_model
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 from tests.networks import networks
 from tests.quantised import QuantisedLanguageModel
 
@@ -53,10 +53,10 @@ class Kept(nn.Module):
         self.original = self.rates
 
 
-def seen_from(rank: int, world_size: int, local_size: int) -> Ranks:
+def seen_from(rank: int, world_size: int, local_size: int) -> RankMesh:
     """Nobody can be reached."""
     nobody: Any = None
-    return Ranks(rank, world_size, rank % local_size, local_size, nobody, nobody, nobody)
+    return RankMesh(rank, world_size, rank % local_size, local_size, nobody, nobody, nobody)
 
 
 ALONE = seen_from(0, 1, 1)

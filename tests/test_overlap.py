@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.access_guard import Guard
-from lightning_protrain.runtime.optim.async_step import Overlap, Updates
+from lightning_protrain.runtime.access_guard import AccessGuard
+from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.parity import CLIPPING, Result, differences, snapshot
@@ -309,17 +309,17 @@ def test_callbacks_that_average(overlap: str, make: Any) -> None:
 @pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
 def test_steps_are_taken_by_the_worker(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[int] = []
-    submit = Updates._submit
+    submit = AsyncStep._submit
 
-    def count(self: Updates, index: int, *rest: Any) -> None:
+    def count(self: AsyncStep, index: int, *rest: Any) -> None:
         submitted.append(index)
         submit(self, index, *rest)
 
-    monkeypatch.setattr(Updates, "_submit", count)
+    monkeypatch.setattr(AsyncStep, "_submit", count)
     run(MODELS["tied"](), overlap)
     assert len(submitted) >= 3 * 13 if overlap != "off" else not submitted
 
 
 def test_a_resident_plan_overlaps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guard, "watch", lambda *_: pytest.fail("watched"))
+    monkeypatch.setattr(AccessGuard, "watch", lambda *_: pytest.fail("watched"))
     assert differences(run(MODELS["tied"]()), run(MODELS["tied"](), "backward", "resident")) == []

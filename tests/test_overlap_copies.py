@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.param import Slot
-from lightning_protrain.runtime.shadow_weights import Copies
+from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.shadow_weights import ShadowCache
 from tests.models import LanguageModel, Mlp, MultiOptimizerModule, ParityModule, ValidationModule, fit
 from tests.parity import Result, differences, snapshot
 
@@ -53,9 +53,9 @@ class Casts:
     def __init__(self, module: L.LightningModule, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_step: dict[int, int] = {}
         self.in_validation = 0
-        renew = Slot.renew_copy
+        renew = OffloadedParam.renew_copy
 
-        def counted(slot: Slot) -> None:
+        def counted(slot: OffloadedParam) -> None:
             renew(slot)
             if module.trainer.validating or not module.training:
                 self.in_validation += 1
@@ -63,7 +63,7 @@ class Casts:
                 step = module.trainer.global_step
                 self.by_step[step] = self.by_step.get(step, 0) + 1
 
-        monkeypatch.setattr(Slot, "renew_copy", counted)
+        monkeypatch.setattr(OffloadedParam, "renew_copy", counted)
 
 
 def num_low(strategy: ProTrainStrategy) -> int:
@@ -187,7 +187,7 @@ def test_a_write_is_seen_wherever_it_is_made(write: Callable[..., None], place: 
 def test_without_the_watch_old_copies_are_computed_with(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug."""
     expected, _ = run(Writing(place, scale))
-    monkeypatch.setattr(Copies, "touched", lambda self, hosts: None)
+    monkeypatch.setattr(ShadowCache, "touched", lambda self, hosts: None)
     assert differences(expected, run(Writing(place, scale), "backward")[0]) != []
 
 

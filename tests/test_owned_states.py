@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.distributed.owned_states import drop_states, gather_states
-from lightning_protrain.runtime.comm.collectives import find_ranks
+from lightning_protrain.runtime.comm.collectives import make_rank_mesh
 from tests.ranks import run_ranks, values
 
 # Owners of the parameters that ranks share; None: every rank has the state of its own.
@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
 
 def _gather(rank: int, kind: str, local_size: int) -> tuple[Any, Any, list[int]]:
     """What this rank saves, what it has itself, and which states are left when the former has been loaded."""
-    ranks = find_ranks(rank % local_size, local_size)
+    ranks = make_rank_mesh(rank % local_size, local_size)
     owned = [owner in (None, ranks.local_rank) for owner in OWNERS]
     optimizer, made = stepped(kind, owned)
     owners = {id(parameter): owner for parameter, owner in zip(made, OWNERS, strict=True) if owner is not None}
@@ -79,7 +79,7 @@ def test_rank_0_saves_what_one_rank_with_everything_has(kind: str, tmp_path: Pat
 
 
 def _gather_on_two_nodes(rank: int) -> list[int]:
-    ranks = find_ranks(rank % 2, 2)
+    ranks = make_rank_mesh(rank % 2, 2)
     places = [None if owner is None else owner % 2 for owner in OWNERS]
     optimizer, made = stepped("adamw", [place in (None, ranks.local_rank) for place in places])
     owners = {id(parameter): place for parameter, place in zip(made, places, strict=True) if place is not None}
@@ -97,7 +97,7 @@ def test_an_owner_without_a_state_has_none_in_the_whole(tmp_path: Path) -> None:
 
 def _gather_without(rank: int) -> list[int]:
     """Parameter 1 has had no gradient anywhere; parameter 2 is that of rank 1, 0 that of everybody."""
-    ranks = find_ranks(rank, 2)
+    ranks = make_rank_mesh(rank, 2)
     optimizer, made = stepped("adamw", [True, False, rank == 1, False, False])
     owners = {id(made[1]): 1, id(made[2]): 1, id(made[3]): 0}
     return sorted(gather_states(optimizer, owners, ranks)["state"])

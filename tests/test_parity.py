@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime import hooks
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.grad_offload import Landing
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.grad_offload import GradOffload
+from lightning_protrain.runtime.param import OffloadedParam
 from tests.models import HIDDEN, OPTIMIZERS, LanguageModel, ParityModule, variants, zoo
 from tests.parity import CLIPPING, Result, differences, run
 from tests.plans import plans
@@ -143,15 +143,15 @@ def test_clipping_and_accumulation_change_the_run(reference: Reference) -> None:
 
 def _skip_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of one weight never arrive."""
-    land = Landing._land
+    land = GradOffload._land
 
-    def lose(self: Landing, slot: Slot) -> None:
+    def lose(self: GradOffload, slot: OffloadedParam) -> None:
         if slot.fqn.endswith("1.down.weight"):
             slot.twin.grad = None
         else:
             land(self, slot)
 
-    monkeypatch.setattr(Landing, "_land", lose)
+    monkeypatch.setattr(GradOffload, "_land", lose)
 
 
 def _upload_first_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,13 +192,13 @@ def _recompute_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _overwrite_instead_of_add(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch replaces the gradients of the one before."""
-    land = Landing._land
+    land = GradOffload._land
 
-    def replace(self: Landing, slot: Slot) -> None:
+    def replace(self: GradOffload, slot: OffloadedParam) -> None:
         slot.host.grad = None
         land(self, slot)
 
-    monkeypatch.setattr(Landing, "_land", replace)
+    monkeypatch.setattr(GradOffload, "_land", replace)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.strategy import plan_session
-from lightning_protrain.strategy.plan_options import Wishes
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, SHARE_OF_STATES, Case
+from lightning_protrain.strategy.plan_options import PlanRequest
+from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, SHARE_OF_STATES, PlanSession
 from tests.machines import CPU, GIB
 from tests.models import zoo
 
@@ -41,16 +41,16 @@ class SmallDevice(CPUDevice):
         return self.free
 
 
-def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> Case:
+def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> PlanSession:
     """The model "reused" on its way to a plan."""
     module = zoo()["reused"]()
     layout = describe_model(module)
     device = SmallDevice(torch.device("cpu"))
     device.free = free
-    said = Wishes("auto", Knobs(), None, 100_000_000, None, None, CPU)
+    said = PlanRequest("auto", Knobs(), None, 100_000_000, None, None, CPU)
     batch = module.train_dataloader().dataset[0:2]
     profile = profile_model(module, layout, lambda: module.training_step(batch, 0)) if profiled else None
-    return Case(replace(said, **wishes), device, layout, profile, state_bytes=8.0, training=Training())
+    return PlanSession(replace(said, **wishes), device, layout, profile, state_bytes=8.0, training=Training())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
     assert plan.prediction.device_bytes <= plan.memory.total <= plan.prediction.budget
 
 
-def least_named(found: Case) -> int:
+def least_named(found: PlanSession) -> int:
     """The least `device_memory` that the refusal of a plan asks for."""
     with pytest.raises(ValueError, match="device") as caught:
         found.plan()
@@ -175,7 +175,7 @@ def least_named(found: Case) -> int:
 @pytest.mark.parametrize("choice", ["auto", "offload"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ranks: int) -> None:
-    def on(nbytes: int) -> Case:
+    def on(nbytes: int) -> PlanSession:
         found = case(device_memory=nbytes, choice=choice)
         return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
 
@@ -195,7 +195,7 @@ def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:
 
 @pytest.mark.parametrize(("made_by", "given_to"), [(2, 2), (1, 2), (2, 1)])
 def test_a_plan_that_is_given_back_has_room_for_the_sums_of_these_ranks(made_by: int, given_to: int) -> None:
-    def among(ranks: int, **wishes: Any) -> Case:
+    def among(ranks: int, **wishes: Any) -> PlanSession:
         found = case(**wishes)
         return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.strategy.precision import ProTrainPrecision
 
 
@@ -55,7 +55,7 @@ def test_an_infinite_gradient_is_one_on_every_rank(here: float, elsewhere: float
     scaler, optimizer, weight = scaled(here)
     scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    updates: Any = object.__new__(Updates)
+    updates: Any = object.__new__(AsyncStep)
     updates._sharing = SimpleNamespace(sum_of_node=lambda mine: mine + elsewhere)
     updates.agree_on_overflow(found)
     scaler.step(optimizer)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.strategy.checks import mark_torn, refuse_torn, why_torn
+from lightning_protrain.strategy.checks import mark_partially_stepped, refuse_partially_stepped, why_partially_stepped
 from tests.models import fit
 from tests.test_overlap_checkpoints import Failing, failing
 
@@ -59,7 +59,7 @@ def test_loaded_weights_are_whole(way: str, tmp_path: Path) -> None:
     trainer = trainer_of(max_steps=4)
     trainer.fit(module, ckpt_path=str(path) if way == "ckpt_path" else None)
     trainer.save_checkpoint(tmp_path / "again.ckpt")
-    assert why_torn(module) is None
+    assert why_partially_stepped(module) is None
 
 
 @pytest.mark.parametrize(("where", "overlap"), [("forward", "backward"), ("backward", "forward"), ("backward", "off")])
@@ -67,31 +67,31 @@ def test_a_run_that_broke_off_between_steps_is_not_torn(where: str, overlap: str
     module = failing(3, where)
     with pytest.raises(KeyError, match="broken"):
         fit(module, strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap))
-    refuse_torn(module)
+    refuse_partially_stepped(module)
 
 
 def test_only_all_trained_weights_make_it_whole() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].requires_grad_(False)
-    mark_torn(module, "the power went")
+    mark_partially_stepped(module, "the power went")
     state = module.state_dict()
     module.load_state_dict({name: value for name, value in state.items() if name != "0.bias"}, strict=False)
     with pytest.raises(RuntimeError, match="this Sequential are torn by an earlier run: the power went,"):
-        refuse_torn(module)
+        refuse_partially_stepped(module)
     module.load_state_dict({name: value for name, value in state.items() if name.startswith("0.")}, strict=False)
-    refuse_torn(module)
-    mark_torn(module, "again")
-    assert why_torn(module) == "again"
+    refuse_partially_stepped(module)
+    mark_partially_stepped(module, "again")
+    assert why_partially_stepped(module) == "again"
     module.load_state_dict(state)
-    refuse_torn(module)
+    refuse_partially_stepped(module)
 
 
 def test_the_first_reason_stays_and_goes_with_copies() -> None:
     module = nn.Linear(2, 2)
-    mark_torn(module, "one")
-    mark_torn(module, "two")
+    mark_partially_stepped(module, "one")
+    mark_partially_stepped(module, "two")
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert why_torn(other) == "one"
+        assert why_partially_stepped(other) == "one"
         other.load_state_dict(module.state_dict())
-        assert why_torn(other) is None
-    assert why_torn(module) == "one"
+        assert why_partially_stepped(other) is None
+    assert why_partially_stepped(module) == "one"

@@ -169,13 +169,13 @@ def test_the_ranks_of_a_machine_are_planned_for(
     sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wishes: list[Any] = []
-    real = plan_session.Case.plan
+    real = plan_session.PlanSession.plan
 
-    def plan(self: plan_session.Case, machine: HardwareProfile | None = None) -> Plan:
+    def plan(self: plan_session.PlanSession, machine: HardwareProfile | None = None) -> Plan:
         wishes.append(self.wishes)
         return real(self, machine)
 
-    monkeypatch.setattr(plan_session.Case, "plan", plan)
+    monkeypatch.setattr(plan_session.PlanSession, "plan", plan)
     strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.sharding={sharding}"]
     many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
@@ -212,14 +212,14 @@ def test_warnings_stand_beside_the_table(options: list[str], capsys: Any, monkey
 
 def test_what_fits_no_gpu_is_an_error(options: list[str], monkeypatch: Any, capsys: Any) -> None:
     tiny = {"device_bytes": 100_000}
-    real = plan_session.Case.plan
+    real = plan_session.PlanSession.plan
 
-    def plan(self: plan_session.Case, machine: HardwareProfile | None = None) -> Plan:
+    def plan(self: plan_session.PlanSession, machine: HardwareProfile | None = None) -> Plan:
         assert machine is not None
         small = machine.name == "RTX 3060"
         return real(self, HardwareProfile(**{**vars(machine), **tiny}) if small else machine)
 
-    monkeypatch.setattr(plan_session.Case, "plan", plan)
+    monkeypatch.setattr(plan_session.PlanSession, "plan", plan)
     with pytest.raises(ValueError, match=r"No plan fits: the device would need at least"):
         ProTrainCLI(["plan", "--gpu", "RTX 3060", *options])
     ProTrainCLI(["plan", "--gpu", "RTX 3060", "--gpu", "RTX 3090", "--json", "plans.json", *options])

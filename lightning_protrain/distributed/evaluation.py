@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import Metric
 
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 
 # Attributes of a module whose content is put back, and those in which modules keep weights and hooks.
 _PLAIN, _TABLES = (list, dict, set), vars(nn.Module()).keys()
@@ -94,7 +94,7 @@ class _Together:
         attends: Whether the batch that was given last is there for the other ranks alone.
     """
 
-    def __init__(self, fetcher: _DataFetcher, ranks: Ranks) -> None:
+    def __init__(self, fetcher: _DataFetcher, ranks: RankMesh) -> None:
         self._fetcher, self._ranks = fetcher, ranks
         self._next: tuple[Any, int, int] | None = None
         self._batch: Any = None
@@ -128,7 +128,7 @@ class _Together:
         return self._batch, 0, loader
 
 
-def evaluate_each_once(trainer: Trainer, together: Ranks | None) -> None:
+def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
     """Let batches that do not count run aside in the evaluation that begins; `evaluate_as_ever` ends it.
 
     Args:

@@ -20,7 +20,7 @@ from lightning_protrain.distributed.rank_sync import (
     refuse_uneven,
     validation_place,
 )
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import is_of_collective
 
 
@@ -35,12 +35,12 @@ class MeetingStrategy(ParallelStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ranks: Ranks | None = None
+        self._ranks: RankMesh | None = None
         self._sigterm = SigtermNote()
         self._losses = FiniteLosses()
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> RankMesh | None:
         """Who trains together; None if there is one rank, or before the processes have met."""
         return self._ranks
 

@@ -32,7 +32,7 @@ from lightning_protrain.device.quant_state import attach_companions, has_compani
 from lightning_protrain.distributed.ddp import broadcast_weights
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.ranks import gather
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def returning_memory() -> Iterator[None]:
         mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
 
 
-def load_on_first(ranks: Ranks, load: Callable[[], T], outline: Callable[[], T]) -> T:
+def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], T]) -> T:
     """What the first rank of a machine loads, on its others an outline; every rank calls it, see [Note: Outlines].
 
     Ranks that begin with the same random state end with the same one, as if all had loaded.
@@ -111,7 +111,7 @@ def load_on_first(ranks: Ranks, load: Callable[[], T], outline: Callable[[], T])
     return made
 
 
-def find_waiting(model: nn.Module, ranks: Ranks) -> frozenset[str]:
+def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
     """Names of tensors that some rank has no values of; every rank calls it.
 
     Raises:
@@ -164,7 +164,7 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
 
 def send_values(
     model: nn.Module,
-    ranks: Ranks,
+    ranks: RankMesh,
     waiting: Collection[str],
     device: torch.device,
     shared: Collection[str] = (),

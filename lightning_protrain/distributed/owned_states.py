@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 
 
-def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks) -> dict[str, Any]:
+def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> dict[str, Any]:
     """The `state_dict` of an optimizer with the states of all parameters, on rank 0; every rank calls it.
 
     Other ranks get what they have themselves: nobody saves theirs.
@@ -44,7 +44,7 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks)
     return whole
 
 
-def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: Ranks) -> None:
+def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> None:
     """Forgets the states of parameters that another rank owns, after all have been loaded."""
     for parameter in list(optimizer.state):
         if owners.get(id(parameter), ranks.local_rank) != ranks.local_rank:

@@ -28,7 +28,7 @@ from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
@@ -233,7 +233,7 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
         )
 
 
-def least_memory(mine: FreeMemory, ranks: Ranks) -> FreeMemory:
+def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
     """What every rank has free at least; every rank calls it, and the user hears of one that has much less than rank 0.
 
     Args:

@@ -41,7 +41,7 @@ NO_VALUES = GRADIENTS.union(
 )
 
 
-class Guard:
+class AccessGuard:
     """Watches parameters, see [Note: Guard].
 
     Args:
@@ -54,7 +54,7 @@ class Guard:
         self,
         finish: Callable[[Sequence[Tensor]], None],
         free: frozenset[Any] = frozenset(),
-        beside: Guard | None = None,
+        beside: AccessGuard | None = None,
     ) -> None:
         self.finish = finish
         self.free = DESCRIPTIONS | free
@@ -82,7 +82,7 @@ class _Watched:
 
     parameter: Tensor
     plain: type
-    guards: dict[Guard, None] = field(default_factory=dict)
+    guards: dict[AccessGuard, None] = field(default_factory=dict)
 
 
 class _Register:
@@ -92,14 +92,14 @@ class _Register:
         self.watched: dict[int, _Watched] = {}
         self._classes: dict[type, type] = {}
 
-    def add(self, parameter: Tensor, guard: Guard) -> None:
+    def add(self, parameter: Tensor, guard: AccessGuard) -> None:
         watched = self.watched.get(id(parameter))
         if watched is None:
             watched = self.watched[id(parameter)] = _Watched(parameter, type(parameter))
             parameter.__class__ = self._class_of(watched.plain)
         watched.guards[guard] = None
 
-    def discard(self, parameter: Tensor, guard: Guard) -> None:
+    def discard(self, parameter: Tensor, guard: AccessGuard) -> None:
         watched = self.watched.get(id(parameter))
         if watched is None or guard not in watched.guards:
             return
@@ -112,7 +112,7 @@ class _Register:
         """Tells the guards of the parameters in `arguments`; of all of them where none is found."""
         leaves = arguments[0][:1] if func in NO_VALUES else tree_leaves(arguments)  # To be asked often is cheap.
         found = [watched for leaf in leaves if (watched := self.watched.get(id(leaf))) is not None]
-        touched: dict[Guard, list[Tensor]] = {}
+        touched: dict[AccessGuard, list[Tensor]] = {}
         for watched in found or self.watched.values():
             for guard in watched.guards:
                 if func not in guard.free:

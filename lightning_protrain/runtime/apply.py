@@ -26,9 +26,9 @@ from lightning_protrain.device.quant_state import move_companions
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.block import Unit
+from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator, Ranks
+from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
 from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import (
@@ -39,8 +39,8 @@ from lightning_protrain.runtime.hooks import (
     hook_outputs,
     refuse_weights,
 )
-from lightning_protrain.runtime.optim.async_step import Updates
-from lightning_protrain.runtime.param import Site, Slot, sites_of
+from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.param import OffloadedParam, ParamLocation, locations_of
 from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.recompute import refuse_compiled, refuse_cuda_graphs, stop_caching
 from lightning_protrain.runtime.swap import ActivationSwap
@@ -81,7 +81,7 @@ def apply_plan(
     say: Callable[[str], None],
     manual: bool = False,
     spare_host_bytes: int = 0,
-    ranks: Ranks | None = None,
+    ranks: RankMesh | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Runtime:
     """Places the model as the plan says; no name, no module and no parameter object changes.
@@ -110,7 +110,7 @@ def apply_plan(
     parameters = dict(model.named_parameters())
     offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
     _move_resident(model, plan, parameters, device)
-    communicator = Communicator(ranks, device, reduce_dtype) if ranks is not None else None
+    communicator = Collectives(ranks, device, reduce_dtype) if ranks is not None else None
     sharing = ranks if plan.sharding is Sharding.SHARD else None
     chunks = _make_chunks(offloaded, parameters, device, sharing)
     gathered = zip(plan.chunks, gathers_gradients(layout, plan.chunks), strict=True)
@@ -118,7 +118,7 @@ def apply_plan(
         chunk.gathers_gradients = gathers_own
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
-    updates = Updates(chunks, device, communicator)
+    updates = AsyncStep(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
@@ -157,7 +157,7 @@ class Runtime:
         device: Device,
         chunks: list[Chunk],
         executor: Executor,
-        updates: Updates,
+        updates: AsyncStep,
         interceptions: Interceptions,
         watch: ViewWatch,
         manual: bool,
@@ -257,7 +257,7 @@ class Runtime:
             self._swap.close()
         self._chunks.clear()
 
-    def _with_root(self, root: Unit, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def _with_root(self, root: Block, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor
         number = executor.begin_call(root) if torch.is_grad_enabled() else None
         received = histories((args, kwargs))
@@ -317,7 +317,7 @@ def _make_chunks(
     plans: tuple[ChunkPlan, ...],
     parameters: dict[str, nn.Parameter],
     device: Device,
-    sharing: Ranks | None,
+    sharing: RankMesh | None,
 ) -> list[Chunk]:
     """The offloaded chunks, whole in memory of this rank, or shared with others."""
     shares: Sequence[Share | None] = [None] * len(plans)
@@ -350,14 +350,14 @@ def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parame
 
 def _make_units(
     model: nn.Module, plan: Plan, layout: ModelLayout, offloaded: tuple[ChunkPlan, ...], chunks: list[Chunk]
-) -> list[Unit]:
+) -> list[Block]:
     """The units that the runtime must know: those with offloaded chunks, and blocks that are not simply kept.
 
     If one block swaps, then all blocks: its copies take the time of its neighbours.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
     slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
-    sites = sites_of(model, layout, slots)
+    sites = locations_of(model, layout, slots)
     units = []
     for info in layout.units:
         needed = tuple(
@@ -368,12 +368,12 @@ def _make_units(
         if needed or block.policy is not BlockPolicy.KEEP or (swaps and info.is_block):
             reads = type(module).forward is not nn.Embedding.forward
             own = tuple(sites.get(info.name, ()))
-            units.append(Unit(info.name, module, needed, own, block.policy, reads, block.swap_bytes))
+            units.append(Block(info.name, module, needed, own, block.policy, reads, block.swap_bytes))
     return units
 
 
 def _make_swap(
-    model: nn.Module, units: list[Unit], device: Device, say: Callable[[str], None], spare_bytes: int
+    model: nn.Module, units: list[Block], device: Device, say: Callable[[str], None], spare_bytes: int
 ) -> ActivationSwap | None:
     if not any(unit.swap_bytes for unit in units):
         return None
@@ -381,10 +381,10 @@ def _make_swap(
     return ActivationSwap(device, [*model.parameters(), *model.buffers(), *twins], say, spare_bytes)
 
 
-def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:
+def _split_root(root: Block, chunks: list[Chunk]) -> list[Block]:
     """The root as several units, one for each outermost callable child; what is registered outside of them stays."""
     paths = {id(module): path for path, module in root.module.named_modules()}
-    groups: dict[str, list[tuple[Site, Slot]]] = {}
+    groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for site, slot in root.sites:
         parts = paths[id(site.module)].split(".")
         prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
@@ -396,7 +396,7 @@ def _split_root(root: Unit, chunks: list[Chunk]) -> list[Unit]:
         needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].slots))
         module = root.module.get_submodule(path)
         reads = type(module).forward is not nn.Embedding.forward
-        units.append(Unit(path, module, needed, tuple(sites), root.policy, reads))
+        units.append(Block(path, module, needed, tuple(sites), root.policy, reads))
     return units
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.low_precision import Uses
-from lightning_protrain.runtime.param import Site, Slot
+from lightning_protrain.runtime.low_precision import ParamUses
+from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 
 
-class Order:
+class BlockOrder:
     """Units in the order of their forwards, then in that of their backwards.
 
     Args:
@@ -27,20 +27,20 @@ class Order:
         timeline: When each chunk is needed, forward and backward.
     """
 
-    def __init__(self, forward: Sequence[Unit], backward: Sequence[Unit]) -> None:
+    def __init__(self, forward: Sequence[Block], backward: Sequence[Block]) -> None:
         self.forward = list(forward)
         self.backward = list(backward)
         needs = [unit.chunks for unit in forward]
         self.timeline = Timeline(needs + [unit.chunks if unit.backward_reads else () for unit in backward])
-        self._positions: dict[Unit, list[int]] = {}
+        self._positions: dict[Block, list[int]] = {}
         for position, unit in enumerate(forward):
             self._positions.setdefault(unit, []).append(position)
 
-    def is_of(self, forward: Sequence[Unit], backward: Sequence[Unit]) -> bool:
+    def is_of(self, forward: Sequence[Block], backward: Sequence[Block]) -> bool:
         """Whether these are its units."""
         return self.forward == forward and self.backward == backward
 
-    def behind(self, unit: Unit, position: int) -> int:
+    def behind(self, unit: Block, position: int) -> int:
         """The position behind the next forward of `unit` from `position` on; `position` itself if there is none."""
         positions = self._positions.get(unit, ())
         found = bisect_left(positions, position)
@@ -51,7 +51,7 @@ _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(eq=False)
-class Unit:
+class Block:
     """A module whose chunks come and go together, see [Note: Unit].
 
     Attributes:
@@ -72,7 +72,7 @@ class Unit:
     name: str
     module: nn.Module
     chunks: tuple[int, ...]
-    sites: tuple[tuple[Site, Slot], ...]
+    sites: tuple[tuple[ParamLocation, OffloadedParam], ...]
     policy: BlockPolicy
     backward_reads: bool = True
     swap_bytes: int = 0
@@ -80,10 +80,10 @@ class Unit:
     num_calls: int = 0
     first_call: int | None = None
     recomputes_itself: bool | None = None
-    slots: tuple[Slot, ...] = field(init=False)
-    _pairs: tuple[tuple[Slot, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
+    slots: tuple[OffloadedParam, ...] = field(init=False)
+    _pairs: tuple[tuple[OffloadedParam, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
     _shown: list[nn.Parameter] = field(init=False, default_factory=list)
-    _uses: tuple[Uses, ...] = field(init=False, repr=False)
+    _uses: tuple[ParamUses, ...] = field(init=False, repr=False)
     _has_fast_path: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Unit:
         """Registers what the unit should compute with in place of the host parameters.
 
         Raises:
-            RuntimeError: As `Slot.show`; nothing is registered then.
+            RuntimeError: As `OffloadedParam.show`; nothing is registered then.
         """
         # The fast paths of evaluation are not taken with weights of a class of our own, nor under autocast on CUDA.
         whole = self._has_fast_path and not torch.is_autocast_enabled()
@@ -132,7 +132,7 @@ class Unit:
         """After `register_hosts`: what was at hand of weights in full precision goes.
 
         Raises:
-            RuntimeError: As `Uses.end`.
+            RuntimeError: As `ParamUses.end`.
         """
         for uses in self._uses:
             uses.end()

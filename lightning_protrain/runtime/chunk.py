@@ -39,9 +39,9 @@ from lightning_protrain.device.quant_state import attach_companions, packed_nbyt
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.comm.shared_memory import Share
-from lightning_protrain.runtime.low_precision import Twin, Uses, low_class
+from lightning_protrain.runtime.low_precision import DeviceParam, ParamUses, low_precision_class
 from lightning_protrain.runtime.param import (
-    Slot,
+    OffloadedParam,
     changed_before_backward,
     dense_like,
     in_block,
@@ -199,7 +199,7 @@ class Chunk:
         if self._share is not None:
             self._share.memory.part()
 
-    def owner(self, slot: Slot) -> int | None:
+    def owner(self, slot: OffloadedParam) -> int | None:
         """Which rank of a node writes a parameter, as `local_rank`; None: every rank does."""
         return None if self._share is None else self._share.owners[self.slots.index(slot)]
 
@@ -269,13 +269,13 @@ class Chunk:
             slot.drop_gradient()
             slot.forget_gradient()
 
-    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> Slot:
+    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
         whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
-        kind = Twin if type(host) is nn.Parameter else type(host)
-        kind = kind if self._low_dtype is None else low_class(type(host))
+        kind = DeviceParam if type(host) is nn.Parameter else type(host)
+        kind = kind if self._low_dtype is None else low_precision_class(type(host))
         twin: Any = torch.Tensor._make_subclass(kind, whole, host.requires_grad)
         twin.__dict__.update(host.__dict__)
-        slot = Slot(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
+        slot = OffloadedParam(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
         if self._share is not None:
             slot.owned = self._share.owns(self.plan.parameters.index(fqn))
         if self._low_dtype is None:
@@ -287,11 +287,11 @@ class Chunk:
                 self._share.memory.adopt(host)
             slot.pointer = host.data_ptr()
         if self._low_dtype is not None:
-            twin.uses = slot.uses = Uses(fqn, host, whole.device, whole.dtype)
+            twin.uses = slot.uses = ParamUses(fqn, host, whole.device, whole.dtype)
             self._device.note_host(host)
         return slot
 
-    def _adopt(self, slot: Slot, fills: bool = True) -> None:
+    def _adopt(self, slot: OffloadedParam, fills: bool = True) -> None:
         """Copies the data of the host parameter into the chunk and points it there, at a storage of its own.
 
         Args:
@@ -307,7 +307,7 @@ class Chunk:
         place_companions(host, lambda begin, like: in_block(self._buffer, slot.offset + begin, like))
         slot.pointer = host.data_ptr()
 
-    def _rebind(self, slot: Slot) -> None:
+    def _rebind(self, slot: OffloadedParam) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
         host, twin = slot.host, slot.twin
         planned = getattr(torch, self.plan.dtype)

@@ -26,14 +26,14 @@ from itertools import groupby, pairwise
 import torch
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.runtime.block import Order, Unit
+from lightning_protrain.runtime.block import Block, BlockOrder
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.grad_offload import Landing
-from lightning_protrain.runtime.optim.async_step import Updates
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.grad_offload import GradOffload
+from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.prefetch_schedule import Capacity, Timeline
-from lightning_protrain.runtime.residency import EarlyFetch, Residency
+from lightning_protrain.runtime.residency import Residency, WarmupPrefetch
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -50,8 +50,8 @@ class _Scope:
 
     training: bool
     open: bool = True
-    entered: list[Unit] = field(default_factory=list)
-    awaited: list[tuple[int, Unit]] = field(default_factory=list)
+    entered: list[Block] = field(default_factory=list)
+    awaited: list[tuple[int, Block]] = field(default_factory=list)
 
 
 class Executor:
@@ -71,13 +71,13 @@ class Executor:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        units: Sequence[Unit],
+        units: Sequence[Block],
         capacity: Capacity,
         device: Device,
-        updates: Updates,
+        updates: AsyncStep,
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
-        communicator: Communicator | None = None,
+        communicator: Collectives | None = None,
     ) -> None:
         self.units = tuple(units)
         self._unread = tuple(unit for unit in units if not unit.backward_reads)
@@ -88,8 +88,8 @@ class Executor:
         self._swap = swap
         self._updates = updates
         self._residency = Residency(chunks, capacity, device, updates, say)
-        self._early = EarlyFetch(chunks, self._residency, updates, self._give_up)
-        self._landing = Landing(
+        self._early = WarmupPrefetch(chunks, self._residency, updates, self._give_up)
+        self._landing = GradOffload(
             chunks,
             device,
             self.begin_backward,
@@ -101,7 +101,7 @@ class Executor:
             leave=self._leave,
         )
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
-        self._orders = {True: Order(self.units, self.units[::-1]), False: Order(self.units, ())}
+        self._orders = {True: BlockOrder(self.units, self.units[::-1]), False: BlockOrder(self.units, ())}
         self._recorded = {True: False, False: False}
         self._said = False
         self._timeline = Timeline(())
@@ -109,9 +109,9 @@ class Executor:
         self.num_calls = 0
         self._scope: _Scope | None = None
         # What backward goes through.
-        self._awaited = Order((), ())
-        self._backward: Unit | None = None
-        self._shown: Unit | None = None
+        self._awaited = BlockOrder((), ())
+        self._backward: Block | None = None
+        self._shown: Block | None = None
         self._backward_number = self._backward_end = -1  # The call that it is at, and the first one after that.
         self._backward_runs = False
         self._backward_positions: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Executor:
         self._last_uses: dict[int, int] = {}
 
     def reserve_gradients(self, lends: bool) -> None:
-        """Make host memory for gradients before training, see `Landing.reserve`."""
+        """Make host memory for gradients before training, see `GradOffload.reserve`."""
         self._landing.reserve(lends)
 
     # --- scopes -----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Executor:
         if not training:
             self.release_all()
 
-    def begin_call(self, unit: Unit) -> int:
+    def begin_call(self, unit: Block) -> int:
         """Numbers a call that autograd may go back through, see [Note: Calls]."""
         number = self.num_calls
         self.num_calls += 1
@@ -167,14 +167,14 @@ class Executor:
             unit.num_calls += 1
         return number
 
-    def await_gradient(self, unit: Unit, number: int) -> None:
+    def await_gradient(self, unit: Block, number: int) -> None:
         """Notes that the call `number` has ended and that `before_backward` will be called for it."""
         if self._scope is not None and self._scope.open:
             self._scope.awaited.append((number, unit))
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: Block) -> None:
         """Brings the unit's chunks and registers the twins."""
         recomputing = in_backward()
         if unit.depth == 0:
@@ -195,7 +195,7 @@ class Executor:
         if not recomputing and self._scope is not None and self._scope.open:
             self._residency.prefetch(self._timeline, self._cursor)
 
-    def exit(self, unit: Unit) -> None:
+    def exit(self, unit: Block) -> None:
         """Registers the host parameters again; the chunks may go now."""
         unit.depth -= 1
         if unit.depth:
@@ -240,7 +240,7 @@ class Executor:
                     self._last_uses[index] = min(first, self._last_uses.get(index, first))
         units = [unit for _, unit in awaited]
         if not self._awaited.is_of([], units):
-            self._awaited = Order([], units)
+            self._awaited = BlockOrder([], units)
         self._timeline = self._awaited.timeline
         self._cursor = 0
 
@@ -249,7 +249,7 @@ class Executor:
         if self._landing.reduction is not None:
             self._landing.reduction.begin()
 
-    def before_backward(self, unit: Unit, number: int, end: int) -> None:
+    def before_backward(self, unit: Block, number: int, end: int) -> None:
         """The gradient of the output of call `number` is there, see [Note: Calls]; calls from `end` on came after it.
 
         Raises:
@@ -279,7 +279,7 @@ class Executor:
         if position is not None:
             self._residency.prefetch(self._timeline, self._cursor)
 
-    def _show(self, unit: Unit) -> None:
+    def _show(self, unit: Block) -> None:
         """Register the device parameters of a unit whose backward will run a part of its forward, [Note: Calls]."""
         if unit.depth or not unit.recomputes_itself:
             return
@@ -353,14 +353,14 @@ class Executor:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, unit: Unit) -> None:
+    def _advance(self, unit: Block) -> None:
         """Moves the cursor behind this call in the expected order."""
         if self._scope is None or not self._scope.open:
             return
         self._scope.entered.append(unit)
         self._cursor = self._orders[self._scope.training].behind(unit, self._cursor)
 
-    def _register_twins(self, unit: Unit) -> None:
+    def _register_twins(self, unit: Block) -> None:
         """Registers all twins of a unit or none, whatever comes in between; `reset` finds it either way."""
         running = self._residency.running
         running[unit] = None
@@ -373,7 +373,7 @@ class Executor:
                 unit.register_hosts()
                 del running[unit]
 
-    def _notice_call(self, unit: Unit) -> None:
+    def _notice_call(self, unit: Block) -> None:
         """Code that runs a unit outside of any scope may do anything before it, and after it."""
         if self._scope is None or not self._scope.open:
             self._updates.copies.interrupt()
@@ -407,7 +407,7 @@ class Executor:
         if self._updates.leave(index) and index in self._residency.live - self._residency.pinned():
             self._residency.release([index])
 
-    def _num_uses(self, slot: Slot) -> int:
+    def _num_uses(self, slot: OffloadedParam) -> int:
         """In how many places calls of the present step have used a parameter."""
         return sum(unit.num_calls for unit in self.units for _, other in unit.sites if other is slot)
 
@@ -427,10 +427,10 @@ class Executor:
         self._recorded[scope.training] = True
         backward = [unit for _, unit in reversed(scope.awaited)]
         if not before.is_of(scope.entered, backward):
-            self._orders[scope.training] = Order(scope.entered, backward)
+            self._orders[scope.training] = BlockOrder(scope.entered, backward)
 
 
-def _without_repeats(units: Sequence[Unit]) -> list[Unit]:
+def _without_repeats(units: Sequence[Block]) -> list[Block]:
     return [unit for unit, _ in groupby(units)]
 
 

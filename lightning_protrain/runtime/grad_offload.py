@@ -55,14 +55,14 @@ from lightning_protrain.device.host import HostMemory, Job
 from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.comm.reduce import Reduction
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.low_precision import is_given_up
-from lightning_protrain.runtime.optim.async_step import Updates
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.param import OffloadedParam
 
 
-class InFlight:
+class DownloadBudget:
     """How much may land while the next gradient is computed, see [Note: In flight].
 
     Args:
@@ -77,11 +77,11 @@ class InFlight:
         self._total = sum(largest)
         self.hold_bytes = largest[0] if len(largest) > 1 else 0
         # In the order of landing, with their bytes: in the backward before, and in this one.
-        self._expected: list[tuple[Slot, int]] = []
-        self._seen: list[tuple[Slot, int]] = []
+        self._expected: list[tuple[OffloadedParam, int]] = []
+        self._seen: list[tuple[OffloadedParam, int]] = []
         self._as_expected = True
 
-    def land(self, slot: Slot, nbytes: int) -> int:
+    def land(self, slot: OffloadedParam, nbytes: int) -> int:
         """What may be under way, this gradient included, until the next one comes."""
         at = len(self._seen)
         self._seen.append((slot, nbytes))
@@ -199,7 +199,7 @@ class _Place:
     offset: int
 
 
-class Landing:
+class GradOffload:
     """Moves gradients from twins to host parameters, see [Note: Landing].
 
     Args:
@@ -223,15 +223,15 @@ class Landing:
         chunks: Sequence[Chunk],
         device: Device,
         begin: Callable[[], None],
-        updates: Updates,
+        updates: AsyncStep,
         is_past: Callable[[int], bool],
-        num_uses: Callable[[Slot], int],
+        num_uses: Callable[[OffloadedParam], int],
         pending_bytes: int | None = None,
-        communicator: Communicator | None = None,
+        communicator: Collectives | None = None,
         is_behind: Callable[[int], bool] = lambda index: True,
         leave: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self.reduction = Reduction(chunks, communicator, device, self._receive, is_behind) if communicator else None
+        self.reduction = GradReducer(chunks, communicator, device, self._receive, is_behind) if communicator else None
         self._device = device
         self._begin = begin
         self._updates = updates
@@ -242,13 +242,13 @@ class Landing:
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
         self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
-        self._kept: dict[Slot, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
+        self._kept: dict[OffloadedParam, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
         sizes = (
             [chunk.nbytes] if index in self._gathered else [slot.twin.nbytes for slot in chunk.slots]
             for index, chunk in enumerate(chunks)
             if chunk.plan.trainable
         )
-        self._in_flight = InFlight(list(chain.from_iterable(sizes)))
+        self._in_flight = DownloadBudget(list(chain.from_iterable(sizes)))
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
@@ -262,7 +262,7 @@ class Landing:
             for stays, all_here, sizes in zip(self._stays, whole, owned, strict=True)
         ]
         self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
-        self._missing: dict[int, set[Slot]] = {}
+        self._missing: dict[int, set[OffloadedParam]] = {}
         # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
         self._sums: deque[_Sum] = deque()
         # Those of whole chunks, which the worker makes, with the bytes that wait for it; and the bytes of both.
@@ -270,8 +270,8 @@ class Landing:
         self._sum_bytes = 0
         self._fences: dict[int, list[object]] = {}
         self._latest: dict[int, object] = {}
-        self._landed: set[Slot] = set()
-        self._aside: dict[Slot, Tensor | None] = {}
+        self._landed: set[OffloadedParam] = set()
+        self._aside: dict[OffloadedParam, Tensor | None] = {}
         for slot in self._places:
             self._attach(slot)
 
@@ -324,7 +324,7 @@ class Landing:
         self._aside.clear()
         self._missing.clear()
 
-    def _finish_reduction(self, reduction: Reduction) -> None:
+    def _finish_reduction(self, reduction: GradReducer) -> None:
         """Averages what is left; what was set aside is of this rank alone, so it is a part of the average."""
         if reduction.runs:
             for slot, older in self._aside.items():
@@ -335,7 +335,7 @@ class Landing:
                 self._leave(index)
         reduction.finish()
 
-    def _attach(self, slot: Slot) -> None:
+    def _attach(self, slot: OffloadedParam) -> None:
         if slot.twin.is_floating_point() or slot.twin.is_complex():
             trained = slot.host.requires_grad
             slot.host.requires_grad_(True)
@@ -347,7 +347,7 @@ class Landing:
             slot.host.requires_grad_(trained)
             slot.twin.requires_grad_(trained)
 
-    def _land(self, slot: Slot) -> None:
+    def _land(self, slot: OffloadedParam) -> None:
         self._begin()
         twin, host = slot.twin, slot.host
         with below_guard():  # Without it each costs a look at the class of the twin.
@@ -373,7 +373,7 @@ class Landing:
             else:
                 self._receive(slot, grad, slot.host)
 
-    def _keep(self, index: int, slot: Slot, grad: Tensor) -> None:
+    def _keep(self, index: int, slot: OffloadedParam, grad: Tensor) -> None:
         """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
         if self._kept and (slot in self._kept or self._places[next(iter(self._kept))][0] != index):
             self._send_kept()
@@ -388,7 +388,7 @@ class Landing:
             for slot, grad in kept.items():
                 self._receive(slot, grad, slot.host)
 
-    def _send_together(self, gradients: dict[Slot, Tensor]) -> bool:
+    def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:
         """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
         index, _ = self._places[next(iter(gradients))]
         slots = self._chunks[index].slots
@@ -422,7 +422,7 @@ class Landing:
             self._hand_over_if_asked(index, slot)
         return True
 
-    def _receive(self, slot: Slot, grad: Tensor, host: nn.Parameter | None = None) -> None:
+    def _receive(self, slot: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
         host, (index, _) = slot.host if host is None else host, self._places[slot]
         self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
@@ -442,7 +442,7 @@ class Landing:
             self._call_user_hooks(slot)
         self._hand_over_if_asked(index, slot)
 
-    def _place(self, slot: Slot, grad: Tensor, host: nn.Parameter) -> _Place:
+    def _place(self, slot: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
         """Finds where a dense gradient lands, and what happens then."""
         index, at = self._places[slot]
         older = host.grad
@@ -474,7 +474,7 @@ class Landing:
 
         return _Place(part, wait, waits, waits.offsets[at])
 
-    def _hand_over_if_asked(self, index: int, slot: Slot) -> None:
+    def _hand_over_if_asked(self, index: int, slot: OffloadedParam) -> None:
         if self._updates.takes_landings or index in self._latest:
             self._hand_over(index, slot)
         if self._sums or self._jobs:
@@ -495,7 +495,7 @@ class Landing:
         self._fences.setdefault(index, []).append(fence)
         self._latest[index] = fence
 
-    def _hand_over(self, index: int, slot: Slot) -> None:
+    def _hand_over(self, index: int, slot: OffloadedParam) -> None:
         """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
         slots = self._chunks[index].slots
         missing = self._missing.get(index)
@@ -563,7 +563,7 @@ class Landing:
         else:
             host.grad.add_(item.part)
 
-    def _use_directly(self, slot: Slot) -> None:
+    def _use_directly(self, slot: OffloadedParam) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
         self._begin()
         if slot in self._landed:
@@ -574,7 +574,7 @@ class Landing:
             self._aside[slot] = slot.host.grad
             slot.host.grad = None
 
-    def _call_user_hooks(self, slot: Slot) -> None:
+    def _call_user_hooks(self, slot: OffloadedParam) -> None:
         self._finish_copies()
         for hook in list((slot.host._post_accumulate_grad_hooks or {}).values()):
             hook(slot.host)
@@ -603,7 +603,7 @@ def _without_gradients(work: Callable[[], None]) -> None:
         work()
 
 
-def _refusal(slot: Slot, reason: str) -> RuntimeError:
+def _refusal(slot: OffloadedParam, reason: str) -> RuntimeError:
     return RuntimeError(
         f"{slot.fqn!r} is used outside its own block and streamed at the same time, and {reason}: the sum could not be "
         "made in autograd's order. Use the weight inside its block, or make its chunk resident "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.block import Unit
+from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.executor import Executor, in_backward
 from lightning_protrain.runtime.recompute import checkpoint
 from lightning_protrain.runtime.swap import ActivationSwap
@@ -37,7 +37,7 @@ class Interception:
         swap: Swaps activations; None where no block of the plan does.
     """
 
-    def __init__(self, unit: Unit, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
+    def __init__(self, unit: Block, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
         self.unit = unit
         self._executor = executor
         self._watch = watch
@@ -191,7 +191,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def refuse_weights(outputs: Any, unit: Unit) -> None:
+def refuse_weights(outputs: Any, unit: Block) -> None:
     """Refuses outputs that lie in memory which is freed when the call has ended.
 
     Raises:
@@ -216,7 +216,7 @@ def histories(inputs: Any) -> dict[int, Any]:
 
 
 def hook_outputs(
-    outputs: Any, received: dict[int, Any], unit: Unit, number: int, executor: Executor, watch: ViewWatch
+    outputs: Any, received: dict[int, Any], unit: Block, number: int, executor: Executor, watch: ViewWatch
 ) -> None:
     """Asks autograd to announce the gradient of any output that a call has made, see [Note: Calls].
 
@@ -233,7 +233,7 @@ def hook_outputs(
         executor.await_gradient(unit, number)
 
 
-def _announce(executor: Executor, unit: Unit, number: int, end: int, gradient: Tensor) -> None:
+def _announce(executor: Executor, unit: Block, number: int, end: int, gradient: Tensor) -> None:
     executor.before_backward(unit, number, end)
 
 

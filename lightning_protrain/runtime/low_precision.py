@@ -95,7 +95,7 @@ _LIKE = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, 
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
 
 
-class Twin(nn.Parameter):
+class DeviceParam(nn.Parameter):
     """A device twin that can be shown at any time: a debugger or a traceback must not read memory that was freed."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -106,7 +106,7 @@ class Twin(nn.Parameter):
 
 
 @dataclass(eq=False, slots=True)
-class Uses:
+class ParamUses:
     """How a weight that is streamed in low precision is used.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Low:
     """What twins in low precision and views of them have in common, see [Note: Low twins]."""
 
     __slots__ = ()
-    uses: Uses
+    uses: ParamUses
     # What makes the view of the twin, from the first on: functions with what else they take.
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
 
@@ -228,7 +228,7 @@ class _Low:
         return _with_whole(lambda whole: whole.__reduce_ex__(protocol), (self,), {})
 
 
-class LowTwin(_Low, Twin):
+class LowPrecisionParam(_Low, DeviceParam):
     """The twin of a plain parameter, in low precision."""
 
 
@@ -237,10 +237,10 @@ class _LowView(_Low, Tensor):
 
 
 @cache
-def low_class(plain: type) -> type:
+def low_precision_class(plain: type) -> type:
     """The class of a low twin of a parameter of class `plain`."""
     if plain is nn.Parameter:
-        return LowTwin
+        return LowPrecisionParam
     return type(plain)(plain.__name__, (_Low, plain), {"__module__": plain.__module__})
 
 
@@ -311,7 +311,7 @@ class _Observer(TorchDispatchMode):
     """Counts the products that read low weights.
 
     Attributes:
-        number: How many, by the identity of `Uses`; None if something else reads it, or a part of it.
+        number: How many, by the identity of `ParamUses`; None if something else reads it, or a part of it.
     """
 
     def __init__(self, low: Sequence[Any]) -> None:
@@ -401,7 +401,7 @@ _PROPERTIES = ("is_sparse", "grad_fn", "nbytes", "itemsize")
 _FREE = DESCRIPTIONS | {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {Tensor.numel, Tensor.size, Tensor.dim}
 
 
-class LowGradient(Tensor):
+class InPlaceGrad(Tensor):
     """Stands for a gradient in the memory of a copy, see [Note: Low gradients].
 
     Args:
@@ -409,8 +409,8 @@ class LowGradient(Tensor):
         values: The memory of its copy, of the same shape and strides, in another dtype.
     """
 
-    def __new__(cls, parameter: nn.Parameter, values: Tensor) -> LowGradient:
-        made: LowGradient = Tensor._make_wrapper_subclass(
+    def __new__(cls, parameter: nn.Parameter, values: Tensor) -> InPlaceGrad:
+        made: InPlaceGrad = Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         return made
@@ -503,23 +503,23 @@ class LowGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Autograd's way, and that of whoever passes below the other."""
-        args, kwargs = tree_map_only(LowGradient, LowGradient.whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(InPlaceGrad, InPlaceGrad.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def is_given_up(gradient: Tensor | None) -> bool:
     """Whether it stands for one that nobody knows any more."""
-    return isinstance(gradient, LowGradient) and gradient.is_given_up
+    return isinstance(gradient, InPlaceGrad) and gradient.is_given_up
 
 
 def stored(gradient: Tensor) -> Tensor:
     """What an optimizer step reads: the gradient as it is kept."""
-    return gradient.stored() if isinstance(gradient, LowGradient) else gradient
+    return gradient.stored() if isinstance(gradient, InPlaceGrad) else gradient
 
 
 def cast(gradient: Tensor) -> Tensor:
     """The gradient in the dtype of its weight, for the moment."""
-    return gradient.cast() if isinstance(gradient, LowGradient) else gradient
+    return gradient.cast() if isinstance(gradient, InPlaceGrad) else gradient
 
 
 def _landed() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.low_precision import LowGradient, Uses
+from lightning_protrain.runtime.low_precision import InPlaceGrad, ParamUses
 
 
 def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def changed_before_backward(slot: Slot) -> RuntimeError:
+def changed_before_backward(slot: OffloadedParam) -> RuntimeError:
     """The error for a weight that its backward finds changed, see [Note: Versions] in chunk.py."""
     now, before = slot.host._version, slot.seen_version
     # No version tells of other memory; where it has been followed already, none is known.
@@ -69,7 +69,7 @@ def changed_before_backward(slot: Slot) -> RuntimeError:
     )
 
 
-def refuse_changed_by_others(changed: Sequence[Slot]) -> None:
+def refuse_changed_by_others(changed: Sequence[OffloadedParam]) -> None:
     """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
     for slot in changed:
         if not slot.owned and slot.changed_here:
@@ -81,7 +81,7 @@ def refuse_changed_by_others(changed: Sequence[Slot]) -> None:
 
 
 @dataclass(eq=False)
-class Site:
+class ParamLocation:
     """A place where a parameter is registered: `module._parameters[name]`."""
 
     module: nn.Module
@@ -104,7 +104,7 @@ class Site:
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class OffloadedParam:
     """One offloaded parameter, see [Note: Two parameters].
 
     Attributes:
@@ -137,8 +137,8 @@ class Slot:
     twin_version: int = 0
     copy: Tensor | None = None
     copied_version: int = -1
-    low_gradient: LowGradient | None = None
-    uses: Uses | None = None
+    low_gradient: InPlaceGrad | None = None
+    uses: ParamUses | None = None
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Slot:
         self.copy.copy_(self.host.detach())
         self.copied_version = self.version
 
-    def lend_copy(self, gradient: Tensor) -> LowGradient | None:
+    def lend_copy(self, gradient: Tensor) -> InPlaceGrad | None:
         """What stands for a gradient that is to land where the copy lies; None: it cannot."""
         copy = self.copy
         alike = copy is not None and copy.dtype == gradient.dtype and copy.stride() == gradient.stride()
@@ -196,7 +196,7 @@ class Slot:
             return None
         self.keep_gradient()  # Somebody may hold one that was dropped.
         self.copied_version = -1
-        self.low_gradient = LowGradient(self.host, copy)
+        self.low_gradient = InPlaceGrad(self.host, copy)
         return self.low_gradient
 
     def keep_gradient(self) -> None:
@@ -224,7 +224,7 @@ class Slot:
     def forget_gradient(self) -> None:
         """No stand-in for a gradient stays: it is whole, or nothing where the step has been made."""
         self.keep_gradient()
-        if isinstance(self.host.grad, LowGradient):
+        if isinstance(self.host.grad, InPlaceGrad):
             self.host.grad = None
 
     def step_elsewhere(self) -> None:
@@ -276,7 +276,7 @@ _REPACKS = "support_avx512bf16_for_cpu"
 
 
 @dataclass(eq=False)
-class QuantisedSite(Site):
+class QuantisedLocation(ParamLocation):
     """A place of a weight with companions, see [Note: Two states].
 
     Attributes:
@@ -306,18 +306,20 @@ class QuantisedSite(Site):
             vars(self.module).update(self._of_host if new is self.host else self._of_device)
 
 
-def make_site(module: nn.Module, name: str, slot: Slot) -> Site:
+def make_location(module: nn.Module, name: str, slot: OffloadedParam) -> ParamLocation:
     """The place `module._parameters[name]` of an offloaded parameter."""
     if has_companions(slot.host):
         slot.hooks.append(accept_companions(module))
-        return QuantisedSite(module, name, host=slot.host)
-    return Site(module, name)
+        return QuantisedLocation(module, name, host=slot.host)
+    return ParamLocation(module, name)
 
 
-def sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> dict[str, list[tuple[Site, Slot]]]:
+def locations_of(
+    model: nn.Module, layout: ModelLayout, slots: dict[int, OffloadedParam]
+) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
     """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
     by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
-    found: dict[str, list[tuple[Site, Slot]]] = {}
+    found: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             slot = slots.get(id(parameter))
@@ -325,7 +327,7 @@ def sites_of(model: nn.Module, layout: ModelLayout, slots: dict[int, Slot]) -> d
                 continue
             owner = _innermost(path, slot.fqn, by_name)
             assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
-            found.setdefault(owner, []).append((make_site(module, name, slot), slot))
+            found.setdefault(owner, []).append((make_location(module, name, slot), slot))
     return found
 
 

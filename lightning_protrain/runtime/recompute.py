@@ -39,7 +39,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_protrain.device.op_kinds import is_product
 
 
-class Products:
+class KeptOutputs:
     """The products of one call of a block, in the order in which they are made.
 
     Args:
@@ -103,7 +103,7 @@ class _Watching(TorchDispatchMode):
         products: Of the call.
     """
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: KeptOutputs) -> None:
         super().__init__()
         self._products = products
         self._backward = -1
@@ -120,7 +120,7 @@ class _Watching(TorchDispatchMode):
         return is_product(func, args, kwargs)
 
 
-class Keeping(_Watching):
+class KeepOutputs(_Watching):
     """Around the first run of a forward; its products are kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class Keeping(_Watching):
         return made
 
 
-class Finding(_Watching):
+class ReuseOutputs(_Watching):
     """Around the run in backward; its products are found."""
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class Finding(_Watching):
         return func(*args, **kwargs) if found is None else found
 
 
-class Both:
+class NestedContexts:
     """One context inside of another; they may be entered again when they have ended.
 
     Args:
@@ -227,8 +227,8 @@ def _contexts(
     """Those of the first run and of the second."""
     if not selective:
         return nullcontext(), earlier
-    products = Products(name)
-    return Keeping(products), Both(earlier, Finding(products))
+    products = KeptOutputs(name)
+    return KeepOutputs(products), NestedContexts(earlier, ReuseOutputs(products))
 
 
 def _earlier(value: Any) -> Any:

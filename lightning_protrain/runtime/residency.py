@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.runtime.access_guard import GRADIENTS, Guard, can_be_watched
-from lightning_protrain.runtime.block import Unit
+from lightning_protrain.runtime.access_guard import GRADIENTS, AccessGuard, can_be_watched
+from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.prefetch_schedule import Capacity, Timeline, choose_evictions, choose_prefetch
 
 
-class EarlyFetch:
+class WarmupPrefetch:
     """Fetches ahead of the first unit of a scope, see [Note: Early].
 
     Args:
@@ -40,14 +40,14 @@ class EarlyFetch:
         self,
         chunks: Sequence[Chunk],
         residency: Residency,
-        updates: Updates,
+        updates: AsyncStep,
         give_up: Callable[[Iterable[int]], None],
     ) -> None:
         self._chunks = tuple(chunks)
         self._residency = residency
         self._updates = updates
         self._give_up = give_up
-        self._guard = Guard(lambda _: self.cancel(), GRADIENTS, beside=updates.copies.guard)
+        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=updates.copies.guard)
         self._unguarded = frozenset(
             index for index, chunk in enumerate(chunks) if not all(can_be_watched(slot.host) for slot in chunk.slots)
         )
@@ -119,12 +119,12 @@ class Residency:
         chunks: Sequence[Chunk],
         capacity: Capacity,
         device: Device,
-        updates: Updates,
+        updates: AsyncStep,
         say: Callable[[str], None],
     ) -> None:
         self.live: set[int] = set()
-        self.running: dict[Unit, None] = {}
-        self.pins: dict[Unit, int] = {}
+        self.running: dict[Block, None] = {}
+        self.pins: dict[Block, int] = {}
         self._chunks = tuple(chunks)
         self._sizes = {index: chunk.nbytes for index, chunk in enumerate(chunks)}
         self._capacity = capacity
@@ -137,7 +137,7 @@ class Residency:
         """Indices of the chunks that must stay."""
         return {index for units in (self.running, self.pins) for unit in units for index in unit.chunks}
 
-    def pin(self, unit: Unit, number: int) -> None:
+    def pin(self, unit: Block, number: int) -> None:
         """The backward of call `number` needs the chunks of `unit`."""
         self.pins[unit] = min(number, self.pins.get(unit, number))
 
@@ -146,7 +146,7 @@ class Residency:
         for unit in [unit for unit, number in self.pins.items() if number >= end]:
             del self.pins[unit]
 
-    def require(self, unit: Unit, timeline: Timeline, position: int, in_backward: bool) -> None:
+    def require(self, unit: Block, timeline: Timeline, position: int, in_backward: bool) -> None:
         """Makes the chunks of `unit` live.
 
         Args:
@@ -207,7 +207,7 @@ class Residency:
             self._fetch(index)
             self._wait(index, in_backward=False)
 
-    def _make_room(self, unit: Unit, timeline: Timeline, position: int) -> None:
+    def _make_room(self, unit: Block, timeline: Timeline, position: int) -> None:
         wanted, pinned = set(unit.chunks), self.pinned()
         evictions = choose_evictions(self.live, wanted, pinned, timeline, position, self._capacity, self._sizes)
         if evictions is None:

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from lightning_protrain.runtime.access_guard import NO_VALUES, Guard, below_guard, can_be_watched, is_aliased
+from lightning_protrain.runtime.access_guard import NO_VALUES, AccessGuard, below_guard, can_be_watched, is_aliased
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.param import OffloadedParam
 
 
-class Copies:
+class ShadowCache:
     """Trusts copies, or has them made anew, see [Note: Distrust].
 
     Args:
@@ -33,13 +33,13 @@ class Copies:
         guard: Watches weights whose copies are trusted.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], pending: Guard) -> None:
+    def __init__(self, chunks: Sequence[Chunk], pending: AccessGuard) -> None:
         low = [slot for chunk in chunks for slot in chunk.slots if slot.copy is not None and slot.owned]
         self._slots = {id(slot.host): slot for slot in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
         self._watchable = {slot for slot in low if can_be_watched(slot.host)}
         self._pending = pending
-        self.guard = Guard(self.touched, NO_VALUES, beside=pending)
+        self.guard = AccessGuard(self.touched, NO_VALUES, beside=pending)
         self._interrupted = True
 
     def begin(self) -> None:
@@ -55,11 +55,11 @@ class Copies:
         """Code of which nothing is known runs before the next scope: then no copy is trusted."""
         self._interrupted = True
 
-    def watch(self, slots: Iterable[Slot]) -> None:
+    def watch(self, slots: Iterable[OffloadedParam]) -> None:
         """Copies have just been made, or a step makes them."""
         self.guard.watch(slot.host for slot in slots if slot in self._watchable)
 
-    def distrust(self, slots: Iterable[Slot]) -> None:
+    def distrust(self, slots: Iterable[OffloadedParam]) -> None:
         """Has copies made anew by the next fetch, except by a pending step."""
         for slot in slots:
             if id(slot.host) in self._slots and not self._pending.watches(slot.host):

@@ -16,7 +16,7 @@ _REASON = "_protrain_torn"
 _WATCHED = "_protrain_torn_watched"
 
 
-def mark_torn(module: nn.Module | None, reason: str | None) -> None:
+def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None:
     """Says that the weights of a module belong to no step, until `load_state_dict` replaces all that are trained.
 
     Args:
@@ -25,25 +25,25 @@ def mark_torn(module: nn.Module | None, reason: str | None) -> None:
     """
     if module is None or reason is None:
         return
-    setattr(module, _REASON, why_torn(module) or reason)
+    setattr(module, _REASON, why_partially_stepped(module) or reason)
     if _WATCHED not in vars(module):
         setattr(module, _WATCHED, True)
         module.register_load_state_dict_post_hook(_loaded)
 
 
-def why_torn(module: nn.Module) -> str | None:
+def why_partially_stepped(module: nn.Module) -> str | None:
     """Why the weights belong to no step; None as long as they do."""
     reason: str | None = vars(module).get(_REASON)
     return reason
 
 
-def refuse_torn(module: nn.Module | None) -> None:
+def refuse_partially_stepped(module: nn.Module | None) -> None:
     """Lets nobody save or train such a module.
 
     Raises:
         RuntimeError: Its weights belong to no step.
     """
-    reason = why_torn(module) if module is not None else None
+    reason = why_partially_stepped(module) if module is not None else None
     if reason is not None:
         raise RuntimeError(
             f"The weights of this {type(module).__name__} are torn by an earlier run: {reason}, so some are from "

@@ -26,11 +26,11 @@ from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.presets import Preset
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
-from lightning_protrain.runtime.comm.collectives import find_ranks
+from lightning_protrain.runtime.comm.collectives import make_rank_mesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.strategy.overlap import writes_averages
 from lightning_protrain.strategy.parallel_options import Parallelism
-from lightning_protrain.strategy.plan_options import Wishes
+from lightning_protrain.strategy.plan_options import PlanRequest
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
 
 # Of one message.
@@ -65,7 +65,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
         super().setup_environment()
         if self.is_distributed:
             with naming_wait("the other ranks to make process groups"):
-                self._ranks = find_ranks(self.local_rank, self.num_processes, self._timeout)
+                self._ranks = make_rank_mesh(self.local_rank, self.num_processes, self._timeout)
             if (module := self.lightning_module) is not None:
                 refuse_differences(self._parallelism.settings(module.trainer))
                 self._sigterm.listen(module.trainer)
@@ -175,7 +175,7 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             with naming_wait("the weights of rank 0"):
                 send_values(module, ranks, find_waiting(module, ranks), self.root_device)
 
-    def among_ranks(self, wishes: Wishes, sharding: Sharding) -> Wishes:
+    def among_ranks(self, wishes: PlanRequest, sharding: Sharding) -> PlanRequest:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
         return wishes.among(sharding, max(self.num_processes, 1), self.world_size)
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.scaling import Cluster
-from lightning_protrain.strategy.plan_options import Wishes
+from lightning_protrain.strategy.plan_options import PlanRequest
 from lightning_protrain.strategy.plan_session import Answers, Machines
 from lightning_protrain.strategy.states import StatesStrategy
 
 
-class PaperStrategy(StatesStrategy):
+class DryRunStrategy(StatesStrategy):
     """Makes plans of a fit, and no weights, within `planning_only`.
 
     Args:
         arguments: As of `StatesStrategy`.
     """
 
-    _wishes: Wishes
+    _wishes: PlanRequest
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

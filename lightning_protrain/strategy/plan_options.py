@@ -20,7 +20,7 @@ else:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanRequest:
     """What the user says about the plan.
 
     Attributes:
@@ -52,7 +52,7 @@ class Wishes:
         """Machines that train together."""
         return max(self.ranks // (self.copies * self.sharers), 1)
 
-    def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> Wishes:
+    def among(self, sharding: Sharding, here: int | None = None, ranks: int | None = None) -> PlanRequest:
         """The same for ranks that share one copy of what is offloaded, or have a copy each.
 
         Args:
@@ -65,7 +65,7 @@ class Wishes:
         return replace(self, copies=copies, sharers=sharers, ranks=ranks or self.ranks)
 
 
-def read_choice(plan: PlanChoice) -> Plan | Preset:
+def read_plan_spec(plan: PlanChoice) -> Plan | Preset:
     """A plan, or the way to make one.
 
     Args:
@@ -81,7 +81,7 @@ def read_choice(plan: PlanChoice) -> Plan | Preset:
     return cast(Preset, plan) if plan in get_args(Preset) else Plan.load(os.fspath(plan))
 
 
-def make_wishes(
+def make_plan_request(
     choice: Plan | Preset,
     knobs: Knobs,
     blocks: BlockChoice,
@@ -89,7 +89,7 @@ def make_wishes(
     device_memory: str | int,
     host_memory: str | int,
     hardware: HardwareProfile | None,
-) -> Wishes:
+) -> PlanRequest:
     """What the arguments of a strategy say; memory as `"22GiB"`, as a number of bytes, or `"auto"`.
 
     Raises:
@@ -102,4 +102,4 @@ def make_wishes(
     device_bytes, host_bytes = (
         None if memory == "auto" else parse_bytes(memory) for memory in (device_memory, host_memory)
     )
-    return Wishes(choice, knobs, blocks, min_num_params, device_bytes, host_bytes, hardware)
+    return PlanRequest(choice, knobs, blocks, min_num_params, device_bytes, host_bytes, hardware)

@@ -44,12 +44,12 @@ from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.hardware import cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, UnitInfo
-from lightning_protrain.runtime.comm.collectives import Ranks, gauge
+from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
 from lightning_protrain.runtime.optim.bnb_optimizers import host_slowdown, mean_state_bytes, refuse_without_host_step
 from lightning_protrain.strategy.checks import refuse_unsupported
 from lightning_protrain.strategy.overlap import OverlapPlan
-from lightning_protrain.strategy.plan_options import Wishes
+from lightning_protrain.strategy.plan_options import PlanRequest
 from lightning_protrain.strategy.precision import ProTrainPrecision, alpha_for_dtype
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step, streamable
 
@@ -120,7 +120,7 @@ SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanSession:
     """One model on its way to a plan.
 
     Attributes:
@@ -141,7 +141,7 @@ class Case:
             is not here, or for `device`; None: it need not be profiled.
     """
 
-    wishes: Wishes
+    wishes: PlanRequest
     device: Device
     layout: ModelLayout
     profile: ModelProfile | None = None
@@ -156,7 +156,7 @@ class Case:
     free: FreeMemory | None = None
     profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
-    def on(self, machine: HardwareProfile | None) -> Case:
+    def on(self, machine: HardwareProfile | None) -> PlanSession:
         """The same case with the profile of the step as it runs there; kernels differ.
 
         Raises:
@@ -168,7 +168,7 @@ class Case:
         layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
         return replace(self, layout=layout, profile=profile, streamed=streamed)
 
-    def among(self, sharding: Sharding, network: Network | None = None) -> Case:
+    def among(self, sharding: Sharding, network: Network | None = None) -> PlanSession:
         """The same where ranks hold offloaded chunks so, and sum gradients so, if that is known."""
         return replace(self, wishes=self.wishes.among(sharding), network=network)
 
@@ -385,8 +385,8 @@ class Case:
         return replace(plan, memory=memory, prediction=prediction)
 
 
-def describe_case(
-    wishes: Wishes,
+def describe_session(
+    wishes: PlanRequest,
     trainer: Trainer,
     model: LightningModule,
     device: Device,
@@ -394,7 +394,7 @@ def describe_case(
     optimizers: Sequence[Optimizer] | None,
     overlap: OverlapPlan,
     elsewhere: bool = False,
-) -> Case:
+) -> PlanSession:
     """Finds out what the plan depends on.
 
     Args:
@@ -405,7 +405,8 @@ def describe_case(
         precision: Opened.
         optimizers: Those of the model; None: nothing is trained.
         overlap: How the host's optimizer steps are overlapped.
-        elsewhere: Whether it is planned for other machines; then `Case.on` profiles the step, for each kind of GPU.
+        elsewhere: Whether it is planned for other machines; then `PlanSession.on` profiles the step, for each kind of
+            GPU.
 
     Raises:
         ValueError: A model that cannot be described or streamed, or a step that has to be profiled and cannot be.
@@ -414,18 +415,18 @@ def describe_case(
     prepare_weights(model, device.torch_device)
     layout = describe_model(model, wishes.blocks, wishes.min_num_params)
     if optimizers is None and isinstance(wishes.choice, Plan):
-        return Case(wishes, device, layout, low_dtype=precision.low_dtype_name)
+        return PlanSession(wishes, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:
         knobs = wishes.knobs
         if knobs.num_swap_blocks:  # nothing is saved
             knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
-        return Case(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
+        return PlanSession(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
     takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
     layout = replace(layout, lends_copies=overlap.lends)
     state_bytes = mean_state_bytes(optimizers)
-    case = Case(
+    case = PlanSession(
         wishes=wishes,
         device=device,
         layout=layout,
@@ -452,7 +453,7 @@ def describe_case(
     return case if elsewhere else case.on(None)
 
 
-def _needs_profile(case: Case) -> bool:
+def _needs_profile(case: PlanSession) -> bool:
     """Whether the plan depends on what a training step does."""
     choice, knobs = case.wishes.choice, case.wishes.knobs
     swaps = choice == "auto" and bool(knobs.num_swap_blocks)
@@ -460,7 +461,7 @@ def _needs_profile(case: Case) -> bool:
     return case.searches() or swaps or (case.low_dtype is not None and streams)
 
 
-def _reason(case: Case, elsewhere: bool) -> str:
+def _reason(case: PlanSession, elsewhere: bool) -> str:
     """Return what cannot be had without a profile; empty if there is a way without."""
     wishes = case.wishes
     if wishes.knobs.num_swap_blocks:
@@ -483,13 +484,13 @@ Answers = dict[str, dict[Sharding, Plan | ValueError]]
 
 
 def plan_jointly(
-    case: Case,
+    case: PlanSession,
     model: nn.Module,
-    ranks: Ranks | None,
+    ranks: RankMesh | None,
     shardings: Sequence[Sharding],
     device: torch.device,
     dtype: torch.dtype | None = None,
-) -> tuple[Case, Plan]:
+) -> tuple[PlanSession, Plan]:
     """The plan that all ranks take; every rank calls it.
 
     Args:
@@ -515,7 +516,7 @@ def plan_jointly(
     network = None
     if ranks.meet("the search for a plan", case.searches()):
         # Under the first sharding all sums are made that another one has.
-        network = gauge(ranks, device, shardings[0], case.layout, dtype)
+        network = measure_collectives(ranks, device, shardings[0], case.layout, dtype)
         rank_zero_info(f"Sums of gradients over {ranks.world_size} ranks: {network.describe()}.")
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     case = case.among(plan.sharding)
@@ -523,7 +524,7 @@ def plan_jointly(
     return replace(case, wishes=replace(case.wishes, choice=plan)), plan
 
 
-def _plan_best(case: Case, network: Network | None, shardings: Sequence[Sharding], num_sharers: int) -> Plan:
+def _plan_best(case: PlanSession, network: Network | None, shardings: Sequence[Sharding], num_sharers: int) -> Plan:
     def make(sharding: Sharding) -> Plan:
         shares = sharding is Sharding.SHARD
         plan = case.plan_among(network if shares or network is None else network.without_owners(), sharding)
@@ -537,7 +538,7 @@ def _plan_best(case: Case, network: Network | None, shardings: Sequence[Sharding
     return choice.plan
 
 
-def _refuse_small_room(case: Case, plan: Plan, num_sharers: int) -> None:
+def _refuse_small_room(case: PlanSession, plan: Plan, num_sharers: int) -> None:
     """Refuses a plan whose offloaded weights do not fit the memory that ranks of a machine can share."""
     free = case.free_memory()
     assert free.shared is not None
@@ -552,7 +553,10 @@ def _refuse_small_room(case: Case, plan: Plan, num_sharers: int) -> None:
 
 
 def answers(
-    case: Case, machines: Machines, clusters: Mapping[str, Cluster] | None = None, dtype: torch.dtype | None = None
+    case: PlanSession,
+    machines: Machines,
+    clusters: Mapping[str, Cluster] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Answers:
     """The plan for each machine under each sharding, or why there is none.
 
@@ -569,7 +573,7 @@ def answers(
 
 
 def _answers(
-    case: Case, under: Mapping[Sharding, HardwareProfile | None], cluster: Cluster | None, element: int | None
+    case: PlanSession, under: Mapping[Sharding, HardwareProfile | None], cluster: Cluster | None, element: int | None
 ) -> dict[Sharding, Plan | ValueError]:
     def make(sharding: Sharding) -> Plan:
         machine = under[sharding]

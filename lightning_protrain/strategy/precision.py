@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
 from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
 
@@ -54,7 +54,7 @@ class ProTrainPrecision(Precision):
         self._base = DoublePrecision() if precision == "64-true" else Precision()
         if precision in _TRUE:
             self._base = HalfPrecision(precision)  # type: ignore[arg-type]
-        self._updates: Updates | None = None
+        self._updates: AsyncStep | None = None
         self._threads: int | None = None
         self._device_type = "cpu"
 
@@ -75,7 +75,7 @@ class ProTrainPrecision(Precision):
             self.scaler = self._base.scaler
         self._device_type = device_type
 
-    def attach(self, updates: Updates | None, threads: int | None = None) -> None:
+    def attach(self, updates: AsyncStep | None, threads: int | None = None) -> None:
         """Clipping and steps go through `updates` from now on.
 
         Args:

@@ -35,8 +35,8 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
-from lightning_protrain.strategy.checks import explain_missing_weight, mark_torn, refuse_torn
-from lightning_protrain.strategy.dry_run import PaperStrategy
+from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_partially_stepped
+from lightning_protrain.strategy.dry_run import DryRunStrategy
 from lightning_protrain.strategy.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -45,11 +45,17 @@ from lightning_protrain.strategy.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.strategy.parallel_options import Parallelism, ShardingChoice, refuse_removed
-from lightning_protrain.strategy.plan_options import PlanChoice, make_wishes, read_choice
-from lightning_protrain.strategy.plan_session import Case, answers, describe_case, plan_jointly, say_if_one_block
+from lightning_protrain.strategy.plan_options import PlanChoice, make_plan_request, read_plan_spec
+from lightning_protrain.strategy.plan_session import (
+    PlanSession,
+    answers,
+    describe_session,
+    plan_jointly,
+    say_if_one_block,
+)
 
 
-class ProTrainStrategy(PaperStrategy):
+class ProTrainStrategy(DryRunStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -137,8 +143,8 @@ class ProTrainStrategy(PaperStrategy):
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
-        choice = self.allowed_plan(read_choice(plan))
-        self._wishes = make_wishes(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
+        choice = self.allowed_plan(read_plan_spec(plan))
+        self._wishes = make_plan_request(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
         self._losses = FiniteLosses(on_nonfinite)
         self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
@@ -207,7 +213,7 @@ class ProTrainStrategy(PaperStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            refuse_torn(model)
+            refuse_partially_stepped(model)
             refuse_own_checkpointing(model)
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
@@ -239,7 +245,7 @@ class ProTrainStrategy(PaperStrategy):
             if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
                 rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
-    def _describe(self, trainer: Trainer, model: LightningModule, sharding: Sharding) -> Case:
+    def _describe(self, trainer: Trainer, model: LightningModule, sharding: Sharding) -> PlanSession:
         """What the plan depends on, with the overlap that there may be."""
         assert self._device is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -251,7 +257,7 @@ class ProTrainStrategy(PaperStrategy):
         wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         with failing_together("Profiling a training step"):  # Rank 0 does.
-            return describe_case(wishes, trainer, model, *how)
+            return describe_session(wishes, trainer, model, *how)
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
@@ -265,14 +271,14 @@ class ProTrainStrategy(PaperStrategy):
             # Nothing can be moved off such a device, and the error of trying would hide the cause.
             with suppress(RuntimeError):
                 self._runtime.remove()
-            mark_torn(module, self._runtime.updates.torn)
+            mark_partially_stepped(module, self._runtime.updates.torn)
             self._runtime, self._device_failed = None, False
             with suppress(RuntimeError):
                 super().teardown()
             return
         if self._runtime is not None:
             self._runtime.remove()
-            mark_torn(module, self._runtime.updates.torn)
+            mark_partially_stepped(module, self._runtime.updates.torn)
             self._runtime = None
         elif self._device is not None:
             self._device.close()

@@ -12,7 +12,7 @@ from lightning_protrain.distributed.owned_states import drop_states, gather_stat
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference
 from lightning_protrain.runtime.optim.step import move_state_beside_parameters
-from lightning_protrain.strategy.checks import refuse_torn
+from lightning_protrain.strategy.checks import refuse_partially_stepped
 from lightning_protrain.strategy.data_parallel import DataParallelStrategy
 
 
@@ -49,7 +49,7 @@ class StatesStrategy(DataParallelStrategy):
 
     def _finish_updates(self) -> None:
         """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
-        refuse_torn(self.lightning_module)
+        refuse_partially_stepped(self.lightning_module)
         if self._runtime is not None:
             self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
             self._runtime.updates.finish_all()

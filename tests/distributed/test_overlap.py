@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.optim.async_step import Updates
-from lightning_protrain.runtime.optim.host_step import Steps
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.runtime.param import OffloadedParam
 from tests.distributed.test_parity import KINDS, VOCABULARY, Module
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -77,13 +77,13 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 @contextmanager
 def slow_steps(seconds: float) -> Iterator[None]:
     """Within it this rank takes as long, for each chunk, before it begins to write."""
-    patch, finish = pytest.MonkeyPatch(), Steps.finish
+    patch, finish = pytest.MonkeyPatch(), StepSchedule.finish
 
-    def late(steps: Steps, portion: Any) -> None:
+    def late(steps: StepSchedule, portion: Any) -> None:
         time.sleep(seconds)
         finish(steps, portion)
 
-    patch.setattr(Steps, "finish", late)
+    patch.setattr(StepSchedule, "finish", late)
     try:
         yield
     finally:
@@ -190,8 +190,8 @@ def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str],
     """What differs from DDP, and how often the main thread of this rank has cast a weight, on average of all."""
     case = Case(overlap, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": accumulate})
     expected, _ = fit(rank, 2, module_of(), case._replace(overlap=None))
-    patch, renew, casts = pytest.MonkeyPatch(), Slot.renew_copy, []
-    patch.setattr(Slot, "renew_copy", lambda slot: (casts.append(slot.fqn), renew(slot))[1])
+    patch, renew, casts = pytest.MonkeyPatch(), OffloadedParam.renew_copy, []
+    patch.setattr(OffloadedParam, "renew_copy", lambda slot: (casts.append(slot.fqn), renew(slot))[1])
     with slow_steps(0.002 * rank):
         found, trainer = fit(rank, 2, module_of(), case)
     patch.undo()
@@ -212,14 +212,14 @@ def test_copies_in_low_precision_are_those_of_the_step(
 
 def _count(rank: int, overlap: str) -> tuple[int, int]:
     """How many chunks are stepped behind backward, and in all."""
-    patch, submit, counts = pytest.MonkeyPatch(), Updates._submit, [0, 0]
+    patch, submit, counts = pytest.MonkeyPatch(), AsyncStep._submit, [0, 0]
 
-    def counted(updates: Updates, index: int, armed: Any, land: Any) -> None:
+    def counted(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
         counts[0] += land is not None
         counts[1] += 1
         submit(updates, index, armed, land)
 
-    patch.setattr(Updates, "_submit", counted)
+    patch.setattr(AsyncStep, "_submit", counted)
     fit(rank, 2, module_of(), Case(overlap))
     patch.undo()
     return counts[0], counts[1]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.comm.step_sync import Turns
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.comm.step_sync import StepSync
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from tests.distributed.test_overlap import BeforeStep, Case, Validated, differing, fit, module_of, slow_steps, watched
 from tests.distributed.test_parity import Module
 from tests.ranks import run_ranks, values
@@ -73,30 +73,30 @@ def test_behind_forward_it_is_read_in_time(cls: type[Module], tmp_path: Path) ->
 # --- planted bugs -----------------------------------------------------------------------------------------------------
 
 
-def announce_before_writing(updates: Updates, index: int, armed: Any, land: Any) -> None:
+def announce_before_writing(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
     assert updates._turns is not None
     updates._turns.announce([index], updates._turns.number)
     SUBMIT(updates, index, armed, land)
 
 
-SUBMIT = Updates._submit
+SUBMIT = AsyncStep._submit
 BUGS: dict[str, tuple[type, str, Callable[..., Any], str, type[Validated]]] = {
     "an owner that announces before it writes, behind backward": (
-        Updates, "_submit", announce_before_writing, "backward", Validated,
+        AsyncStep, "_submit", announce_before_writing, "backward", Validated,
     ),
     "an owner that announces before it writes, behind forward": (
-        Updates, "_submit", announce_before_writing, "forward", Validated,
+        AsyncStep, "_submit", announce_before_writing, "forward", Validated,
     ),
     "a reader that does not wait, behind backward": (
-        Turns, "wait_until_stepped", lambda turns, index, number: None, "backward", Validated,
+        StepSync, "wait_until_stepped", lambda turns, index, number: None, "backward", Validated,
     ),
     "a reader that does not wait, behind forward": (
-        Turns, "wait_until_stepped", lambda turns, index, number: None, "forward", Validated,
+        StepSync, "wait_until_stepped", lambda turns, index, number: None, "forward", Validated,
     ),
     "an owner that does not wait for readers": (
-        Turns, "wait_until_left", lambda turns, number: None, "forward", BeforeStep,
+        StepSync, "wait_until_left", lambda turns, number: None, "forward", BeforeStep,
     ),
-    "ranks that do not agree": (Turns, "all_behind_backward", lambda turns: True, "backward", BeforeStep),
+    "ranks that do not agree": (StepSync, "all_behind_backward", lambda turns: True, "backward", BeforeStep),
 }  # fmt: skip
 
 

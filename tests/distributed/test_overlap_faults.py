@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.runtime.optim.host_step import Steps
+from lightning_protrain.runtime.optim.host_step import StepSchedule
 from tests.distributed.test_overlap import Case, differing, fit, module_of, slow_steps
 from tests.distributed.test_parity import Module
 from tests.ranks import BOUND, kill_this_rank, run_ranks, values
@@ -59,9 +59,9 @@ class Faulty(Module):
 
 def _fail_in_step(module: Faulty) -> None:
     """On the worker of rank 1, when some chunks of the step at `AT` have been stepped and others have not."""
-    finish, calls = Steps.finish, 0
+    finish, calls = StepSchedule.finish, 0
 
-    def failing(steps: Steps, portion: Any) -> None:
+    def failing(steps: StepSchedule, portion: Any) -> None:
         nonlocal calls
         calls += module.trainer.global_step >= AT
         if calls == 2 and module.fault == "raise in step":
@@ -72,7 +72,7 @@ def _fail_in_step(module: Faulty) -> None:
         finish(steps, portion)
 
     if module.rank == 1:
-        Steps.finish = failing  # type: ignore[method-assign]  # This process ends with the test.
+        StepSchedule.finish = failing  # type: ignore[method-assign]  # This process ends with the test.
 
 
 def _train(rank: int, overlap: str, fault: str) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.recompute import Finding, Keeping, Products
+from lightning_protrain.runtime.recompute import KeepOutputs, KeptOutputs, ReuseOutputs
 from tests.profiler.real_run import Context
 
 
@@ -159,9 +159,9 @@ def selected(module: nn.Module) -> Iterator[None]:
     """Within it, the forward of a module keeps what it is given and its products."""
     forward = module.forward
 
-    def contexts() -> tuple[Keeping, Finding]:
-        products = Products("block")
-        return Keeping(products), Finding(products)
+    def contexts() -> tuple[KeepOutputs, ReuseOutputs]:
+        products = KeptOutputs("block")
+        return KeepOutputs(products), ReuseOutputs(products)
 
     module.forward = lambda *args, **kwargs: checkpoint(
         forward, *args, use_reentrant=False, context_fn=contexts, **kwargs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_protrain.runtime.optim.async_step import Armed, Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap, PendingStep
 from lightning_protrain.runtime.optim.step import PartGroups
 
 
@@ -14,13 +14,13 @@ from lightning_protrain.runtime.optim.step import PartGroups
 )
 def test_a_step_begins_with_the_first_chunk(stepped: set[int], left: set[int], begun: bool) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    armed = Armed(optimizer, PartGroups(optimizer), Overlap.BACKWARD, None, False, stepped=stepped, left=left)
+    armed = PendingStep(optimizer, PartGroups(optimizer), Overlap.BACKWARD, None, False, stepped=stepped, left=left)
     assert armed.has_begun is begun
 
 
 def test_two_steps_share_nothing() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    one, other = (Armed(optimizer, PartGroups(optimizer), Overlap.FORWARD, None, True) for _ in range(2))
+    one, other = (PendingStep(optimizer, PartGroups(optimizer), Overlap.FORWARD, None, True) for _ in range(2))
     one.left.add(3)
     one.norms[0] = torch.ones(())
     assert not other.has_begun

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_protrain.runtime.comm import rank_health
-from lightning_protrain.runtime.comm.rank_health import Attendance
+from lightning_protrain.runtime.comm.rank_health import RankHealth
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,14 @@ def together(*actions: Callable[[], object]) -> list[str]:
         return list(pool.map(run, actions))
 
 
-def ranks(count: int) -> list[Attendance]:
+def ranks(count: int) -> list[RankHealth]:
     store = dist.HashStore()
-    return [Attendance(store, rank, count) for rank in range(count)]
+    return [RankHealth(store, rank, count) for rank in range(count)]
 
 
 def test_a_collective_that_ends_leaves_no_word() -> None:
     store = dist.HashStore()
-    Attendance(store, 0, 2).wait(Work(0.0), "a barrier")
+    RankHealth(store, 0, 2).wait(Work(0.0), "a barrier")
     assert store.num_keys() == 0
 
 
@@ -187,8 +187,8 @@ def test_a_collective_that_failed_although_all_are_there() -> None:
 
 def test_a_store_that_is_gone_is_a_word_of_its_rank() -> None:
     store: Any = Store()
-    attending = Attendance.__new__(Attendance)
-    attending.__dict__.update(vars(Attendance(dist.HashStore(), 1, 2)), _store=store)
+    attending = RankHealth.__new__(RankHealth)
+    attending.__dict__.update(vars(RankHealth(dist.HashStore(), 1, 2)), _store=store)
     attending.leave("failed")  # Nobody can read it.
     found = together(lambda: attending.wait(Work(), "batch 5"))
     assert found == ["Setting up ends on rank 1: rank 0 is gone, and the store of the process group with it"]

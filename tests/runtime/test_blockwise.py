@@ -168,7 +168,7 @@ def test_the_library_steps_the_rest(way: str, monkeypatch: pytest.MonkeyPatch) -
     lr: Any = torch.tensor(1e-3) if way == "rate in a tensor" else 1e-3
     expected, found = kind([one], lr=lr), kind([other], lr=lr)
     if way == "without tables":
-        monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit.tables_of", lambda values: None)
+        monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit.codebook_of", lambda values: None)
     for index in range(3):
         one.grad = gradient_of(one, index)
         expected.step()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.runtime.optim import adam8bit
-from lightning_protrain.runtime.optim.adam8bit import Cut, tables_of
+from lightning_protrain.runtime.optim.adam8bit import CutScratch, codebook_of
 from tests.runtime.test_moments import assert_as_the_library, values
 
 
@@ -36,18 +36,18 @@ def test_places_begin_where_they_should() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_pairs_are_what_two_codes_mean(signed: bool) -> None:
-    tables = tables_of(values(signed))
+    tables = codebook_of(values(signed))
     assert tables is not None
     adam8bit = torch.randint(256, (1000,), dtype=torch.uint8)
     found = tables.pairs[adam8bit.view(torch.uint16).long()].view(torch.float32)
     assert torch.equal(found, values(signed)[adam8bit.long()])
-    assert tables_of(values(signed)) is tables
+    assert codebook_of(values(signed)) is tables
 
 
 def test_tables_of_other_shapes_or_orders_are_none() -> None:
-    assert tables_of(values(True)[:16]) is None
-    assert tables_of(values(True).double()) is None
-    assert tables_of(values(True).flip(0)) is None
+    assert codebook_of(values(True)[:16]) is None
+    assert codebook_of(values(True).double()) is None
+    assert codebook_of(values(True).flip(0)) is None
 
 
 def test_another_quantiser_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_another_quantiser_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None
 def test_another_division_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     real = adam8bit._quotients
 
-    def divided(cut: Cut, odd: bool) -> None:
+    def divided(cut: CutScratch, odd: bool) -> None:
         quotients = cut.blocks / cut.factors
         real(cut, odd)
         ordinary = cut.blocks.isfinite() & quotients.isfinite()

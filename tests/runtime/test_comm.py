@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.comm import rank_health
-from lightning_protrain.runtime.comm.collectives import Communicator, Ranks, find_ranks
-from lightning_protrain.runtime.comm.rank_health import Attendance
+from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh
+from lightning_protrain.runtime.comm.rank_health import RankHealth
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.ranks import run_ranks, values
@@ -23,7 +23,7 @@ from tests.simulation.ranked import Case, ranks_of
 
 
 def _places(rank: int, local_size: int) -> Any:
-    ranks = find_ranks(rank % local_size, local_size, timedelta(seconds=7))
+    ranks = make_rank_mesh(rank % local_size, local_size, timedelta(seconds=7))
     limits = [
         each._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for each in (ranks.meeting, ranks.node, ranks.peers)
@@ -50,9 +50,9 @@ def test_machines_are_nodes_with_peers(tmp_path: Path) -> None:
 
 def _sums(rank: int, local_size: int) -> Any:
     """What this rank has after each kind of sum, and what it has counted for it."""
-    ranks = find_ranks(rank % local_size, local_size)
+    ranks = make_rank_mesh(rank % local_size, local_size)
     device = CPUDevice(torch.device("cpu"))
-    communicator, counters = Communicator(ranks, device), device.counters
+    communicator, counters = Collectives(ranks, device), device.counters
     found = []
     for owner in (None, 0, 1):
         flat = torch.tensor([1.0, 10.0**rank])
@@ -91,7 +91,7 @@ def _try(action: Any) -> Any:
 
 
 def _meetings(rank: int) -> list[Any]:
-    ranks = find_ranks(rank, 3)
+    ranks = make_rank_mesh(rank, 3)
     found = [
         ranks.meet("batch 0"),
         ranks.meet("batch 1", flag=rank == 2),
@@ -101,7 +101,7 @@ def _meetings(rank: int) -> list[Any]:
     ranks.attendance.leave("failed in this run")
     dist.barrier()
     # The notes of that run are none of the next one's.
-    again = find_ranks(rank, 3)
+    again = make_rank_mesh(rank, 3)
     if rank == 1:
         time.sleep(1.0)
     return [*found, _try(lambda: again.meet("batch 0"))]
@@ -121,10 +121,10 @@ def _late(rank: int, everybody: bool) -> Any:
     """
     rank_health._EVERY = 0.1
     if everybody:
-        wait = Attendance.wait
-        Attendance.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
-    ranks = find_ranks(rank % 2, 2)
-    communicator = Communicator(ranks, CPUDevice(torch.device("cpu")))
+        wait = RankHealth.wait
+        RankHealth.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
+    ranks = make_rank_mesh(rank % 2, 2)
+    communicator = Collectives(ranks, CPUDevice(torch.device("cpu")))
     if rank == 1:
         time.sleep(1.5)
     return _try(lambda: communicator.meet() or ranks.meet("batch 1"))
@@ -140,8 +140,8 @@ def test_who_waits_for_its_node_must_not_be_taken_to_wait_for_all(tmp_path: Path
 
 
 def _asleep(rank: int, fault: str) -> Any:
-    ranks: Ranks = find_ranks(rank, 2)
-    communicator = Communicator(ranks, CPUDevice(torch.device("cpu")))
+    ranks: RankMesh = make_rank_mesh(rank, 2)
+    communicator = Collectives(ranks, CPUDevice(torch.device("cpu")))
     flat = torch.ones(3)
     ranks.attendance.doing = "Training at step 4"
     if rank == 1:
@@ -172,7 +172,7 @@ def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
 def _sum_on_streams(case: Case, network: SimulatedNetwork, rank: int, owner: int | None) -> Any:
     device = SimulatedDevice(Rates(network=1.0, latency=0.0))
     with device:
-        communicator = Communicator(ranks_of(case, network, device, rank), device)
+        communicator = Collectives(ranks_of(case, network, device, rank), device)
         flat = torch.tensor([1.0, 10.0**rank])
         device.set_place(flat, "device")
         work = communicator.begin(flat, owner)
@@ -199,7 +199,7 @@ def test_on_streams_both_sums_are_issued_without_the_compute_stream() -> None:
     def work(rank: int) -> tuple[float, float]:
         device = SimulatedDevice(Rates(network=1.0, latency=0.0, memory=1.0))
         with device:
-            communicator = Communicator(ranks_of(case, network, device, rank), device)
+            communicator = Collectives(ranks_of(case, network, device, rank), device)
             flat, other = torch.zeros(1), torch.zeros(2)
             for tensor in (flat, other):
                 device.set_place(tensor, "device")

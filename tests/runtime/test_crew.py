@@ -12,12 +12,12 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_protrain.runtime.optim.host_step import Calls, Crew
+from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    made = Crew("test-crew")
+def crew() -> Iterator[ThreadPool]:
+    made = ThreadPool("test-crew")
     yield made
     made.close()
     assert names() == []
@@ -31,8 +31,8 @@ def is_other() -> bool:
     return threading.current_thread().name.startswith("test-crew")
 
 
-def run(crew: Crew, works: list[Callable[[], None]], others: int) -> None:
-    calls = Calls()
+def run(crew: ThreadPool, works: list[Callable[[], None]], others: int) -> None:
+    calls = WorkQueue()
     group = calls.add(works)
     crew.join(calls, others)
     calls.finish(group)
@@ -40,9 +40,11 @@ def run(crew: Crew, works: list[Callable[[], None]], others: int) -> None:
 
 @pytest.mark.parametrize("others", [0, 1, 3])
 @pytest.mark.parametrize("numbers", [[0], [1], [100], [3, 0, 5, 40]])
-def test_everything_is_done_once_before_it_has_been_waited_for(crew: Crew, others: int, numbers: list[int]) -> None:
+def test_everything_is_done_once_before_it_has_been_waited_for(
+    crew: ThreadPool, others: int, numbers: list[int]
+) -> None:
     for _ in range(20):
-        calls, done = Calls(), [list[int]() for _ in numbers]
+        calls, done = WorkQueue(), [list[int]() for _ in numbers]
         groups = [
             calls.add([partial(record.append, index) for index in range(number)])
             for record, number in zip(done, numbers, strict=True)
@@ -53,8 +55,8 @@ def test_everything_is_done_once_before_it_has_been_waited_for(crew: Crew, other
             assert sorted(record) == list(range(number))
 
 
-def test_calls_may_be_added_while_others_are_made(crew: Crew) -> None:
-    calls, done = Calls(), list[int]()
+def test_calls_may_be_added_while_others_are_made(crew: ThreadPool) -> None:
+    calls, done = WorkQueue(), list[int]()
     groups = []
     for index in range(200):
         groups.append(calls.add([partial(done.append, index)]))
@@ -68,21 +70,21 @@ def test_calls_may_be_added_while_others_are_made(crew: Crew) -> None:
 
 def test_alone_nothing_is_done_before_its_turn() -> None:
     """What is waited for first is there first."""
-    calls, done = Calls(), list[int]()
+    calls, done = WorkQueue(), list[int]()
     groups = [calls.add([partial(done.append, index)]) for index in range(3)]
     for index, group in enumerate(groups):
         calls.finish(group)
         assert done == list(range(index + 1))
 
 
-def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: Crew) -> None:
+def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: ThreadPool) -> None:
     taken, release = threading.Event(), threading.Event()
 
     def hold() -> None:
         taken.set()
         assert release.wait(60)
 
-    calls = Calls()
+    calls = WorkQueue()
     first = calls.add([hold])
     crew.join(calls, 1)
     assert taken.wait(60)
@@ -91,7 +93,7 @@ def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: Crew) ->
     assert release.is_set()
 
 
-def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Crew) -> None:
+def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: ThreadPool) -> None:
     before, together = torch.get_num_threads(), threading.Barrier(3)
     seen: list[tuple[bool, int]] = []
 
@@ -105,7 +107,7 @@ def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Crew)
     assert torch.get_num_threads() == before
 
 
-def test_only_as_many_threads_are_started_as_are_needed(crew: Crew) -> None:
+def test_only_as_many_threads_are_started_as_are_needed(crew: ThreadPool) -> None:
     numbers = []
     for others in (0, 1, 1, 2, 1):
         run(crew, [lambda: None], others)
@@ -113,7 +115,7 @@ def test_only_as_many_threads_are_started_as_are_needed(crew: Crew) -> None:
     assert numbers == [0, 1, 1, 2, 2]
 
 
-def test_a_thread_that_is_too_late_is_not_waited_for(crew: Crew) -> None:
+def test_a_thread_that_is_too_late_is_not_waited_for(crew: ThreadPool) -> None:
     """The only other thread is busy with the calls of somebody else."""
     release, busy = threading.Event(), threading.Event()
 
@@ -121,7 +123,7 @@ def test_a_thread_that_is_too_late_is_not_waited_for(crew: Crew) -> None:
         busy.set()
         assert release.wait(60)
 
-    theirs = Calls()
+    theirs = WorkQueue()
     held = theirs.add([hold])
     crew.join(theirs, 1)
     assert busy.wait(60)
@@ -133,7 +135,7 @@ def test_a_thread_that_is_too_late_is_not_waited_for(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_an_error_is_raised_when_all_have_ended(crew: Crew, where: str) -> None:
+def test_an_error_is_raised_when_all_have_ended(crew: ThreadPool, where: str) -> None:
     together, ended = threading.Barrier(2), []
 
     def work() -> None:
@@ -152,7 +154,7 @@ def test_an_error_is_raised_to_who_waits_for_that_group() -> None:
     def fail() -> None:
         raise RuntimeError("out of luck")
 
-    calls, done = Calls(), list[int]()
+    calls, done = WorkQueue(), list[int]()
     groups = [calls.add([partial(done.append, 0)]), calls.add([fail]), calls.add([partial(done.append, 2)])]
     calls.make()
     calls.finish(groups[0])
@@ -163,7 +165,7 @@ def test_an_error_is_raised_to_who_waits_for_that_group() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: Crew) -> None:
+def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: ThreadPool) -> None:
     together = threading.Barrier(2)
 
     def work() -> None:
@@ -178,7 +180,7 @@ def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: Crew) -> None
     assert done == [1]
 
 
-def test_several_callers_at_once(crew: Crew) -> None:
+def test_several_callers_at_once(crew: ThreadPool) -> None:
     def one(seed: int) -> int:
         done: list[int] = []
         run(crew, [partial(done.append, index) for index in range(seed, seed + 50)], 2)
@@ -188,7 +190,7 @@ def test_several_callers_at_once(crew: Crew) -> None:
         assert list(pool.map(one, range(60))) == [sum(range(seed, seed + 50)) for seed in range(60)]
 
 
-def test_nothing_is_held_when_it_is_done(crew: Crew) -> None:
+def test_nothing_is_held_when_it_is_done(crew: ThreadPool) -> None:
     class Held:
         def work(self) -> None:
             pass
@@ -202,7 +204,7 @@ def test_nothing_is_held_when_it_is_done(crew: Crew) -> None:
     assert died.wait(60)
 
 
-def test_it_starts_again_after_it_was_closed(crew: Crew) -> None:
+def test_it_starts_again_after_it_was_closed(crew: ThreadPool) -> None:
     for _ in range(2):
         run(crew, [lambda: None], 2)
         assert len(names()) == 2

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.access_guard import Guard
+from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.runtime.residency import EarlyFetch
+from lightning_protrain.runtime.residency import WarmupPrefetch
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.plans import half, place
@@ -23,7 +23,7 @@ StepFunction = Callable[[nn.Module, Tensor, int], Tensor]
 
 
 def without_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EarlyFetch, "begin", lambda self, timeline, training: None)
+    patch.setattr(WarmupPrefetch, "begin", lambda self, timeline, training: None)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_pending_steps_come_before_early_uploads(
 ) -> None:
     options = {"accumulate": accumulate, **CLIPPINGS[clipping]}
     pending: list[int] = []
-    begin = EarlyFetch.begin
+    begin = WarmupPrefetch.begin
 
-    def watched(self: EarlyFetch, *given: Any) -> None:
+    def watched(self: WarmupPrefetch, *given: Any) -> None:
         begin(self, *given)
         pending.append(sum(self._updates.job(index) is not None for index in self._fetched))
 
-    monkeypatch.setattr(EarlyFetch, "begin", watched)
+    monkeypatch.setattr(WarmupPrefetch, "begin", watched)
     torch.manual_seed(0)
     expected = train(Net(), **options)
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_weights_may_be_written_before_the_first_unit(step: StepFunction, make: 
 
 def test_without_the_guard_old_weights_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug."""
-    monkeypatch.setattr(Guard, "watch", lambda self, parameters: None)
+    monkeypatch.setattr(AccessGuard, "watch", lambda self, parameters: None)
     with pytest.raises(RaceError):
         run(clamping, half, Overlap.OFF)
 

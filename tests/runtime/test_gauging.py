@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm.collectives import find_ranks, gauge
+from lightning_protrain.runtime.comm.collectives import make_rank_mesh, measure_collectives
 from tests.planner.layouts import layout_of, parameter
 from tests.ranks import run_ranks, values
 
@@ -22,7 +22,7 @@ LAYOUT: ModelLayout = layout_of([parameter("a.w", 1 << 18)], {"a": ["a.w"]})
 
 
 def _gauge(rank: int, local_size: int, sharding: Sharding, slow: int = -1) -> Network:
-    ranks = find_ranks(rank % local_size, local_size)
+    ranks = make_rank_mesh(rank % local_size, local_size)
     plain = dist.all_reduce
 
     def late(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def _gauge(rank: int, local_size: int, sharding: Sharding, slow: int = -1) -> Ne
 
     if rank == slow:
         dist.all_reduce = late  # Of this process.
-    return gauge(ranks, CPU, sharding, LAYOUT, torch.bfloat16 if slow >= 0 else None)
+    return measure_collectives(ranks, CPU, sharding, LAYOUT, torch.bfloat16 if slow >= 0 else None)
 
 
 @pytest.mark.parametrize(

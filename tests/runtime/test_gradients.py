@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.runtime.grad_offload import InFlight, Landing
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.grad_offload import DownloadBudget, GradOffload
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import (
@@ -98,14 +98,14 @@ def test_sparse_and_dense_gradients_of_one_weight(first_sparse: bool) -> None:
 def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> list[int]:
     """Counts, whenever a gradient lands, how many twins have one."""
     seen: list[int] = []
-    land = Landing._land
+    land = GradOffload._land
 
-    def counted(landing: Landing, slot: Any) -> None:
+    def counted(landing: GradOffload, slot: Any) -> None:
         seen.append(sum(other.twin.grad is not None for chunk in state.chunks for other in chunk.slots))
         land(landing, slot)
         assert slot.twin.grad is None
 
-    monkeypatch.setattr(Landing, "_land", counted)
+    monkeypatch.setattr(GradOffload, "_land", counted)
     return seen
 
 
@@ -131,7 +131,7 @@ def test_downloads_are_counted_to_the_byte() -> None:
 def test_gradients_lie_on_the_host_like_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     chunk, device = chunk_of(parameter)
-    landing = Landing([chunk], device, lambda: None, Updates([chunk], device), lambda index: True, lambda slot: 1)
+    landing = GradOffload([chunk], device, lambda: None, AsyncStep([chunk], device), lambda index: True, lambda slot: 1)
     live(chunk).slots[0].twin.square().sum().backward()
     landing.finish()
     assert parameter.grad.stride() == parameter.stride()
@@ -291,8 +291,8 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
-    updates = Updates([chunk], device)
-    landing = Landing([chunk], device, lambda: None, updates, lambda index: True, lambda slot: 1, limit)
+    updates = AsyncStep([chunk], device)
+    landing = GradOffload([chunk], device, lambda: None, updates, lambda index: True, lambda slot: 1, limit)
     slots = live(chunk).slots
     for factor in (1.0, 2.0, 3.0):
         sum((factor * slot.twin).sum() for slot in slots).backward()
@@ -323,9 +323,9 @@ def test_the_worker_adds_what_is_complete(plan: str, accumulate: int, monkeypatc
     torch.manual_seed(0)
     device, model = SimulatedDevice(), Net()
     adding: list[str] = []
-    add = Landing._add_up
+    add = GradOffload._add_up
     monkeypatch.setattr(
-        Landing, "_add_up", lambda self, item: (adding.append(device.host_stream.name), add(self, item))[1]
+        GradOffload, "_add_up", lambda self, item: (adding.append(device.host_stream.name), add(self, item))[1]
     )
     with applied(model, PLANS[plan], device) as state, device:
         found = train(model, mean_square, state, accumulate=accumulate, num_steps=2 * accumulate)
@@ -363,7 +363,7 @@ def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPat
         device, model = SimulatedDevice(rates), Net([Block() for _ in range(6)])
         with applied(model, PLANS["kept"], device) as state, device, pytest.MonkeyPatch.context() as patch:
             if not known:
-                patch.setattr(InFlight, "end", lambda self: self.forget())
+                patch.setattr(DownloadBudget, "end", lambda self: self.forget())
             most = sum(sorted(parameter.nbytes for parameter in model.parameters())[-2:])
             for _ in range(3):
                 begun = device.elapsed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.access_guard import NO_VALUES, Guard, below_guard, can_be_watched
+from lightning_protrain.runtime.access_guard import NO_VALUES, AccessGuard, below_guard, can_be_watched
 
 
 class Finish:
@@ -19,7 +19,7 @@ class Finish:
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters
-        self.guard = Guard(self)
+        self.guard = AccessGuard(self)
         self.calls = 0
         self.touched: list[Tensor] = []
 
@@ -131,7 +131,7 @@ def test_what_refuses_is_heard() -> None:
     def refuse(touched: Sequence[Tensor]) -> None:
         raise RuntimeError("not now")
 
-    guard = Guard(refuse)
+    guard = AccessGuard(refuse)
     guard.watch([parameter])
     with pytest.raises(RuntimeError, match="not now"):
         parameter.norm()
@@ -165,7 +165,7 @@ def test_what_describes_a_parameter_is_read_at_once(name: str) -> None:
 # --- several guards ---------------------------------------------------------------------------------------------------
 
 
-def two_guards(free: frozenset[Any] = frozenset()) -> tuple[Guard, Guard, list[str]]:
+def two_guards(free: frozenset[Any] = frozenset()) -> tuple[AccessGuard, AccessGuard, list[str]]:
     """The second finds nothing in what is `free`; each leaves what is touched, and notes its name."""
     calls: list[str] = []
 
@@ -177,8 +177,8 @@ def two_guards(free: frozenset[Any] = frozenset()) -> tuple[Guard, Guard, list[s
         calls.append("second")
         other.leave(touched)
 
-    one = Guard(first)
-    other = Guard(second, free, beside=one)
+    one = AccessGuard(first)
+    other = AccessGuard(second, free, beside=one)
     return one, other, calls
 
 
@@ -230,7 +230,7 @@ ALLOWED: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_values_and_their_memory_are_not_free(touch: str) -> None:
     parameter = a_parameter()
     finish = Finish(parameter)
-    finish.guard = Guard(finish, NO_VALUES)
+    finish.guard = AccessGuard(finish, NO_VALUES)
     finish.guard.watch([parameter])
     allowed = touch in {*ALLOWED, "set grad", "clipping", "zero_grad"}
     (ALLOWED.get(touch) or TOUCHES[touch])(parameter)

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_protrain.runtime.optim import fused, host_step
 from lightning_protrain.runtime.optim.fused import LINE
-from lightning_protrain.runtime.optim.host_step import HostStep, Update, hyperparameters
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 
 # The scalar loop of a kernel must have something to differ in: sizes around vectors, cache lines and tiles.
 SIZES = [0, 1, 7, LINE - 1, LINE, LINE + 1, 3 * LINE + 5, 10 * LINE, 1000, 4099]
@@ -78,7 +78,7 @@ def step_both(peer: Optimizer, ours: Optimizer, host: HostStep, dtype: torch.dty
         gradient = torch.randn_like(parameter).to(dtype)
         parameter.grad = gradient.to(parameter.dtype)
         low = torch.empty_like(other, dtype=torch.bfloat16, requires_grad=False) if copied else None
-        updates.append(Update(other, gradient, low))
+        updates.append(ParamUpdate(other, gradient, low))
     peer.step()
     host.step(ours, hyperparameters(ours.param_groups[0]), updates)
     for update, parameter in zip(updates, of(peer), strict=True):
@@ -181,7 +181,7 @@ def test_gradients_and_loaded_states_in_another_order(host: HostStep) -> None:
     for step in range(3):
         plain.grad = torch.randn(4, 3, 5, 5)
         peer.step()
-        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, plain.grad)])
+        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, plain.grad)])
         torch.testing.assert_close(ours.detach(), plain.detach())
         if step == 0:
             optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
@@ -201,7 +201,7 @@ def test_parameters_that_join_later(host: HostStep, kind: type[Optimizer]) -> No
             gradient = torch.randn(300).bfloat16()
             of(peer)[0].grad = gradient.float()
             peer.step()
-            updates.append(Update(parameter, gradient))
+            updates.append(ParamUpdate(parameter, gradient))
         host.step(ours, hyperparameters(ours.param_groups[0]), updates)
     for (peer, _), parameter in zip(peers, of(ours), strict=True):
         assert torch.equal(of(peer)[0], parameter)
@@ -299,7 +299,7 @@ def test_a_class_of_the_user_takes_its_own_step(host: HostStep, own_steps: list[
     optimizer, before = Doubled([one, other]), one.detach().clone()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("hooks belong to the whole step"))
     held = other.grad = torch.ones(5)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(one, torch.ones(5).bfloat16())])
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(one, torch.ones(5).bfloat16())])
     assert torch.equal(one, before - 2)
     assert optimizer.state == {one: {"seen": 1}}
     assert optimizer.param_groups[0]["params"] == [one, other]
@@ -312,7 +312,7 @@ def test_sparse_gradients_beside_dense_ones(host: HostStep, own_steps: list[int]
     sparse = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
     optimizer = SGD([weight, table], lr=1.0)
     written = torch.empty(4, 3)
-    updates = [Update(table, sparse, written), Update(weight, sparse.to_dense())]
+    updates = [ParamUpdate(table, sparse, written), ParamUpdate(weight, sparse.to_dense())]
     host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates)
     assert torch.equal(table, weight)
     assert torch.equal(written, table)
@@ -334,7 +334,7 @@ def test_a_scaler_is_left_to_the_class(host: HostStep, own_steps: list[int]) -> 
 def test_lbfgs_is_refused(host: HostStep) -> None:
     optimizer = torch.optim.LBFGS(parameters([4]))
     with pytest.raises(ValueError, match="LBFGS works on all parameters as one vector"):
-        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(of(optimizer)[0], torch.ones(4))])
+        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(of(optimizer)[0], torch.ones(4))])
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_several_threads_step_different_parameters_at_once(host: HostStep) -> No
     group = hyperparameters(ours.param_groups[0])
     with ThreadPoolExecutor(6) as pool:
         for _ in range(5):
-            updates = [Update(parameter, torch.randn_like(parameter).bfloat16()) for parameter in of(ours)]
+            updates = [ParamUpdate(parameter, torch.randn_like(parameter).bfloat16()) for parameter in of(ours)]
             for parameter, update in zip(of(peer), updates, strict=True):
                 parameter.grad = update.gradient.float()
             peer.step()
@@ -358,7 +358,7 @@ def test_threads_start_with_the_first_step_and_end() -> None:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("protrain-step")]
 
     host, optimizer = HostStep(3, tile_bytes=LINE * 4), AdamW(parameters([1000]))
-    group, update = hyperparameters(optimizer.param_groups[0]), Update(of(optimizer)[0], torch.ones(1000))
+    group, update = hyperparameters(optimizer.param_groups[0]), ParamUpdate(of(optimizer)[0], torch.ones(1000))
     assert names() == []
     for _ in range(2):
         host.step(optimizer, group, [update])
@@ -372,7 +372,7 @@ def test_other_threads_keep_their_number_of_kernel_threads() -> None:
     try:
         torch.set_num_threads(3)
         host, optimizer = HostStep(tile_bytes=LINE * 4), AdamW(parameters([1000]))
-        group, update = hyperparameters(optimizer.param_groups[0]), Update(of(optimizer)[0], torch.ones(1000))
+        group, update = hyperparameters(optimizer.param_groups[0]), ParamUpdate(of(optimizer)[0], torch.ones(1000))
         host.step(optimizer, group, [update])
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == 3
@@ -388,7 +388,7 @@ def test_an_error_of_a_thread_is_raised_and_the_rest_goes_on(host: HostStep) -> 
     state = ours.state[of(ours)[0]]
     kept, state["exp_avg"] = state["exp_avg"], state["exp_avg"].double()
     with pytest.raises(RuntimeError, match="expected scalar type"):
-        host.step(ours, hyperparameters(ours.param_groups[0]), [Update(of(ours)[0], torch.randn(1000))])
+        host.step(ours, hyperparameters(ours.param_groups[0]), [ParamUpdate(of(ours)[0], torch.randn(1000))])
     state["exp_avg"] = kept
-    host.step(ours, hyperparameters(ours.param_groups[0]), [Update(of(ours)[0], torch.randn(1000))])
+    host.step(ours, hyperparameters(ours.param_groups[0]), [ParamUpdate(of(ours)[0], torch.randn(1000))])
     assert float(state["step"]) == 3

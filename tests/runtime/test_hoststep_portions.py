@@ -19,7 +19,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_protrain.runtime.optim import host_step
 from lightning_protrain.runtime.optim.fused import LINE, NO_CLIP, Clip
-from lightning_protrain.runtime.optim.host_step import Given, HostStep, Portion, Steps, Update, hyperparameters
+from lightning_protrain.runtime.optim.host_step import (
+    Given,
+    HostStep,
+    ParamUpdate,
+    StepBatch,
+    StepSchedule,
+    hyperparameters,
+)
 
 SIZES = st.lists(st.sampled_from([1, LINE, 3 * LINE + 5, 1000]), min_size=0, max_size=3)
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -65,7 +72,7 @@ class Pair:
             other.grad = gradient.float().clone()
             clip.apply([other.grad])
             copy = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False)
-            updates.append(Update(one, gradient, gradient if shared and gradient.dtype == copy.dtype else copy))
+            updates.append(ParamUpdate(one, gradient, gradient if shared and gradient.dtype == copy.dtype else copy))
             self.copies.append((one, updates[-1].copy))
         return [(self.group, updates)]
 
@@ -99,7 +106,7 @@ def test_equals_one_step_of_all(
     pair, clips = Pair(chunks, *case), [NO_CLIP, Clip(bound=0.5), Clip(coefficient=torch.tensor(0.3))]
     with running(threads) as host:
         for _ in range(2):
-            steps, portions = host.steps(pair.optimizer), list[Portion]()
+            steps, portions = host.steps(pair.optimizer), list[StepBatch]()
             for index in range(len(chunks)):
                 if index == late:
                     order.shuffle(portions)
@@ -220,4 +227,4 @@ def test_gradients_are_not_held_when_their_chunk_is_done() -> None:
 
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS works on all parameters as one vector"):
-        Steps(HostStep(1), torch.optim.LBFGS([torch.zeros(1)]))
+        StepSchedule(HostStep(1), torch.optim.LBFGS([torch.zeros(1)]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.runtime.grad_offload import InFlight
+from lightning_protrain.runtime.grad_offload import DownloadBudget
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightning_protrain.runtime.grad_offload import InFlight
 def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) -> None:
     sizes = {"a": 30, "b": 10, "c": 10, "d": 5}
     slots: dict[str, Any] = {name: object() for name in sizes}
-    flight = InFlight(list(sizes.values()))
+    flight = DownloadBudget(list(sizes.values()))
     assert flight.hold_bytes == 10
     assert [flight.land(slots[name], sizes[name]) for name in "abcd"] == [10] * 4
     flight.end()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
 from lightning_protrain.runtime.optim import fused, host_step
-from lightning_protrain.runtime.optim.fused import LINE, Clip, Rule
-from lightning_protrain.runtime.optim.host_step import HostStep, Update, hyperparameters
+from lightning_protrain.runtime.optim.fused import LINE, Clip, FusedRule
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 
 CLASSES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {}),
@@ -43,7 +43,7 @@ CLIPS: dict[str, Callable[[], Clip]] = {
 )
 def test_the_rule_of_a_group(name: str, optimizer: type[Optimizer], states: tuple[str, ...]) -> None:
     group = hyperparameters(optimizer([nn.Parameter(torch.zeros(1))], lr=0.5).param_groups[0])
-    rule = Rule.of(name, group)
+    rule = FusedRule.of(name, group)
     assert rule.states == states
     assert rule.settings.lr == 0.5
     assert rule.settings.weight_decay == group["weight_decay"]
@@ -101,7 +101,7 @@ def test_gradients_are_clipped_in_place(
                 one.grad = torch.randn_like(one)
                 other.grad = one.grad.clone()
                 low = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False) if copied else None
-                updates.append(Update(one, one.grad, low))
+                updates.append(ParamUpdate(one, one.grad, low))
             clip_in_passes(clipping, theirs)
             peer.step()
             host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates, clipping)
@@ -129,7 +129,7 @@ def test_gradients_that_do_not_lie_like_the_weight(clip: str, layout: Callable[[
     gradient = layout(theirs.grad.clone())
     assert gradient.stride() != ours.stride()
     host = HostStep(1)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, gradient)], CLIPS[clip]())
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)], CLIPS[clip]())
     clip_in_passes(CLIPS[clip](), [theirs])
     peer.step()
     assert same(gradient.contiguous(), theirs.grad)
@@ -147,7 +147,7 @@ def test_gradients_of_low_precision_are_scaled_in_that_of_their_weights(dtype: t
     optimizer, peer = AdamW([ours]), AdamW([theirs], fused=True)
     clip = Clip(coefficient=coefficient)
     host = HostStep(1, tile_bytes=LINE * 4)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, given)], clip)
+    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, given)], clip)
     peer.step()
     assert torch.equal(given, gradient)
     assert same(ours.detach(), theirs.detach())
@@ -158,7 +158,7 @@ def test_a_sparse_gradient_is_scaled_in_a_pass_of_its_own() -> None:
     gradient = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3), check_invariants=True)
     optimizer = SGD([table], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(table, gradient)], clip)
+    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(table, gradient)], clip)
     assert table.tolist() == [[1.0] * 3, [0.5] * 3, [1.0] * 3, [1.0] * 3]
     assert gradient.to_dense()[1].tolist() == [0.5] * 3
 
@@ -170,7 +170,7 @@ def test_a_wrong_number_of_scalings_would_be_seen(bug: str, monkeypatch: pytest.
     monkeypatch.setattr(Clip, "arguments", property(lambda self: (own(self)[0], own(self)[1] * (2 * (bug == "twice")))))
     gradient, optimizer = torch.full_like(ours, 4.0), SGD([ours], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [Update(ours, gradient)], clip)
+    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)], clip)
     assert not torch.equal(gradient, torch.full_like(ours, 2.0))
 
 
@@ -229,7 +229,7 @@ def test_what_is_changed_between_steps_counts(
             for parameter, gradient in zip(theirs, gradients, strict=True):
                 parameter.grad = gradient.float()
             peer.step()
-            updates = [Update(parameter, gradient) for parameter, gradient in zip(ours, gradients, strict=True)]
+            updates = [ParamUpdate(parameter, gradient) for parameter, gradient in zip(ours, gradients, strict=True)]
             host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates)
             assert all(same(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
             if step < 3:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
@@ -31,7 +31,7 @@ def made() -> Made:
     torch.manual_seed(0)
     parameter, values = nn.Parameter(torch.randn(4, 3)), torch.randn(4, 3).bfloat16()
     like = nn.Parameter(parameter.detach().clone())
-    parameter.grad, like.grad = LowGradient(parameter, values), values.float()
+    parameter.grad, like.grad = InPlaceGrad(parameter, values), values.float()
     return parameter, like
 
 
@@ -86,7 +86,7 @@ def test_whoever_uses_it_gets_the_gradient(use: str) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_behind_the_step_whoever_uses_it_is_told(use: str) -> None:
     parameter, _ = made()
-    assert isinstance(parameter.grad, LowGradient)
+    assert isinstance(parameter.grad, InPlaceGrad)
     parameter.grad.give_up()
     with pytest.raises(RuntimeError, match=r'has been used in an optimizer step.*overlap_optimizer="off"'):
         USES[use](parameter)
@@ -96,7 +96,7 @@ def test_behind_the_step_whoever_uses_it_is_told(use: str) -> None:
 def test_what_needs_no_values_takes_no_memory(given_up: bool) -> None:
     parameter, like = made()
     low = parameter.grad
-    assert isinstance(low, LowGradient)
+    assert isinstance(low, InPlaceGrad)
     if given_up:
         low.give_up()
     for name in ("dtype", "device", "shape", "layout", "is_sparse", "requires_grad", "nbytes", "ndim"):
@@ -111,7 +111,7 @@ def test_one_that_is_made_whole_while_a_worker_takes_its_norm() -> None:
     """A hook on the main thread reads gradients that are landing on the worker."""
     parameter, like = made()
     low = parameter.grad
-    assert isinstance(low, LowGradient)
+    assert isinstance(low, InPlaceGrad)
 
     def meanwhile() -> None:
         low.lands(lambda: None)
@@ -125,7 +125,7 @@ def test_one_that_is_made_whole_while_a_worker_takes_its_norm() -> None:
 def test_a_step_that_may_be_writing_alone_reads_it() -> None:
     parameter, like = made()
     low = parameter.grad
-    assert isinstance(low, LowGradient)
+    assert isinstance(low, InPlaceGrad)
     low.begin_step()
     assert like.grad is not None
     assert torch.equal(low.stored(), like.grad.bfloat16())
@@ -137,7 +137,7 @@ def test_a_step_that_may_be_writing_alone_reads_it() -> None:
 def test_it_is_waited_for() -> None:
     parameter, like = made()
     low, waited = parameter.grad, list[str]()
-    assert isinstance(low, LowGradient)
+    assert isinstance(low, InPlaceGrad)
     low.lands(lambda: waited.append("landed"))
     assert torch.equal(low.cast(), like.grad)
     assert waited == ["landed"]
@@ -153,26 +153,26 @@ WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.
 
 
 @pytest.fixture
-def wholes(monkeypatch: pytest.MonkeyPatch) -> list[LowGradient]:
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
     """Those that have been given memory of their own."""
-    found: list[LowGradient] = []
-    real = LowGradient.whole
-    monkeypatch.setattr(LowGradient, "whole", lambda low: (found.append(low), real(low))[1])
+    found: list[InPlaceGrad] = []
+    real = InPlaceGrad.whole
+    monkeypatch.setattr(InPlaceGrad, "whole", lambda low: (found.append(low), real(low))[1])
     return found
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> list[LowGradient]:
+def lent(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
     """All that have been made."""
-    found: list[LowGradient] = []
-    real = LowGradient.__init__
-    monkeypatch.setattr(LowGradient, "__init__", lambda low, *given: (found.append(low), real(low, *given))[1])
+    found: list[InPlaceGrad] = []
+    real = InPlaceGrad.__init__
+    monkeypatch.setattr(InPlaceGrad, "__init__", lambda low, *given: (found.append(low), real(low, *given))[1])
     return found
 
 
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
-def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[LowGradient], lent: list[LowGradient]) -> None:
+def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlaceGrad], lent: list[InPlaceGrad]) -> None:
     """From the first step on, and no gradient of a copy takes memory of its own."""
     torch.manual_seed(0)
     expected = train(Net(), step=mixed(mean_square), **CLIPPINGS[clipping])
@@ -222,7 +222,7 @@ def evaluated_before_the_step(model: nn.Module, state: Applied | None) -> dict[s
     return seen | {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def test_a_copy_that_is_wanted_again_lets_the_gradient_go(wholes: list[LowGradient]) -> None:
+def test_a_copy_that_is_wanted_again_lets_the_gradient_go(wholes: list[InPlaceGrad]) -> None:
     torch.manual_seed(0)
     expected = evaluated_before_the_step(Net(), None)
     torch.manual_seed(0)
@@ -245,7 +245,7 @@ def test_a_plan_that_is_taken_off_before_the_step_leaves_gradients() -> None:
         runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
         runtime.updates.arm(adam(model), Overlap.FORWARD, lends=lends)
         Applied(model, plan, runtime, device).step(mixed(mean_square), model, batches()[0], 0).backward()
-        assert any(type(parameter.grad) is LowGradient for parameter in model.parameters()) is lends
+        assert any(type(parameter.grad) is InPlaceGrad for parameter in model.parameters()) is lends
         runtime.remove()
         grads.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*grads, strict=True):

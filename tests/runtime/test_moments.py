@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.runtime.optim.adam8bit import BLOCK, Settings, quantise, tables_of
+from lightning_protrain.runtime.optim.adam8bit import BLOCK, Adam8bitSettings, codebook_of, quantise
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 5e-41, 2.9e-39, 3e-39, 1e-20, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
 
@@ -22,7 +22,7 @@ def values(signed: bool) -> Tensor:
 
 def assert_as_the_library(given: Tensor, signed: bool, positive: bool = False) -> None:
     codes, scales = torch.ops.bitsandbytes.quantize_blockwise(given, values(signed), BLOCK)
-    tables = tables_of(values(signed))
+    tables = codebook_of(values(signed))
     assert tables is not None
     found = quantise(given, tables, positive)
     assert torch.equal(found[0], codes)
@@ -61,9 +61,9 @@ def test_a_block_of_one_value_is_that_of_the_library(signed: bool, value: float)
 )
 def test_settings(name: str, decay: float, first: bool) -> None:
     config = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.1}
-    found = Settings.of(name, config, 1)
+    found = Adam8bitSettings.of(name, config, 1)
     assert found.decay == pytest.approx(decay)
     assert found.first is first
     assert found.size == pytest.approx(-0.2 if name == "adam" else -0.1)
     assert found.root == pytest.approx(0.5 if name == "adam" else 1.0)
-    assert Settings.of("momentum", config, 2).first is False
+    assert Adam8bitSettings.of("momentum", config, 2).first is False

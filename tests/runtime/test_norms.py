@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.step import NormScratch, bound_norm, take_norms, total_norm
 
 NUM_RANKS = 3
@@ -199,7 +199,7 @@ def low_gradients(sizes: list[tuple[int, ...]]) -> list[nn.Parameter]:
         values = torch.randn(size).bfloat16()
         values = values.t() if at == 0 else values
         parameter = nn.Parameter(values.float())
-        parameter.grad = LowGradient(parameter, values)
+        parameter.grad = InPlaceGrad(parameter, values)
         parameters.append(parameter)
     return parameters
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.access_guard import Guard
-from lightning_protrain.runtime.comm.step_sync import Publishing
+from lightning_protrain.runtime.access_guard import AccessGuard
+from lightning_protrain.runtime.comm.step_sync import StepPublisher
 
 
 class Turns:
@@ -48,7 +48,7 @@ class Shared:
         copies: Any = SimpleNamespace(publish=self.published.append)
         self.turns = Turns(self.theirs)
         turns: Any = self.turns if shares else None
-        self.publishing = Publishing(chunks, turns, copies, Guard(lambda _: None), {1})
+        self.publishing = StepPublisher(chunks, turns, copies, AccessGuard(lambda _: None), {1})
 
 
 def test_what_others_step_is_published_before_a_hook_reads_it() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.runtime.comm.reduce import Reduction, _Region
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.comm.reduce import GradReducer, _Region
+from lightning_protrain.runtime.param import OffloadedParam
 from tests.runtime.sending import Communicator, Copies, Network
 
 CPU = CPUDevice(torch.device("cpu"))
@@ -38,7 +38,7 @@ class Rank:
 
     def __init__(self, case: Case, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
         self.rank = rank
-        self.slots: dict[tuple[int, int], Slot] = {}
+        self.slots: dict[tuple[int, int], OffloadedParam] = {}
         self.past: set[int] = set()
         self.received: list[tuple[int, int]] = []
         chunks = []
@@ -50,14 +50,14 @@ class Rank:
             for slot, owner in by_slot.items():
                 slot.owned = owner in (None, self.communicator.ranks.local_rank)
             chunks.append(SimpleNamespace(slots=slots, owner=by_slot.__getitem__, machine=lambda slot: None))
-        self.reduction = Reduction(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
+        self.reduction = GradReducer(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
 
-    def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> Slot:
+    def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> OffloadedParam:
         host = nn.Parameter(torch.zeros(shape))
-        self.slots[index, at] = Slot(f"chunk{index}.weight{at}", host, nn.Parameter(host.detach().clone()), 0)
+        self.slots[index, at] = OffloadedParam(f"chunk{index}.weight{at}", host, nn.Parameter(host.detach().clone()), 0)
         return self.slots[index, at]
 
-    def _receive(self, slot: Slot, grad: Tensor) -> None:
+    def _receive(self, slot: OffloadedParam, grad: Tensor) -> None:
         self.received.append(next(place for place, other in self.slots.items() if other is slot))
         if slot.host.grad is None:
             slot.host.grad = grad.clone()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.chunk import ChunkState
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.grad_offload import Landing
+from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 from lightning_protrain.runtime.residency import Residency
 from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, mean_square, train
@@ -22,7 +22,7 @@ HOOKS: tuple[tuple[type, str], ...] = (
     (Executor, "enter"),
     (Executor, "exit"),
     (Executor, "before_backward"),
-    (Landing, "_land"),
+    (GradOffload, "_land"),
 )
 
 

@@ -138,14 +138,14 @@ def test_products_are_let_go_when_they_have_been_found() -> None:
             return gradient
 
     alive: list[int] = []
-    keep = recompute.Products.keep
+    keep = recompute.KeptOutputs.keep
 
-    def keeping(self: recompute.Products, func: Any, made: Any) -> None:
+    def keeping(self: recompute.KeptOutputs, func: Any, made: Any) -> None:
         keep(self, func, made)
         kept.append(weakref.ref(self._made[-1][1].tensor))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute.Products, "keep", keeping)
+        patch.setattr(recompute.KeptOutputs, "keep", keeping)
         output = run(lambda x: (Seen.apply((x @ weight).exp()) @ weight).exp(), leaf(4, WIDTH))
         assert [reference() is not None for reference in kept] == [True, True]
         output.sum().backward()

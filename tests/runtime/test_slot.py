@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.param import Site, Slot
+from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
 
 
 def test_a_site_keeps_what_the_user_has_put_there() -> None:
     module = nn.Linear(2, 2)
     mine, twin, other = module.weight, nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
-    site = Site(module, "weight")
+    site = ParamLocation(module, "weight")
     site.exchange(mine, twin)
     assert module.weight is twin
     module.weight = other
@@ -23,16 +23,16 @@ def test_a_site_keeps_what_the_user_has_put_there() -> None:
 def test_a_class_with_its_own_setattr_is_told() -> None:
     lstm = nn.LSTM(2, 2)
     mine, twin = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
-    Site(lstm, "weight_ih_l0").exchange(mine, twin)
+    ParamLocation(lstm, "weight_ih_l0").exchange(mine, twin)
     assert lstm._flat_weights[0] is twin
     assert not lstm._weights_have_changed()  # Else its next forward moves the twin out of its chunk, on a GPU.
-    Site(lstm, "weight_ih_l0").exchange(twin, mine)
+    ParamLocation(lstm, "weight_ih_l0").exchange(twin, mine)
     assert lstm._flat_weights[0] is mine
     assert not lstm._weights_have_changed()
 
 
-def slot_of(host: nn.Parameter) -> Slot:
-    return Slot("weight", host, nn.Parameter(host.detach().clone()), 0)
+def slot_of(host: nn.Parameter) -> OffloadedParam:
+    return OffloadedParam("weight", host, nn.Parameter(host.detach().clone()), 0)
 
 
 def test_a_slot_in_full_precision_shows_its_twin() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import Device
 from lightning_protrain.planner import plan as planning
 from lightning_protrain.planner.memory import memory_terms
-from lightning_protrain.runtime.low_precision import LowGradient
+from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.plans import kept
@@ -149,7 +149,7 @@ def test_gradients_lie_in_the_memory_of_copies(monkeypatch: pytest.MonkeyPatch) 
     adapters = [c.nbytes for c in state.plan.chunks if c.trainable and c.unit.startswith("blocks")]
     assert len(adapters) == NUM_BLOCKS
     assert sum(nbytes in adapters for nbytes in copied) == 2 * NUM_BLOCKS
-    assert LowGradient in seen
+    assert InPlaceGrad in seen
 
 
 def test_a_gradient_that_somebody_holds_is_not_overwritten() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain.runtime.comm.shared_memory import num_counters
-from lightning_protrain.runtime.comm.step_sync import Turns
+from lightning_protrain.runtime.comm.step_sync import StepSync
 
 # Three chunks: one that both of two ranks own, one of rank 0, one of rank 1.
 OWNERS = [(0, 1, 0), (0,), (1,)]
@@ -56,14 +56,14 @@ class Attendance:
             time.sleep(1e-4)
 
 
-def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[Turns]]:
+def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[StepSync]]:
     memory: Any = Memory(num_ranks)
     turns = []
     for place in range(num_ranks):
         ranks: Any = SimpleNamespace(
             local_rank=place, local_size=num_ranks, first_of_node=first, attendance=Attendance()
         )
-        turns.append(Turns(memory, ranks, OWNERS, UNITS))
+        turns.append(StepSync(memory, ranks, OWNERS, UNITS))
     return memory, turns
 
 
@@ -185,7 +185,7 @@ def test_counters_of_other_chunks_are_our_mistake() -> None:
     memory: Any = Memory()
     ranks: Any = SimpleNamespace(local_rank=0, local_size=2)
     with pytest.raises(AssertionError, match="counters of other chunks"):
-        Turns(memory, ranks, OWNERS[:2], UNITS[:2])
+        StepSync(memory, ranks, OWNERS[:2], UNITS[:2])
 
 
 def test_what_follows_a_step_waits_for_every_owner_and_passes_errors_on() -> None:

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.low_precision import CASTS, LowTwin, Twin, Uses, low_class
+from lightning_protrain.runtime.low_precision import (
+    CASTS,
+    DeviceParam,
+    LowPrecisionParam,
+    ParamUses,
+    low_precision_class,
+)
 from tests.models import HAS_BF16_LSTM
 
 BF16 = torch.bfloat16
@@ -30,8 +36,8 @@ def a_weight(*shape: int, seed: int = 0) -> nn.Parameter:
 
 
 def twin_of(host: nn.Parameter, shown: bool = True) -> Any:
-    twin = torch.Tensor._make_subclass(low_class(type(host)), host.detach().to(BF16), host.requires_grad)
-    twin.uses = Uses("block.weight", host, host.device, BF16, shown=shown)
+    twin = torch.Tensor._make_subclass(low_precision_class(type(host)), host.detach().to(BF16), host.requires_grad)
+    twin.uses = ParamUses("block.weight", host, host.device, BF16, shown=shown)
     return twin
 
 
@@ -244,7 +250,7 @@ def test_it_is_shown_as_what_it_is() -> None:
     low = twin_of(a_weight())
     assert "bfloat16" in repr(low)
     assert isinstance(low, nn.Parameter)
-    assert isinstance(low, Twin)
+    assert isinstance(low, DeviceParam)
     low.untyped_storage()
     with below_guard():
         low.untyped_storage().resize_(0)
@@ -258,7 +264,7 @@ def test_a_class_of_the_user_is_kept() -> None:
     low = twin_of(Labelled(torch.ones(4, 4)))
     assert isinstance(low, Labelled)
     assert low.dtype is torch.float32
-    assert low_class(nn.Parameter) is LowTwin
+    assert low_precision_class(nn.Parameter) is LowPrecisionParam
 
 
 def recurrent(kind: type, fused: bool) -> tuple[nn.Module, list[Any]]:

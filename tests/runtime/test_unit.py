@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.runtime.block import Unit
-from lightning_protrain.runtime.param import Site, Slot
+from lightning_protrain.runtime.block import Block
+from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
 
 
-def slot_of(parameter: nn.Parameter, fqn: str = "weight") -> Slot:
-    return Slot(fqn, parameter, nn.Parameter(torch.zeros_like(parameter)), 0)
+def slot_of(parameter: nn.Parameter, fqn: str = "weight") -> OffloadedParam:
+    return OffloadedParam(fqn, parameter, nn.Parameter(torch.zeros_like(parameter)), 0)
 
 
-def unit_of(module: nn.Module, *sites: tuple[Site, Slot]) -> Unit:
-    return Unit("unit", module, (0,), sites, BlockPolicy.KEEP)
+def unit_of(module: nn.Module, *sites: tuple[ParamLocation, OffloadedParam]) -> Block:
+    return Block("unit", module, (0,), sites, BlockPolicy.KEEP)
 
 
 def test_a_tied_parameter_is_one_slot_at_two_sites() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     slot = slot_of(module[0].weight)
-    unit = unit_of(module, (Site(module[0], "weight"), slot), (Site(module[1], "weight"), slot))
+    unit = unit_of(module, (ParamLocation(module[0], "weight"), slot), (ParamLocation(module[1], "weight"), slot))
     assert unit.slots == (slot,)
     unit.register_twins()
     assert module[0].weight is module[1].weight is slot.twin
@@ -33,7 +33,7 @@ def test_a_tied_parameter_is_one_slot_at_two_sites() -> None:
 
 def test_what_the_user_puts_at_a_site_stays() -> None:
     module = nn.Linear(2, 2, bias=False)
-    unit = unit_of(module, (Site(module, "weight"), slot_of(module.weight)))
+    unit = unit_of(module, (ParamLocation(module, "weight"), slot_of(module.weight)))
     other = nn.Parameter(torch.ones(2, 2))
     unit.register_twins()
     module.weight = other
@@ -46,9 +46,9 @@ def test_a_tied_weight_that_is_shown_whole_goes_from_both_sites() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     host = module[0].weight
-    slot = Slot("weight", host, nn.Parameter(host.detach().bfloat16(), requires_grad=False), 0)
+    slot = OffloadedParam("weight", host, nn.Parameter(host.detach().bfloat16(), requires_grad=False), 0)
     slot.copy = host.detach().bfloat16()
-    unit = unit_of(module, (Site(module[0], "weight"), slot), (Site(module[1], "weight"), slot))
+    unit = unit_of(module, (ParamLocation(module[0], "weight"), slot), (ParamLocation(module[1], "weight"), slot))
     unit.register_twins()
     assert all(layer.weight is not host and torch.equal(layer.weight, host) for layer in module)
     unit.register_hosts()
@@ -60,7 +60,7 @@ def test_nothing_is_registered_where_one_weight_cannot_be_shown() -> None:
     hosts = [layer.weight for layer in module]
     slots = [slot_of(host, f"{index}.weight") for index, host in enumerate(hosts)]
     slots[1].copy = hosts[1].detach().bfloat16()
-    unit = unit_of(module, *((Site(layer, "weight"), slot) for layer, slot in zip(module, slots, strict=True)))
+    unit = unit_of(module, *((ParamLocation(layer, "weight"), slot) for layer, slot in zip(module, slots, strict=True)))
     with pytest.raises(RuntimeError, match=r"'1\.weight' is streamed in"):
         unit.register_twins()
     assert all(layer.weight is host for layer, host in zip(module, hosts, strict=True))
@@ -69,7 +69,7 @@ def test_nothing_is_registered_where_one_weight_cannot_be_shown() -> None:
 def test_to_register_hosts_again_is_safe() -> None:
     module = nn.Linear(2, 2, bias=False)
     slot = slot_of(module.weight)
-    unit = unit_of(module, (Site(module, "weight"), slot))
+    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
     unit.register_hosts()
     unit.register_twins()
     unit.register_hosts()
@@ -83,7 +83,7 @@ def test_flags_and_hooks_are_followed(own: bool) -> None:
     slot = slot_of(module.weight)
     if own:
         slot.own_hook = slot.host.register_hook(lambda gradient: None).id
-    unit = unit_of(module, (Site(module, "weight"), slot))
+    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
     unit.follow()
     assert not slot.mirrored
     slot.host.requires_grad_(False)
@@ -109,7 +109,7 @@ def test_flags_and_hooks_are_followed(own: bool) -> None:
 def test_a_flag_that_a_forward_has_set_on_the_twin_is_set_back() -> None:
     module = nn.Linear(2, 2, bias=False)
     slot = slot_of(module.weight)
-    unit = unit_of(module, (Site(module, "weight"), slot))
+    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
     slot.twin.requires_grad_(False)
     unit.follow()
     assert slot.twin.requires_grad
@@ -124,6 +124,6 @@ def test_a_hook_in_place_of_the_own_one_is_followed() -> None:
     handle.remove()
     seen: list[int] = []
     slot.host.register_hook(lambda gradient: seen.append(1))
-    unit_of(module, (Site(module, "weight"), slot)).follow()
+    unit_of(module, (ParamLocation(module, "weight"), slot)).follow()
     slot.twin.sum().backward()
     assert seen == [1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.runtime.optim.host_step import Portion, Steps
+from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
 from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
 from tests.runtime.cases import CASES
@@ -285,15 +285,15 @@ def test_evaluation_between_steps_sees_whole_weights() -> None:
 def test_an_optimizer_that_raises_tears_the_weights(
     overlap: Overlap, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, calls = Steps.finish, []
+    finish, calls = StepSchedule.finish, []
 
-    def breaking(self: Steps, portion: Portion) -> None:
+    def breaking(self: StepSchedule, portion: StepBatch) -> None:
         calls.append(portion)
         if len(calls) == 9:
             raise RuntimeError("out of luck")
         finish(self, portion)
 
-    monkeypatch.setattr(Steps, "finish", breaking)
+    monkeypatch.setattr(StepSchedule, "finish", breaking)
     with running(Net(), PLANS["kept"], kind) as state:
         with pytest.raises(RuntimeError, match="out of luck"):
             train(state.model, state, overlap)

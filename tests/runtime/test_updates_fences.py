@@ -17,12 +17,12 @@ from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import swap
-from lightning_protrain.runtime.access_guard import Guard
+from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.grad_offload import Landing
-from lightning_protrain.runtime.optim.async_step import Overlap, Updates
-from lightning_protrain.runtime.optim.host_step import Steps
-from lightning_protrain.runtime.residency import EarlyFetch
+from lightning_protrain.runtime.grad_offload import GradOffload
+from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
+from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.runtime.residency import WarmupPrefetch
 from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, place
@@ -51,11 +51,11 @@ def run(
 # --- missing fences ---------------------------------------------------------------------------------------------------
 
 
-def submit_without_landing(self: Updates, index: int, armed: Any, land: Any) -> None:
+def submit_without_landing(self: AsyncStep, index: int, armed: Any, land: Any) -> None:
     SUBMIT(self, index, armed, (lambda: None) if land is not None else None)
 
 
-def add_without_waiting(self: Landing, item: Any) -> None:
+def add_without_waiting(self: GradOffload, item: Any) -> None:
     ADD_UP(self, replace(item, fence=self._device.compute_stream().record_event()))
 
 
@@ -63,13 +63,13 @@ def upload_at_once(self: StreamDevice, source: Tensor, target: Tensor, after: An
     return UPLOAD(self, source, target)
 
 
-def trust_the_worker(self: Updates, index: int) -> None:
+def trust_the_worker(self: AsyncStep, index: int) -> None:
     update = self._pending.pop(index, None)
     if update is not None:
         self._guard.leave(slot.host for slot in update.slots)
 
 
-def forget_the_norms(self: Updates) -> None:
+def forget_the_norms(self: AsyncStep) -> None:
     if self._armed is not None:
         self._armed.landings.clear()
 
@@ -78,14 +78,14 @@ def look(model: nn.Module, index: int) -> Tensor:
     return model.head.weight.detach().clone()
 
 
-SUBMIT, ADD_UP, UPLOAD = Updates._submit, Landing._add_up, StreamDevice.upload
+SUBMIT, ADD_UP, UPLOAD = AsyncStep._submit, GradOffload._add_up, StreamDevice.upload
 BUGS: dict[str, tuple[type, str, Callable[..., Any], Overlap, dict[str, Any]]] = {
-    "a step before its gradients": (Updates, "_submit", submit_without_landing, Overlap.BACKWARD, {}),
-    "a step before its sums": (Landing, "_add_up", add_without_waiting, Overlap.BACKWARD, {"accumulate": 2}),
+    "a step before its gradients": (AsyncStep, "_submit", submit_without_landing, Overlap.BACKWARD, {}),
+    "a step before its sums": (GradOffload, "_add_up", add_without_waiting, Overlap.BACKWARD, {"accumulate": 2}),
     "an upload before its step": (StreamDevice, "upload", upload_at_once, Overlap.FORWARD, {}),
-    "a forward before its step": (Updates, "finish", trust_the_worker, Overlap.FORWARD, {}),
-    "clipping before the norms": (Updates, "end_backward", forget_the_norms, Overlap.FORWARD, {"norm": 0.05}),
-    "a reader before the step": (Guard, "watch", lambda self, parameters: None, Overlap.FORWARD, {"look": look}),
+    "a forward before its step": (AsyncStep, "finish", trust_the_worker, Overlap.FORWARD, {}),
+    "clipping before the norms": (AsyncStep, "end_backward", forget_the_norms, Overlap.FORWARD, {"norm": 0.05}),
+    "a reader before the step": (AccessGuard, "watch", lambda self, parameters: None, Overlap.FORWARD, {"look": look}),
 }
 
 
@@ -94,7 +94,7 @@ def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     owner, name, replacement, overlap, options = BUGS[bug]
     if bug == "a forward before its step":
         # What comes ahead of its use waits for the step anyway.
-        monkeypatch.setattr(EarlyFetch, "begin", lambda self, timeline, training: None)
+        monkeypatch.setattr(WarmupPrefetch, "begin", lambda self, timeline, training: None)
     run(Net, PLANS["offload"], overlap, **options)
     monkeypatch.setattr(owner, name, replacement)
     with pytest.raises((RaceError, KeyError) if bug == "clipping before the norms" else RaceError):
@@ -159,14 +159,14 @@ def test_arming_waits_for_no_step_before() -> None:
 def test_chunks_whose_gradients_are_there_are_prepared_together(
     overlap: Overlap, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, prepare = list[int](), Steps._prepare
+    numbers, prepare = list[int](), StepSchedule._prepare
 
-    def counted(self: Steps, number: int) -> None:
+    def counted(self: StepSchedule, number: int) -> None:
         if self._added:
             numbers.append(min(len(self._added), number))
         prepare(self, number)
 
-    monkeypatch.setattr(Steps, "_prepare", counted)
+    monkeypatch.setattr(StepSchedule, "_prepare", counted)
     run(Net, PLANS["kept"], overlap, num_steps=3)
     assert numbers == expected
 

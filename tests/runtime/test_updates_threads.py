@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.param import OffloadedParam
 from tests.plans import place
 from tests.runtime.applied import Net, applied, differences
 from tests.runtime.overlapped import train
@@ -59,8 +59,8 @@ def test_both_wait_for_its_end() -> None:
 
 def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, go, stepped = CPUDevice(torch.device("cpu")), threading.Event(), list[str]()
-    note = Slot.note_step
-    monkeypatch.setattr(Slot, "note_step", lambda slot: (stepped.append(slot.fqn), note(slot))[1])
+    note = OffloadedParam.note_step
+    monkeypatch.setattr(OffloadedParam, "note_step", lambda slot: (stepped.append(slot.fqn), note(slot))[1])
 
     def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
         go.clear()

@@ -18,8 +18,8 @@ from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.comm import step_sync
-from lightning_protrain.runtime.comm.collectives import Ranks
-from lightning_protrain.runtime.comm.rank_health import Attendance
+from lightning_protrain.runtime.comm.collectives import RankMesh
+from lightning_protrain.runtime.comm.rank_health import RankHealth
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.simulation.collectives import SimulatedGroup
@@ -157,7 +157,7 @@ def _average(case: Case, grads: Sequence[Tensor | None], like: Tensor, offloaded
 # --- on simulated devices ---------------------------------------------------------------------------------------------
 
 
-class Together(Attendance):
+class Together(RankHealth):
     """Whoever waits for another rank lets it go on."""
 
     def __init__(self, network: SimulatedNetwork, device: SimulatedDevice, rank: int) -> None:
@@ -175,14 +175,14 @@ class Together(Attendance):
         collective()
 
 
-def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, rank: int) -> Ranks:
+def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, rank: int) -> RankMesh:
     """As `find_ranks` makes them."""
     size, world = case.node_size, range(case.world_size)
     first = rank - rank % size
     members = {"node": range(first, first + size), "peers": world[rank % size :: size]}
     group = partial(SimulatedGroup, network=network, device=device, rank=rank)
     groups = {name: group(name, members=each) for name, each in members.items()} if case.nodes > 1 else {}
-    return Ranks(
+    return RankMesh(
         rank,
         case.world_size,
         rank % size,

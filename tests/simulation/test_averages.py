@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.runtime.comm import reduce
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.comm.reduce import Reduction
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.simulation.device import Rates
 from lightning_protrain.simulation.streams import RaceError, SimulatedStream
@@ -74,7 +74,7 @@ def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: in
 # --- planted bugs -----------------------------------------------------------------------------------------------------
 
 
-BEGIN, END, SEND, LAND = Communicator.begin, Communicator.end, Reduction._send, Reduction._land
+BEGIN, END, SEND, LAND = Collectives.begin, Collectives.end, GradReducer._send, GradReducer._land
 INIT, WAIT_STREAM = reduce._Region.__init__, SimulatedStream.wait_stream
 
 
@@ -83,40 +83,40 @@ def follows_nobody(self: SimulatedStream, other: SimulatedStream) -> None:
         WAIT_STREAM(self, other)
 
 
-def never_waits(self: Communicator, work: Any, flat: Tensor, owner: int | None, *_: Any) -> None:
+def never_waits(self: Collectives, work: Any, flat: Tensor, owner: int | None, *_: Any) -> None:
     return
 
 
-def never_waits_on_rank_1(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+def never_waits_on_rank_1(self: Collectives, work: Any, flat: Tensor, owner: int | None) -> None:
     if self.ranks.rank != 1:
         END(self, work, flat, owner)
 
 
-def waits_for_the_first(self: Communicator, work: Any, flat: Tensor, owner: int | None) -> None:
+def waits_for_the_first(self: Collectives, work: Any, flat: Tensor, owner: int | None) -> None:
     first = vars(self).setdefault("first", work)
     END(self, first, flat, owner)
 
 
-def receives_first(self: Reduction) -> None:
+def receives_first(self: GradReducer) -> None:
     bucket = self._sent[0]
     for region in bucket.regions:
         self._land_region(bucket, region)
     LAND(self)
 
 
-def writes_what_is_sent(self: Reduction, index: int) -> None:
+def writes_what_is_sent(self: GradReducer, index: int) -> None:
     SEND(self, index)
     for region in self._sent[-1].regions:
         region.sent.mul_(1.0)
 
 
-def reads_what_is_sent(self: Reduction, index: int) -> None:
+def reads_what_is_sent(self: GradReducer, index: int) -> None:
     SEND(self, index)
     for region in self._sent[-1].regions:
         region.sent.isfinite()
 
 
-def frees_what_is_sent(self: Reduction, index: int) -> None:
+def frees_what_is_sent(self: GradReducer, index: int) -> None:
     SEND(self, index)
     for region in self._sent[-1].regions:
         self._device.resize(region.sent.untyped_storage(), 0)
@@ -134,18 +134,18 @@ def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any)
     self.sent = self.flat = same
 
 
-def sums_between_nodes_first(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
+def sums_between_nodes_first(self: Collectives, flat: Tensor, owner: int | None, *_: Any) -> Any:
     if owner == self.ranks.local_rank:
         self._begin_between_nodes(flat)
     return dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
 
 
-def sums_between_nodes_without_waiting(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def sums_between_nodes_without_waiting(self: Collectives, flat: Tensor, owner: int | None) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     return self._begin_between_nodes(flat) if owner == self.ranks.local_rank else work
 
 
-def waits_for_the_node_only(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
+def waits_for_the_node_only(self: Collectives, flat: Tensor, owner: int | None, *_: Any) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     if owner == self.ranks.local_rank:
         with self._device.aside:
@@ -170,63 +170,63 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         "everyone writes in reduce what compute wrote",
     ),
     "averages that leave the device before they are there": (
-        Communicator,
+        Collectives,
         "end",
         never_waits,
         Case(),
         "down reads in copy what everyone wrote in all_reduce",
     ),
     "sums that are cast before they are there": (
-        Communicator,
+        Collectives,
         "end",
         never_waits,
         Case(reduce_dtype=torch.bfloat16),
         "compute reads in aten::copy_ what everyone wrote in all_reduce",
     ),
     "one rank that does not wait": (
-        Communicator,
+        Collectives,
         "end",
         never_waits_on_rank_1,
         Case(),
         "down reads in copy what everyone wrote in all_reduce",
     ),
     "an owner that does not wait": (
-        Communicator,
+        Collectives,
         "end",
         never_waits,
         Case(sharding=SHARD),
         "down reads in copy what everyone wrote in reduce",
     ),
     "a wait for another chunk": (
-        Communicator,
+        Collectives,
         "end",
         waits_for_the_first,
         Case(),
         "down reads in copy what everyone wrote in all_reduce",
     ),
     "a bucket that lands before it is waited for": (
-        Reduction,
+        GradReducer,
         "_land",
         receives_first,
         Case(skips=False),
         "down reads in copy what everyone wrote in all_reduce",
     ),
     "a bucket that is written after it was sent": (
-        Reduction,
+        GradReducer,
         "_send",
         writes_what_is_sent,
         Case(),
         "compute writes in aten::mul_ what everyone wrote in all_reduce",
     ),
     "a bucket that is read after it was sent": (
-        Reduction,
+        GradReducer,
         "_send",
         reads_what_is_sent,
         Case(),
         "compute reads in .* what everyone wrote in all_reduce",
     ),
     "a bucket that is freed while it is sent": (
-        Reduction,
+        GradReducer,
         "_send",
         frees_what_is_sent,
         Case(),
@@ -254,21 +254,21 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         "compute writes in .* what everyone wrote in all_reduce",
     ),
     "a sum between nodes before that of the node": (
-        Communicator,
+        Collectives,
         "begin",
         sums_between_nodes_first,
         Case(sharding=SHARD, nodes=2),
         "node writes in reduce what peers wrote in all_reduce",
     ),
     "a sum between nodes that does not wait for that of the node": (
-        Communicator,
+        Collectives,
         "begin",
         sums_between_nodes_without_waiting,
         Case(sharding=SHARD, nodes=2),
         "peers writes in all_reduce what node wrote in reduce",
     ),
     "a sum between nodes that nobody waits for": (
-        Communicator,
+        Collectives,
         "begin",
         waits_for_the_node_only,
         Case(sharding=SHARD, nodes=2),
@@ -364,13 +364,13 @@ def test_sending_and_computing_overlap(name: str, ratio: float) -> None:
     assert bound(computing, communicating) <= step <= 1.05 * bound(computing, communicating)
 
 
-def begins_and_waits(self: Communicator, flat: Tensor, owner: int | None, *_: Any) -> Any:
+def begins_and_waits(self: Collectives, flat: Tensor, owner: int | None, *_: Any) -> Any:
     work = BEGIN(self, flat, owner)
     work.wait()
     return work
 
 
-def waits_for_the_node_while_computing(self: Communicator, flat: Tensor, owner: int | None) -> Any:
+def waits_for_the_node_while_computing(self: Collectives, flat: Tensor, owner: int | None) -> Any:
     work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
     if owner != self.ranks.local_rank:
         return work
@@ -386,6 +386,6 @@ def waits_for_the_node_while_computing(self: Communicator, flat: Tensor, owner: 
     ],
 )
 def test_waiting_too_early_shows_on_the_clock(begin: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Communicator, "begin", begin)
+    monkeypatch.setattr(Collectives, "begin", begin)
     step, computing, communicating = seconds(TOGETHER[name], 0.5)
     assert step > 1.2 * bound(computing, communicating)

@@ -21,7 +21,7 @@ from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.runtime.optim.async_step import Updates
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,
@@ -65,9 +65,9 @@ STATE_BYTES = 8.0
 @pytest.fixture(autouse=True, scope="module")
 def as_on_a_gpu() -> Iterator[None]:
     """The norm of gradients on both sides is known when the device has come so far; recomputation runs to its end."""
-    clip = Updates.clip_norm
+    clip = AsyncStep.clip_norm
 
-    def clip_norm(self: Updates, parameters: Any, max_norm: float) -> None:
+    def clip_norm(self: AsyncStep, parameters: Any, max_norm: float) -> None:
         if self._armed is not None:
             clip(self, parameters, max_norm)
             return
@@ -78,7 +78,7 @@ def as_on_a_gpu() -> Iterator[None]:
         clip_grads_with_norm_(parameters, max_norm, total)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updates, "clip_norm", clip_norm)
+        patch.setattr(AsyncStep, "clip_norm", clip_norm)
         yield
 
 

@@ -28,13 +28,13 @@ from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm.rank_health import Attendance
+from lightning_protrain.runtime.comm.rank_health import RankHealth
 
 _SUMS = "averages of gradients"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankMesh:
     """Who takes part in a run, seen from one rank.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ranks:
     world_size: int
     local_rank: int
     local_size: int
-    attendance: Attendance
+    attendance: RankHealth
     meeting: Any
     everyone: Any = None
     node: Any = None
@@ -102,7 +102,7 @@ class Ranks:
         return bool(told[0])
 
 
-def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
+def make_rank_mesh(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
     """Makes the groups of a run; every rank calls it, after the group of all is there.
 
     Args:
@@ -120,22 +120,22 @@ def find_ranks(local_rank: int, local_size: int, timeout: timedelta | None = Non
     return replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
 
 
-def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> Ranks:
+def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
     """Makes the group of ranks that meet, and average nothing by groups of ours; every rank calls it.
 
     Args:
-        local_rank: As in `find_ranks`.
-        local_size: As in `find_ranks`.
-        timeout: As in `find_ranks`.
+        local_rank: As in `make_rank_mesh`.
+        local_size: As in `make_rank_mesh`.
+        timeout: As in `make_rank_mesh`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meeting = dist.new_group(backend="gloo", timeout=timeout)
     # Under a name of their own: what ranks have noted in a run before is none of this one's.
     notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
-    return Ranks(rank, world_size, local_rank, local_size, Attendance(notes, rank, world_size), meeting)
+    return RankMesh(rank, world_size, local_rank, local_size, RankHealth(notes, rank, world_size), meeting)
 
 
-class Communicator:
+class Collectives:
     """Averages gradients over ranks, and counts what is sent.
 
     Args:
@@ -144,7 +144,7 @@ class Communicator:
         dtype: In which gradients are sent; None: that of their parameters.
     """
 
-    def __init__(self, ranks: Ranks, device: Device, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, ranks: RankMesh, device: Device, dtype: torch.dtype | None = None) -> None:
         self.ranks = ranks
         self.dtype = dtype
         self._device = device
@@ -210,8 +210,8 @@ _SMALL, _LARGEST = 1 << 10, 64 << 20
 _REPEATS = 3
 
 
-def gauge(
-    ranks: Ranks, device: torch.device, sharding: Sharding, layout: ModelLayout, dtype: torch.dtype | None = None
+def measure_collectives(
+    ranks: RankMesh, device: torch.device, sharding: Sharding, layout: ModelLayout, dtype: torch.dtype | None = None
 ) -> Network:
     """Measures the sums that a plan would send; every rank calls it, and all get the figures of the slowest.
 
@@ -258,7 +258,7 @@ def _route(small: float, large: float, nbytes: int) -> Route:
     return Route(small, (nbytes - _SMALL) / beside)
 
 
-def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: Ranks) -> float:
+def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: RankMesh) -> float:
     """Of one sum, the fastest of several behind one that opens connections."""
     flat = torch.zeros(nbytes // 4, device=device)
     found = []
@@ -271,12 +271,12 @@ def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: to
     return min(found[1:])
 
 
-def _wait(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
+def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     _end(ranks, works, flat)
     flat[:1].tolist()  # The host waits for it.
 
 
-def _end(ranks: Ranks, works: Sequence[Any], flat: torch.Tensor) -> None:
+def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     for work in works:
         if flat.device.type == "cpu":
             ranks.attendance.wait(work, "the rates of the network")

@@ -72,7 +72,7 @@ def _warn_of_wait(rank: int, seconds: float, what: str) -> None:
     warnings.warn(f"Rank {rank} has waited {seconds:.0f} seconds for {what}.", stacklevel=2)
 
 
-class Attendance:
+class RankHealth:
     """Notes of one rank about itself, and what it reads of others.
 
     Args:

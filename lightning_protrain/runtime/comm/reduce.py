@@ -27,8 +27,8 @@ from torch import Tensor
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.param import Slot
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.param import OffloadedParam
 
 
 class _Region:
@@ -45,7 +45,7 @@ class _Region:
         work: The sum that is under way.
     """
 
-    def __init__(self, owner: int | None, slots: Sequence[Slot], device: Device) -> None:
+    def __init__(self, owner: int | None, slots: Sequence[OffloadedParam], device: Device) -> None:
         self.owner = owner
         self.slots = tuple(slots)
         ends = list(accumulate(slot.twin.numel() for slot in slots))
@@ -57,14 +57,14 @@ class _Region:
         self.sent = self.flat = flat.as_strided((size,), (1,))
         self.work: Any = None
 
-    def view(self, slot: Slot) -> Tensor:
+    def view(self, slot: OffloadedParam) -> Tensor:
         """The gradient of a parameter."""
         shape = slot.twin.shape
         if not shape.numel():
             return self.flat.new_empty(shape)
         return self.flat.as_strided(shape, slot.host.stride(), self._begins[slot])
 
-    def end_filling(self, filled: Container[Slot]) -> None:
+    def end_filling(self, filled: Container[OffloadedParam]) -> None:
         """What has no gradient on this rank counts as zero."""
         # Filled on the device: a copy of flags from the host would wait for everything that computes.
         self.flat[self._num_elements :].fill_(1.0)
@@ -89,13 +89,13 @@ class _Bucket:
 
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
-        self.filled: set[Slot] = set()
+        self.filled: set[OffloadedParam] = set()
         self._places = {slot: region for region in regions for slot in region.slots}
         self._device = device
-        self._arriving: dict[Slot, Any] = {}  # Fences that the compute stream has not waited for.
+        self._arriving: dict[OffloadedParam, Any] = {}  # Fences that the compute stream has not waited for.
         self._uploaded: list[tuple[Tensor, Any]] = []
 
-    def upload(self, slot: Slot, older: Tensor) -> None:
+    def upload(self, slot: OffloadedParam, older: Tensor) -> None:
         """Adds a gradient in host memory, which nobody writes to before `let_go`."""
         self._wait_for(slot)
         view = self._places[slot].view(slot)
@@ -120,7 +120,7 @@ class _Bucket:
             self._device.land(fence)
         self._uploaded.clear()
 
-    def add(self, slot: Slot, gradient: Tensor) -> None:
+    def add(self, slot: OffloadedParam, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
         self._wait_for(slot)
         view = self._places[slot].view(slot)
@@ -130,12 +130,12 @@ class _Bucket:
             view.copy_(gradient)
         self.filled.add(slot)
 
-    def _wait_for(self, slot: Slot) -> None:
+    def _wait_for(self, slot: OffloadedParam) -> None:
         if slot in self._arriving:
             self._device.wait(self._arriving.pop(slot))
 
 
-class Reduction:
+class GradReducer:
     """Averages the gradients of offloaded chunks, see [Note: Reduction].
 
     Args:
@@ -149,9 +149,9 @@ class Reduction:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        communicator: Communicator,
+        communicator: Collectives,
         device: Device,
-        receive: Callable[[Slot, Tensor], None],
+        receive: Callable[[OffloadedParam, Tensor], None],
         is_past: Callable[[int], bool],
     ) -> None:
         self._chunks = tuple(chunks)
@@ -163,7 +163,7 @@ class Reduction:
         self._filling: dict[int, _Bucket] = {}
         self._sent: deque[_Bucket] = deque()
         # Averages that this rank owns and others have no part of.
-        self._averages: dict[Slot, weakref.ref[Tensor]] = {}
+        self._averages: dict[OffloadedParam, weakref.ref[Tensor]] = {}
         self.runs = False
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ class Reduction:
         ]
         self._queue = deque(reversed(trained))
 
-    def add(self, index: int, slot: Slot, gradient: Tensor, on_host: bool = False) -> None:
+    def add(self, index: int, slot: OffloadedParam, gradient: Tensor, on_host: bool = False) -> None:
         """A gradient of this backward.
 
         Args:
@@ -200,7 +200,7 @@ class Reduction:
         else:
             bucket.add(slot, gradient)
 
-    def refuse_mixing(self, slot: Slot) -> None:
+    def refuse_mixing(self, slot: OffloadedParam) -> None:
         """Before a gradient of this rank is added on the host to what may be an average already.
 
         Raises:
@@ -252,7 +252,7 @@ class Reduction:
         return bucket
 
     def _new_bucket(self, chunk: Chunk) -> _Bucket:
-        owners: dict[int | None, list[Slot]] = {}
+        owners: dict[int | None, list[OffloadedParam]] = {}
         for slot in chunk.slots:
             if _takes_gradient(slot):
                 owners.setdefault(chunk.owner(slot), []).append(slot)
@@ -263,7 +263,7 @@ class Reduction:
                 self._take_older(bucket, slot)
         return bucket
 
-    def _take_older(self, bucket: _Bucket, slot: Slot) -> None:
+    def _take_older(self, bucket: _Bucket, slot: OffloadedParam) -> None:
         """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
         older = slot.host.grad
         if older is None or (slot in self._averages and self._averages[slot]() is older):
@@ -304,11 +304,11 @@ class Reduction:
                     self._averages[slot] = weakref.ref(slot.host.grad)
 
 
-def _takes_gradient(slot: Slot) -> bool:
+def _takes_gradient(slot: OffloadedParam) -> bool:
     return slot.host.requires_grad
 
 
-def _too_late(slot: Slot) -> RuntimeError:
+def _too_late(slot: OffloadedParam) -> RuntimeError:
     return RuntimeError(
         f"A gradient of {slot.fqn!r} came after its chunk had been averaged over the ranks: the weight is used outside "
         "its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."

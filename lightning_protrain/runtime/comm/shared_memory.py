@@ -39,7 +39,7 @@ from torch import nn
 
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
-from lightning_protrain.runtime.comm.collectives import Ranks
+from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like, in_block
 
 FOLDER = Path("/dev/shm")
@@ -155,7 +155,7 @@ class NodeMemory:
 
 
 def open_node_memory(
-    ranks: Ranks, nbytes: int, host: HostMemory, folder: Path = FOLDER, num_counters: int = 0
+    ranks: RankMesh, nbytes: int, host: HostMemory, folder: Path = FOLDER, num_counters: int = 0
 ) -> NodeMemory:
     """Memory for the ranks of this node; all ranks of all nodes call it.
 
@@ -327,7 +327,7 @@ def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ran
 
 
 def share_chunks(
-    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: Ranks, host: HostMemory
+    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: RankMesh, host: HostMemory
 ) -> list[Share]:
     """What this rank holds of offloaded chunks; every rank calls it.
 

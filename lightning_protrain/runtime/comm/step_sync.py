@@ -42,14 +42,14 @@ from functools import partial
 from torch import Tensor
 
 from lightning_protrain.device.host import HostWorker, Job
-from lightning_protrain.runtime.access_guard import NO_VALUES, Guard, can_be_watched
+from lightning_protrain.runtime.access_guard import NO_VALUES, AccessGuard, can_be_watched
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator, Ranks
+from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
 from lightning_protrain.runtime.comm.shared_memory import NodeMemory, num_counters
-from lightning_protrain.runtime.shadow_weights import Copies
+from lightning_protrain.runtime.shadow_weights import ShadowCache
 
 
-def turns_of(chunks: Sequence[Chunk], communicator: Communicator) -> Turns:
+def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync:
     """The turns of a rank with its chunks.
 
     Args:
@@ -58,10 +58,10 @@ def turns_of(chunks: Sequence[Chunk], communicator: Communicator) -> Turns:
     """
     ranks, units = communicator.ranks, [chunk.plan.unit for chunk in chunks]
     shares = [chunk.share for chunk in chunks if chunk.share is not None]
-    return Turns(shares[0].memory, ranks, [share.owners for share in shares], units)
+    return StepSync(shares[0].memory, ranks, [share.owners for share in shares], units)
 
 
-class Turns:
+class StepSync:
     """The numbers of one rank, and what it sees of others, see [Note: Turns].
 
     Args:
@@ -78,7 +78,7 @@ class Turns:
     def __init__(
         self,
         memory: NodeMemory,
-        ranks: Ranks,
+        ranks: RankMesh,
         owners: Sequence[Iterable[int]],
         units: Sequence[str],
     ) -> None:
@@ -207,7 +207,7 @@ class Turns:
             raise self.failure
 
 
-class Publishing:
+class StepPublisher:
     """Publishes steps of chunks that ranks share, see [Note: Publishing].
 
     Args:
@@ -219,13 +219,18 @@ class Publishing:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], turns: Turns | None, copies: Copies, guard: Guard, pending: Container[int]
+        self,
+        chunks: Sequence[Chunk],
+        turns: StepSync | None,
+        copies: ShadowCache,
+        guard: AccessGuard,
+        pending: Container[int],
     ) -> None:
         self._chunks = tuple(chunks)
         self._turns = turns
         self._copies = copies
         self._pending = pending
-        self._guard = Guard(self._touched, NO_VALUES, beside=guard)
+        self._guard = AccessGuard(self._touched, NO_VALUES, beside=guard)
         shared = [(at, slot) for at, chunk in enumerate(chunks) if chunk.share is not None for slot in chunk.slots]
         self._theirs = [(at, slot.host) for at, slot in shared if not slot.owned and can_be_watched(slot.host)]
         self._watched: list[Tensor] = []

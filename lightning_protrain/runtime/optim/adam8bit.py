@@ -46,7 +46,7 @@ from torch.optim import Optimizer
 from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip, without_lock
 
 
-def tables_of(values: Tensor) -> Tables | None:
+def codebook_of(values: Tensor) -> Codebook | None:
     """The tables for codes that mean `values`; None: the library's quantiser is another one, see [Note: Quantiser]."""
     if values.device.type != "cpu" or values.dtype != torch.float32 or values.numel() != 256:
         return None
@@ -54,7 +54,7 @@ def tables_of(values: Tensor) -> Tables | None:
 
 
 @cache
-def _tables(content: bytes) -> Tables | None:
+def _tables(content: bytes) -> Codebook | None:
     values = torch.frombuffer(bytearray(content), dtype=torch.float32)
     ascending = bool((values[1:] > values[:-1]).all())
     if not ascending:
@@ -66,7 +66,7 @@ def _tables(content: bytes) -> Tables | None:
         return None
     neighbours = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(-1, 2)
     pairs = values[neighbours.long()].contiguous().view(torch.int64).view(-1)
-    tables = Tables(values, pairs, at_low)
+    tables = Codebook(values, pairs, at_low)
     return tables if _agrees(tables) else None
 
 
@@ -101,7 +101,7 @@ def _codes_of(quotients: Tensor, values: Tensor) -> Tensor:
     return codes[:, 1:].reshape(-1)[: quotients.numel()].clone()
 
 
-def _agrees(tables: Tables) -> bool:
+def _agrees(tables: Codebook) -> bool:
     """Whether they give the library's bits where codes change, in blocks of many scales, and for odd ones."""
     generator = torch.Generator().manual_seed(0)
     changes = 1 + (tables.codes[1:] != tables.codes[:-1]).nonzero().view(-1)
@@ -132,7 +132,7 @@ STATES = {"adam": 2, "lion": 1, "momentum": 1, "rmsprop": 1, "adagrad": 1}
 PLACES = 2 * 65535 + 1
 
 
-class Tables(NamedTuple):
+class Codebook(NamedTuple):
     """What codes mean.
 
     Attributes:
@@ -146,7 +146,7 @@ class Tables(NamedTuple):
     codes: Tensor
 
 
-class Settings(NamedTuple):
+class Adam8bitSettings(NamedTuple):
     """The hyperparameters of one step of one parameter, as TorchScript reads them fastest.
 
     Attributes:
@@ -170,7 +170,7 @@ class Settings(NamedTuple):
     first: bool = False
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], step: int) -> Settings:
+    def of(cls, name: str, config: Mapping[str, Any], step: int) -> Adam8bitSettings:
         """Those of a rule of `STATES`.
 
         Args:
@@ -199,7 +199,7 @@ class Scratch:
         self.integers = [places.view(torch.int32), places.view(torch.int64), values.view(torch.int64)]
 
 
-class Cut(NamedTuple):
+class CutScratch(NamedTuple):
     """Scratch for tiles of N elements of S states in blocks of E, cut once for many of them.
 
     Attributes:
@@ -235,7 +235,7 @@ class Cut(NamedTuple):
     halves: Tensor
 
 
-class Moments(NamedTuple):
+class QuantisedStates(NamedTuple):
     """The states of one parameter.
 
     Attributes:
@@ -246,14 +246,14 @@ class Moments(NamedTuple):
 
     codes: list[Tensor]
     scales: list[Tensor]
-    tables: list[Tables]
+    tables: list[Codebook]
 
 
 def step(
     name: str,
     tensors: list[Tensor],
-    moments: Moments,
-    settings: Settings,
+    moments: QuantisedStates,
+    settings: Adam8bitSettings,
     scratch: Scratch,
     part: tuple[int, int],
     clip: tuple[list[float], list[Tensor]],
@@ -296,7 +296,7 @@ def _walk(
     integers: list[Tensor],
     begin: int,
     end: int,
-    settings: Settings,
+    settings: Adam8bitSettings,
     bounds: list[float],
     coefficients: list[Tensor],
 ) -> None:
@@ -347,14 +347,14 @@ def _walk(
         begin += number * count
 
 
-def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, each: int) -> Cut:
+def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, each: int) -> CutScratch:
     """Scratch for tiles of `count` elements in blocks of `each`."""
     tile, blocks, half = floats[2].numel(), count // each, count // 2 if each == 256 else 0
     both = floats[0].narrow(0, 0, states * count).view(states, blocks, each)
     scale = floats[3].narrow(0, 0, states * blocks).view(states, blocks)
     index = integers[0].narrow(0, 0, states * count).view(states, blocks, each)
     spare = floats[1].narrow(0, tile, count)
-    return Cut(
+    return CutScratch(
         rows=[floats[0].narrow(0, k * count, count) for k in range(states)],
         words=[integers[2].narrow(0, k * half, half) for k in range(states)],
         parts=[both[k] for k in range(states)],
@@ -372,7 +372,7 @@ def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, 
     )
 
 
-def _update(name: str, weight: Tensor, gradient: Tensor, cut: Cut, settings: Settings) -> None:
+def _update(name: str, weight: Tensor, gradient: Tensor, cut: CutScratch, settings: Adam8bitSettings) -> None:
     """The rule of the library, operation by operation."""
     first, spare, size = cut.rows[0], cut.spare, settings.size
     beta1, beta2 = settings.beta1, settings.beta2
@@ -413,7 +413,7 @@ def _update(name: str, weight: Tensor, gradient: Tensor, cut: Cut, settings: Set
         weight.copy_(whole)
 
 
-def _largest(cut: Cut, positive: bool) -> bool:
+def _largest(cut: CutScratch, positive: bool) -> bool:
     """Largest values of blocks; whether a tile is an odd one, see [Note: Odd tiles].
 
     Args:
@@ -435,7 +435,7 @@ def _largest(cut: Cut, positive: bool) -> bool:
     return odd
 
 
-def _quotients(cut: Cut, odd: bool) -> None:
+def _quotients(cut: CutScratch, odd: bool) -> None:
     """Places of all elements, as floats; overwrites `scale`.
 
     A quotient is at most one and an ulp, and adding one rounds that to two.
@@ -448,7 +448,7 @@ def _quotients(cut: Cut, odd: bool) -> None:
     cut.blocks.add_(1.0).mul_(65535.0)
 
 
-def quantise(given: Tensor, tables: Tables, positive: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(given: Tensor, tables: Codebook, positive: bool = False) -> tuple[Tensor, Tensor]:
     """Codes and largest values of blocks, as the walk makes them.
 
     Args:
@@ -544,18 +544,22 @@ class BlockwiseStep:
             return [partial(self._own, group, parameter, gradient, copy, clip)]
         state["step"] += 1
         compiled()  # Here, before several threads want it.
-        settings = Settings.of(self._optimizer.optimizer_name, config, state["step"])
+        settings = Adam8bitSettings.of(self._optimizer.optimizer_name, config, state["step"])
         flat, numel = [tensor.view(-1) for tensor in tensors], parameter.numel()
         share = _TILES_PER_CALL * self._tile
         ranges = [(begin, min(begin + share, numel)) for begin in range(0, numel, share)]
         return [partial(self._walk, flat, moments, settings, part, clip.arguments) for part in ranges]
 
-    def _walk(self, tensors: list[Tensor], moments: Moments, settings: Settings, part: Any, clip: Any) -> None:
+    def _walk(
+        self, tensors: list[Tensor], moments: QuantisedStates, settings: Adam8bitSettings, part: Any, clip: Any
+    ) -> None:
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = Scratch(self._tile)
         step(self._optimizer.optimizer_name, tensors, moments, settings, self._scratch.memory, part, clip)
 
-    def _moments(self, tensors: list[Tensor], state: Mapping[str, Any], config: Mapping[str, Any]) -> Moments | None:
+    def _moments(
+        self, tensors: list[Tensor], state: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> QuantisedStates | None:
         """The states as the tables know them; None: they do not."""
         number = STATES.get(self._optimizer.optimizer_name, 0)
         numel = tensors[0].numel()
@@ -571,10 +575,10 @@ class BlockwiseStep:
             and scale.dtype == torch.float32 and scale.numel() == -(-numel // BLOCK)
             for code, scale in zip(codes, scales, strict=True)
         )  # fmt: skip
-        tables = [table for table in map(tables_of, found[2 * number :]) if table is not None]
+        tables = [table for table in map(codebook_of, found[2 * number :]) if table is not None]
         if not kept or len(tables) < number:
             return None
-        return Moments([code.view(-1) for code in codes], [scale.view(-1) for scale in scales], tables)
+        return QuantisedStates([code.view(-1) for code in codes], [scale.view(-1) for scale in scales], tables)
 
     def _own(
         self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, copy: Tensor | None, clip: Clip

@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import Job
-from lightning_protrain.runtime.access_guard import Guard, below_guard, can_be_watched, is_aliased
+from lightning_protrain.runtime.access_guard import AccessGuard, below_guard, can_be_watched, is_aliased
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.comm.step_sync import Publishing, turns_of
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.comm.step_sync import StepPublisher, step_sync_of
 from lightning_protrain.runtime.low_precision import stored
 from lightning_protrain.runtime.optim.fused import Clip
-from lightning_protrain.runtime.optim.host_step import HostStep, Steps, Update
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, StepSchedule
 from lightning_protrain.runtime.optim.step import (
     NormScratch,
     PartGroups,
@@ -44,8 +44,8 @@ from lightning_protrain.runtime.optim.step import (
     take_norms,
     tell_overflow,
 )
-from lightning_protrain.runtime.param import Slot
-from lightning_protrain.runtime.shadow_weights import Copies
+from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.shadow_weights import ShadowCache
 
 
 class Overlap(StrEnum):
@@ -57,7 +57,7 @@ class Overlap(StrEnum):
 
 
 @dataclass
-class Armed:
+class PendingStep:
     """What is known of the micro-batch that ends in an optimizer step.
 
     Attributes:
@@ -85,7 +85,7 @@ class Armed:
     norms: dict[int, Tensor] = field(default_factory=dict)
     landings: list[Job] = field(default_factory=list)
     coefficient: Tensor | None = None
-    steps: Steps | None = None
+    steps: StepSchedule | None = None
     stepped: set[int] = field(default_factory=set)
     parameters: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
@@ -99,21 +99,21 @@ class Armed:
 
 
 @dataclass(eq=False)
-class Pending:
+class ChunkStep:
     """The pending step of one chunk: the job that does it, and what it steps."""
 
     job: Job
-    slots: tuple[Slot, ...]
+    slots: tuple[OffloadedParam, ...]
 
 
-def updates_of(
-    groups: Iterable[dict[str, Any]], slots: Sequence[Slot]
-) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+def param_updates_of(
+    groups: Iterable[dict[str, Any]], slots: Sequence[OffloadedParam]
+) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
     """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
     copies = {id(slot.host): slot.copy for slot in slots}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
-        yield group, [Update(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
+        yield group, [ParamUpdate(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
 
 
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
@@ -122,7 +122,7 @@ def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
         return any(slot.has_user_hooks for chunk in chunks for slot in chunk.slots)
 
 
-class Updates:
+class AsyncStep:
     """Steps offloaded chunks behind backward or forward, see [Note: Overlap].
 
     Args:
@@ -137,25 +137,25 @@ class Updates:
         publishing: Tells other ranks of steps, see [Note: Publishing].
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Communicator | None = None) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Collectives | None = None) -> None:
         self.torn: str | None = None
         self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
-        self._guard = Guard(self._touched)
-        self.copies = Copies(chunks, self._guard)
+        self._guard = AccessGuard(self._touched)
+        self.copies = ShadowCache(chunks, self._guard)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, ChunkStep] = {}
         self._aliased: set[int] = set()
-        self._armed: Armed | None = None
+        self._armed: PendingStep | None = None
         self._norm_scratch = NormScratch()
         self._num_steps = 0
         self._num_backwards = 0  # since `arm`
         self._in_step = False
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
-        self._turns = turns_of(chunks, self._sharing) if self._sharing is not None else None
-        self.publishing = Publishing(chunks, self._turns, self.copies, self._guard, self._pending)
+        self._turns = step_sync_of(chunks, self._sharing) if self._sharing is not None else None
+        self.publishing = StepPublisher(chunks, self._turns, self.copies, self._guard, self._pending)
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
         self._steps_rest = len(self._steppable) < len(trained)
@@ -195,7 +195,7 @@ class Updates:
                 # A hook may read any weight, and must not find it stepped already.
                 overlap = Overlap.FORWARD
             take_norms = take_norms and not self._several_backwards
-            self._armed = Armed(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
+            self._armed = PendingStep(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
         if self._turns is not None:
             self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
@@ -224,7 +224,7 @@ class Updates:
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
-    def lends_copy(self, index: int, slot: Slot) -> bool:
+    def lends_copy(self, index: int, slot: OffloadedParam) -> bool:
         """Whether a gradient may land in the memory of a copy: a step will write that again."""
         armed = self._armed
         return armed is not None and armed.lends and index in self._steppable and armed.groups.has(slot.host)
@@ -421,7 +421,7 @@ class Updates:
         for function in self.when_touched:
             function()
 
-    def _note_failure(self, error: BaseException, update: Pending) -> None:
+    def _note_failure(self, error: BaseException, update: ChunkStep) -> None:
         if self._turns is not None and error is self._turns.failure:
             self.torn = self.torn or _MISSING
             return
@@ -429,10 +429,10 @@ class Updates:
         self.torn = self.torn or f"the optimizer raised {error!r} for {name!r}"
         error.add_note(f"It was raised by the optimizer, in the step of {name!r} on the host.")
 
-    def _slots_of(self, index: int, armed: Armed) -> tuple[Slot, ...]:
+    def _slots_of(self, index: int, armed: PendingStep) -> tuple[OffloadedParam, ...]:
         return tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
 
-    def _hand_on(self, slots: Sequence[Slot]) -> None:
+    def _hand_on(self, slots: Sequence[OffloadedParam]) -> None:
         """From now on they may be written to, by the worker or by another rank."""
         for slot in slots:
             if not slot.owned and slot.host.requires_grad:
@@ -440,7 +440,7 @@ class Updates:
         self._guard.watch(slot.host for slot in slots)
         self.copies.watch(slots)
 
-    def _submit(self, index: int, armed: Armed, land: Callable[[], None] | None) -> None:
+    def _submit(self, index: int, armed: PendingStep, land: Callable[[], None] | None) -> None:
         slots, turns = self._slots_of(index, armed), self._turns
         with below_guard():
             if any(is_aliased(slot.host) for slot in slots):  # Asked before the worker makes views of it.
@@ -450,7 +450,7 @@ class Updates:
         clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
         # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
-        portion = steps.add(lambda: updates_of(groups, slots), clip) if land is None else None
+        portion = steps.add(lambda: param_updates_of(groups, slots), clip) if land is None else None
         for slot in slots if land is None else ():
             slot.begin_step()
 
@@ -462,7 +462,7 @@ class Updates:
                         slot.begin_step()
                 elif turns is not None:
                     turns.wait_until_left(number)
-                steps.finish(portion or steps.add(lambda: updates_of(groups, slots), clip))
+                steps.finish(portion or steps.add(lambda: param_updates_of(groups, slots), clip))
                 for slot in slots:
                     slot.note_step()
             if turns is not None:
@@ -473,7 +473,7 @@ class Updates:
         armed.stepped.add(index)
         armed.parameters.update(id(slot.host) for slot in slots)
         job = self._device.worker.submit(work)
-        self._pending[index] = Pending(job if turns is None else turns.behind(job, index, number), slots)
+        self._pending[index] = ChunkStep(job if turns is None else turns.behind(job, index, number), slots)
 
 
 _MISSING = "another rank has not made its part of a step"

@@ -21,11 +21,11 @@ from lightning_protrain.runtime.optim.adam8bit import (
     SHARED,
     STATES,
     BlockwiseStep,
+    codebook_of,
     is_blockwise,
     is_unchanged,
-    tables_of,
 )
-from lightning_protrain.runtime.optim.host_step import Calls, Crew
+from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
 # What a step takes of the host beside PyTorch's fused AdamW, for each element on one thread: with the tables of
@@ -57,7 +57,7 @@ def _slowdown(optimizer: Any) -> float:
     if not is_blockwise(optimizer):
         return 1.0
     known = optimizer.optimizer_name in STATES and optimizer.args.optim_bits == 8 and is_unchanged(optimizer)
-    return SLOWDOWN if known and None not in map(tables_of, optimizer.name2qmap.values()) else OWN_SLOWDOWN
+    return SLOWDOWN if known and None not in map(codebook_of, optimizer.name2qmap.values()) else OWN_SLOWDOWN
 
 
 def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
@@ -89,7 +89,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
     host = BlockwiseStep(optimizer)
-    crew = Crew("protrain-moments")
+    crew = ThreadPool("protrain-moments")
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
         return host.config(optimizer.param_groups[index]["params"][at], group)
@@ -99,7 +99,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
             whole(group, parameter, *place)
             return
         assert parameter.grad is not None
-        calls, threads = Calls(), torch.get_num_threads()
+        calls, threads = WorkQueue(), torch.get_num_threads()
         made = calls.add(host.calls(group, parameter, parameter.grad))
         if min(threads, made.number) > 1:
             crew.join(calls, min(threads, made.number) - 1)

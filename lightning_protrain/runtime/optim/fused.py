@@ -42,7 +42,7 @@ LINE = 64
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
-class Settings(NamedTuple):
+class KernelSettings(NamedTuple):
     """The hyperparameters of a kernel; those that it does not have do not count.
 
     TorchScript reads them as fast as variables: a dictionary would cost it more than the kernel does for a small tile.
@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class FusedRule:
     """A fused kernel with its hyperparameters.
 
     Attributes:
@@ -74,16 +74,16 @@ class Rule:
 
     name: str
     states: tuple[str, ...]
-    settings: Settings
+    settings: KernelSettings
 
     @classmethod
-    def of(cls, name: str, group: Mapping[str, Any]) -> Rule:
+    def of(cls, name: str, group: Mapping[str, Any]) -> FusedRule:
         """The rule of a group of an optimizer."""
         lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
-        given = Settings(lr, weight_decay, maximize=maximize)
+        given = KernelSettings(lr, weight_decay, maximize=maximize)
         if name == "adam":
             amsgrad, (beta1, beta2) = bool(group.get("amsgrad")), group["betas"]
-            given = Settings(
+            given = KernelSettings(
                 lr, weight_decay, float(group["eps"]), float(beta1), float(beta2), amsgrad=amsgrad, maximize=maximize,
                 decoupled_weight_decay=bool(group.get("decoupled_weight_decay")),
             )  # fmt: skip
@@ -99,7 +99,7 @@ class Rule:
         return cls(name, ("sum",), given._replace(eps=float(group["eps"]), lr_decay=float(group["lr_decay"])))
 
 
-class Kind(NamedTuple):
+class TileKind(NamedTuple):
     """What must be the same in all pieces of a part.
 
     Attributes:
@@ -117,7 +117,7 @@ class Kind(NamedTuple):
     clipped: bool
 
 
-class Piece(NamedTuple):
+class TileRange(NamedTuple):
     """Some elements of one parameter, in the order in which they lie in memory.
 
     Attributes:
@@ -130,7 +130,7 @@ class Piece(NamedTuple):
 
     tensors: list[Tensor]
     step: Tensor
-    kind: Kind
+    kind: TileKind
     begin: int
     end: int
 
@@ -171,7 +171,7 @@ class Clip:
 NO_CLIP = Clip()
 
 
-def whole(rule: Rule, part: Sequence[Piece]) -> Callable[[], None]:
+def whole(rule: FusedRule, part: Sequence[TileRange]) -> Callable[[], None]:
     """What steps whole parameters in one call, without tiles."""
     columns = [list(column) for column in zip(*[piece.tensors for piece in part], strict=True)]
     steps, first = [piece.step for piece in part], part[0].kind.first
@@ -194,7 +194,7 @@ def walk(
     ranges: list[tuple[int, int]],
     scratch: Tensor,
     tile: int,
-    settings: Settings,
+    settings: KernelSettings,
     copied: bool,
     first: bool,
     bounds: list[float],
@@ -236,7 +236,7 @@ def _kernel(
     gradients: list[Tensor],
     states: list[list[Tensor]],
     steps: list[Tensor],
-    settings: Settings,
+    settings: KernelSettings,
     first: bool,
 ) -> None:
     lr, weight_decay, maximize = settings.lr, settings.weight_decay, settings.maximize

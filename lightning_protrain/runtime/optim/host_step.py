@@ -34,13 +34,13 @@ from torch.optim import LBFGS, Optimizer
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.optim import fused
 from lightning_protrain.runtime.optim.adam8bit import BlockwiseStep, is_blockwise
-from lightning_protrain.runtime.optim.fused import KERNELS, LINE, NO_CLIP, Clip, Kind, Piece, Rule
+from lightning_protrain.runtime.optim.fused import KERNELS, LINE, NO_CLIP, Clip, FusedRule, TileKind, TileRange
 
 _Work = Callable[[], None]
 _Ends = SimpleQueue[BaseException | None]
 
 
-class Group:
+class WaitGroup:
     """Calls that are waited for together.
 
     Attributes:
@@ -53,19 +53,19 @@ class Group:
         self.ends: _Ends = SimpleQueue()
 
 
-class Calls:
+class WorkQueue:
     """Calls to make, in order, by whoever has nothing else to do."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[_Work, _Ends]] = deque()
 
-    def add(self, works: Sequence[_Work]) -> Group:
+    def add(self, works: Sequence[_Work]) -> WaitGroup:
         """Adds calls; they do not depend on each other, nor on what is added before or after them."""
-        group = Group(len(works))
+        group = WaitGroup(len(works))
         self._queue.extend([(work, group.ends) for work in works])
         return group
 
-    def make(self, until: Group | None = None) -> None:
+    def make(self, until: WaitGroup | None = None) -> None:
         """Makes calls until none is left, or those of a group have ended."""
         queue = self._queue
         while until is None or until.ends.qsize() < until.number:
@@ -83,7 +83,7 @@ class Calls:
             else:
                 ends.put(None)
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: WaitGroup) -> None:
         """Makes calls as `make` does, and waits for those of the group that other threads are making. Once.
 
         Rather than wait, it makes calls that were added later.
@@ -104,7 +104,7 @@ class Calls:
                 raise error
 
 
-class Crew:
+class ThreadPool:
     """Threads that make calls; `join` starts them when it needs them, on the cores of the thread that calls it.
 
     Args:
@@ -114,10 +114,10 @@ class Crew:
     def __init__(self, name: str) -> None:
         self._name = name
         self._threads: list[threading.Thread] = []
-        self._tasks: SimpleQueue[Calls | None] = SimpleQueue()
+        self._tasks: SimpleQueue[WorkQueue | None] = SimpleQueue()
         self._starting = threading.Lock()
 
-    def join(self, calls: Calls, number: int) -> None:
+    def join(self, calls: WorkQueue, number: int) -> None:
         """Has `number` threads make calls, too, as soon as they can and until none is left.
 
         They do it without gradients and below the guard.
@@ -166,7 +166,7 @@ PARTS_PER_THREAD = 2
 PREPARED_TOGETHER = 8
 
 
-class Update(NamedTuple):
+class ParamUpdate(NamedTuple):
     """A parameter to step.
 
     Attributes:
@@ -186,7 +186,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
-Given = Iterable[tuple[Mapping[str, Any], Sequence[Update]]]
+Given = Iterable[tuple[Mapping[str, Any], Sequence[ParamUpdate]]]
 
 
 class _Scratch(threading.local):
@@ -203,7 +203,7 @@ class _Scratch(threading.local):
         return self._tiles[dtype]
 
 
-class Portion:
+class StepBatch:
     """Parameters that are stepped and waited for together, those of a chunk.
 
     Attributes:
@@ -217,8 +217,8 @@ class Portion:
     def __init__(self, given: Callable[[], Given], clip: Clip) -> None:
         self.given = given
         self.clip = clip
-        self.own: list[tuple[Mapping[str, Any], Sequence[Update]]] = []
-        self.group: Group | None = None
+        self.own: list[tuple[Mapping[str, Any], Sequence[ParamUpdate]]] = []
+        self.group: WaitGroup | None = None
         self.error: BaseException | None = None
 
 
@@ -243,11 +243,11 @@ class HostStep:
         self._tile_bytes = tile_bytes
         self._walk = fused.without_lock(fused.walk)
         self._cut = fused.without_lock(fused.cut)
-        self._crew = Crew("protrain-step")
+        self._crew = ThreadPool("protrain-step")
         self._own = _Scratch(max(tile_bytes, 8 * LINE))
 
     def step(
-        self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update], clip: Clip = NO_CLIP
+        self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip = NO_CLIP
     ) -> None:
         """Steps these parameters and no others; when it returns, they and their copies are written.
 
@@ -264,9 +264,9 @@ class HostStep:
         with torch.no_grad():
             steps.finish(steps.add(lambda: [(group, updates)], clip))
 
-    def steps(self, optimizer: Optimizer) -> Steps:
+    def steps(self, optimizer: Optimizer) -> StepSchedule:
         """For steps of parts of the optimizer's parameters that flow into each other, see [Note: Ahead]."""
-        return Steps(self, optimizer)
+        return StepSchedule(self, optimizer)
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later step would start others."""
@@ -284,7 +284,7 @@ class HostStep:
         )
         return KERNELS.get(type(optimizer)) if takes else None
 
-    def calls(self, rule: Rule, pieces: list[Piece], clip: Clip, parts: int) -> list[Callable[[], None]]:
+    def calls(self, rule: FusedRule, pieces: list[TileRange], clip: Clip, parts: int) -> list[Callable[[], None]]:
         """Calls that step these parameters: together, in any order, by any thread; about `parts` for each thread."""
         num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
         share = sum([_up_to_line(piece.end) for piece in pieces])
@@ -298,13 +298,13 @@ class HostStep:
             made = [[piece._replace(tensors=views.get(id(piece), piece.tensors)) for piece in part] for part in made]
         return [self._call(rule, part, clip) for part in made]
 
-    def offer(self, calls: Calls, number: int) -> None:
+    def offer(self, calls: WorkQueue, number: int) -> None:
         """Has other threads make calls, too, of which there are `number`."""
         others = min(self._num_threads or torch.get_num_threads(), number) - 1
         if others > 0:
             self._crew.join(calls, others)
 
-    def _call(self, rule: Rule, part: list[Piece], clip: Clip) -> Callable[[], None]:
+    def _call(self, rule: FusedRule, part: list[TileRange], clip: Clip) -> Callable[[], None]:
         kind = part[0].kind
         if not kind.tiled:
             return fused.whole(rule, part)
@@ -326,7 +326,7 @@ class HostStep:
         return _up_to_line(self._tile_bytes // dtype.itemsize)
 
 
-class Steps:
+class StepSchedule:
     """Steps of parts of an optimizer's parameters, see [Note: Ahead].
 
     `add` may be called at any time and from any thread, `finish` from one thread at a time.
@@ -348,22 +348,22 @@ class Steps:
         self._host = host
         self._optimizer = optimizer
         self._blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
-        self._added: deque[Portion] = deque()
-        self._calls = Calls()
+        self._added: deque[StepBatch] = deque()
+        self._calls = WorkQueue()
         self._num_ahead = 0  # prepared, and not waited for yet
 
-    def add(self, given: Callable[[], Given], clip: Clip = NO_CLIP) -> Portion:
+    def add(self, given: Callable[[], Given], clip: Clip = NO_CLIP) -> StepBatch:
         """Adds parameters, none of which is in another portion.
 
         Args:
             given: Says which; called when this portion or one that was added before it is to be finished.
             clip: What is done to their gradients first, in place.
         """
-        portion = Portion(given, clip)
+        portion = StepBatch(given, clip)
         self._added.append(portion)
         return portion
 
-    def finish(self, portion: Portion) -> None:
+    def finish(self, portion: StepBatch) -> None:
         """Steps a portion; when it returns, it and its copies are written, and some of the others may be.
 
         Once for each portion, and without gradients (`torch.no_grad`).
@@ -407,7 +407,7 @@ class Steps:
         self._num_ahead += len(prepared)
         self._host.offer(self._calls, sum([len(calls) for _, calls in prepared]))
 
-    def _calls_of(self, portion: Portion, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
+    def _calls_of(self, portion: StepBatch, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
         """What is to be called for a portion, whether another one follows or not; adds its counters to `steps`."""
         parts = 1 if followed else PARTS_PER_THREAD
         calls: list[Callable[[], None]] = []
@@ -420,7 +420,7 @@ class Steps:
             if rest:
                 portion.own.append((group, rest))
             if kernel and fused:
-                rule = Rule.of(kernel, group)
+                rule = FusedRule.of(kernel, group)
                 pieces = [_piece(self._optimizer, rule, update, portion.clip) for update in fused]
                 if kernel != "sgd":
                     steps += [piece.step for piece in pieces]
@@ -428,7 +428,7 @@ class Steps:
         return calls
 
 
-def _fail(portions: Iterable[Portion], error: BaseException) -> None:
+def _fail(portions: Iterable[StepBatch], error: BaseException) -> None:
     for portion in portions:
         portion.error = error
 
@@ -437,7 +437,7 @@ def _up_to_line(size: int) -> int:
     return max(-(-size // LINE), 1) * LINE
 
 
-def _piece(optimizer: Optimizer, rule: Rule, update: Update, clip: Clip) -> Piece:
+def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Clip) -> TileRange:
     """The whole parameter; its state is made as by PyTorch's own fused step."""
     parameter, gradient, copy = update.parameter, update.gradient, update.copy
     assert all(each is None or each.shape == parameter.shape for each in (gradient, copy)), "another shape"
@@ -462,8 +462,8 @@ def _piece(optimizer: Optimizer, rule: Rule, update: Update, clip: Clip) -> Piec
             tensors = _in_memory_order(tensors, state, rule.states, copy is not None)
             break
     tiled = copy is not None or gradient.dtype != parameter.dtype or clipped
-    kind = Kind(tiled, parameter.dtype, copy is not None, first, clipped)
-    return Piece(tensors, state.get("step", parameter), kind, 0, parameter.numel())  # SGD counts no steps
+    kind = TileKind(tiled, parameter.dtype, copy is not None, first, clipped)
+    return TileRange(tensors, state.get("step", parameter), kind, 0, parameter.numel())  # SGD counts no steps
 
 
 def _in_memory_order(tensors: list[Tensor], state: dict[str, Any], names: Iterable[str], copied: bool) -> list[Tensor]:
@@ -481,13 +481,13 @@ def _order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
-def _parts(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
+def _parts(pieces: list[TileRange], size: int) -> Iterator[list[TileRange]]:
     """Pieces of one kind, at most `size` elements in each part; `size` is a multiple of `LINE`."""
-    kinds: dict[Kind, list[Piece]] = {}
+    kinds: dict[TileKind, list[TileRange]] = {}
     for piece in pieces:
         kinds.setdefault(piece.kind, []).append(piece)
     for alike in kinds.values():
-        part: list[Piece] = []
+        part: list[TileRange] = []
         room = size
         for piece in alike:
             begin = 0
@@ -502,9 +502,9 @@ def _parts(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
             yield part
 
 
-def _sorted_out(updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
+def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list[ParamUpdate]]:
     """Those that a kernel can take, going through the memory of a parameter from its begin to its end; and the rest."""
-    found: tuple[list[Update], list[Update]] = [], []
+    found: tuple[list[ParamUpdate], list[ParamUpdate]] = [], []
     for update in updates:
         parameter = update.parameter
         whole = parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
@@ -513,7 +513,7 @@ def _sorted_out(updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
     return found
 
 
-def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[Update]) -> None:
+def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate]) -> None:
     """The step of the optimizer's class on these parameters, without what is wrapped around it (hooks, profiling)."""
     part = object.__new__(type(optimizer))
     vars(part).update(vars(optimizer))  # not copy.copy: it forgets what a class keeps beside groups and state

@@ -34,8 +34,8 @@ from torch.optim import optimizer as optim
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.comm.collectives import Communicator
-from lightning_protrain.runtime.low_precision import LowGradient, cast
+from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.low_precision import InPlaceGrad, cast
 from lightning_protrain.runtime.optim.adam8bit import is_unchanged
 from lightning_protrain.runtime.optim.host_step import hyperparameters
 
@@ -72,7 +72,7 @@ class NormScratch:
 
     def norm(self, gradient: Tensor) -> Tensor:
         """Return the norm of a gradient in the dtype of its weight, a scalar."""
-        low = gradient.landed() if isinstance(gradient, LowGradient) else gradient
+        low = gradient.landed() if isinstance(gradient, InPlaceGrad) else gradient
         if low.dtype == gradient.dtype:
             return torch.linalg.vector_norm(low)
         if self._values.numel() < low.numel() or self._values.dtype != gradient.dtype:
@@ -104,7 +104,7 @@ def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
 
     Those in the memory of copies are left to their steps, see [Note: Low gradients].
     """
-    present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, LowGradient)]
+    present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, InPlaceGrad)]
     if present:
         torch.nn.utils.clip_grad_value_(present, clip_value)
 
@@ -112,7 +112,7 @@ def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
 def norms_of_owners(
     parameters: Sequence[Tensor],
     shared: Collection[int],
-    communicator: Communicator,
+    communicator: Collectives,
     known: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, Tensor]:
     """The norms of all gradients that ranks of a node own, by the identity of the parameter; every rank calls it.
@@ -135,7 +135,7 @@ def norms_of_owners(
     return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
 
 
-def tell_overflow(found: dict[torch.device, Tensor], communicator: Communicator) -> None:
+def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) -> None:
     """A gradient that is not finite on the rank that owns it is one on every rank, each of which calls it.
 
     Args:
@@ -155,7 +155,7 @@ def bound_norm(
     known: Mapping[int, Tensor] | None = None,
     later: Collection[int] = (),
     shared: Collection[int] = (),
-    communicator: Communicator | None = None,
+    communicator: Collectives | None = None,
 ) -> Tensor | None:
     """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit.
 
