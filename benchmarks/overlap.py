@@ -269,7 +269,7 @@ def run(case: Case) -> Busy:
         for _ in range(NUM_STEPS):
             _step(case, gpt, runtime, optimizer)
             ends.append(_busy(device))
-        runtime.updates.finish_all()
+        runtime.async_step.finish_all()
     runtime.remove()
     return ends[-1] - ends[-2]
 
@@ -305,13 +305,13 @@ def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimiz
     def closure() -> None:
         forward_and_backward(case.accumulate == 1)
         if case.clipped:
-            runtime.updates.clip_norm(gpt.parameters(), 1e-3)
+            runtime.async_step.clip_norm(gpt.parameters(), 1e-3)
         runtime.settle()
 
     for index in range(case.accumulate - 1):
         forward_and_backward(index == 0)
-    runtime.updates.arm(optimizer, case.overlap, None, case.clipped)
-    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
+    runtime.async_step.arm(optimizer, case.overlap, None, case.clipped)
+    with fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
         optimizer.step(final)
     runtime.refresh()
 

@@ -126,7 +126,7 @@ class PlanningTrainer(Trainer):
         answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {_host_sentence(self.strategy._wishes.host_memory, host_memory, host_cores)}")
+        say_basis(f"{batch} {_host_sentence(self.strategy._plan_request.host_memory, host_memory, host_cores)}")
         _refuse_all(answers)
 
     def preview(

@@ -97,20 +97,20 @@ def test_a_twin_has_companions_of_its_own_that_are_filled_later(kind: str) -> No
     layer = quantised(kind)
     host = layer.weight
     place_companions(host, Memory(packed_nbytes(host)))
-    twin = torch.Tensor._make_subclass(type(host), host.detach().as_subclass(Tensor).clone(), False)
-    vars(twin).update(vars(host))
+    device_param = torch.Tensor._make_subclass(type(host), host.detach().as_subclass(Tensor).clone(), False)
+    vars(device_param).update(vars(host))
     before = [tensor.data_ptr() for tensor in tensors_of(host)]
     memory = Memory(packed_nbytes(host))
-    attach_companions(host, twin, memory)
+    attach_companions(host, device_param, memory)
     assert [tensor.data_ptr() for tensor in tensors_of(host)] == before
-    assert not set(before) & {tensor.data_ptr() for tensor in tensors_of(twin)}
-    for tensor, value in zip(tensors_of(twin), tensors_of(host), strict=True):
+    assert not set(before) & {tensor.data_ptr() for tensor in tensors_of(device_param)}
+    for tensor, value in zip(tensors_of(device_param), tensors_of(host), strict=True):
         tensor.copy_(value)
     if hasattr(host, "CB"):
-        assert twin.CB.data_ptr() == twin.data_ptr() != host.data_ptr()
+        assert device_param.CB.data_ptr() == device_param.data_ptr() != host.data_ptr()
     inputs = torch.randn(2, WIDTH)
     expected = layer(inputs)
-    layer._parameters["weight"] = twin
+    layer._parameters["weight"] = device_param
     if hasattr(layer, "state"):
         layer.state = bnb.MatmulLtState()
         layer.state.has_fp16_weights = False

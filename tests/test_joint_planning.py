@@ -56,7 +56,7 @@ def jointly(
     monkeypatch.setattr(plan_session, "decide", lambda make: make())
     monkeypatch.setattr(plan_session, "least_memory", lambda mine, _: replace(mine, **shares))
     ranks: Any = Alone()
-    said = replace(found, wishes=found.wishes.among(SHARD, 2, 2))
+    said = replace(found, plan_request=found.plan_request.among(SHARD, 2, 2))
     return *plan_jointly(said, nn.Linear(1, 1), ranks, among, torch.device("cpu")), asked
 
 
@@ -69,7 +69,7 @@ def test_the_network_decides_who_holds_what(
     other = REPLICATE if chosen is SHARD else SHARD
     assert plan.sharding is chosen
     assert asked == [SHARD]
-    assert (found.wishes.copies, found.wishes.sharers) == ((1, 2) if chosen is SHARD else (2, 1))
+    assert (found.plan_request.copies, found.plan_request.sharers) == ((1, 2) if chosen is SHARD else (2, 1))
     assert caplog.text.count(f'sharding="auto" takes "{chosen}"') == 1
     assert plan.prediction is not None
     sentence = plan.prediction.advice[-1]
@@ -87,21 +87,21 @@ def test_the_network_decides_who_holds_what(
 
 def shared_by(found: PlanSession) -> int:
     """Bytes that two ranks would share of the plan of a case."""
-    plan = replace(found, wishes=found.wishes.among(SHARD, 2, 2)).plan_among(TO_OWNERS, SHARD)
+    plan = replace(found, plan_request=found.plan_request.among(SHARD, 2, 2)).plan_among(TO_OWNERS, SHARD)
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     return shared_bytes(offloaded, {info.fqn: info.nbytes for info in found.layout.parameters}, 2)
 
 
-@pytest.mark.parametrize("wishes", [{"device_memory": 60_000}, {"choice": "offload"}], ids=["searched", "given"])
+@pytest.mark.parametrize("plan_request", [{"device_memory": 60_000}, {"choice": "offload"}], ids=["searched", "given"])
 @pytest.mark.parametrize(("short", "chosen"), [(0, SHARD), (1, REPLICATE)], ids=["enough", "a byte less"])
 def test_where_the_memory_that_can_be_shared_is_small_each_has_a_copy(
-    wishes: dict[str, Any],
+    plan_request: dict[str, Any],
     short: int,
     chosen: Sharding,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = case(**wishes)
+    found = case(**plan_request)
     needs = shared_by(found)
     with caplog.at_level("INFO"):
         _, plan, _ = jointly(found, TO_OWNERS, monkeypatch, shared=needs - short, shared_at=1)
@@ -150,14 +150,14 @@ def test_a_host_that_holds_one_copy_only_is_shared(
     assert 'under "replicate" there is no plan (No plan fits: the ' in caplog.text
 
 
-@pytest.mark.parametrize("wishes", [{"choice": "offload"}, {"choice": "resident"}, {}], ids=str)
+@pytest.mark.parametrize("plan_request", [{"choice": "offload"}, {"choice": "resident"}, {}], ids=str)
 def test_what_leaves_nothing_to_decide_is_not_planned_twice(
-    wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan_request: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        _, plan, asked = jointly(case(GIB, **wishes), TO_ALL, monkeypatch)
+        _, plan, asked = jointly(case(GIB, **plan_request), TO_ALL, monkeypatch)
     assert plan.sharding is SHARD
-    assert asked == ([] if wishes else [SHARD])
+    assert asked == ([] if plan_request else [SHARD])
     assert "sharding=" not in caplog.text
 
 
@@ -220,16 +220,18 @@ def test_each_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "device_bytes", "under"),
+    ("plan_request", "device_bytes", "under"),
     [({}, 60_000, [SHARD, REPLICATE]), ({}, GIB, [SHARD]), ({"choice": "offload"}, 60_000, [SHARD])],
     ids=["searched", "resident", "given"],
 )
 def test_machines_are_planned_for_under_what_a_run_would_choose_from(
-    wishes: dict[str, Any], device_bytes: int, under: list[Sharding]
+    plan_request: dict[str, Any], device_bytes: int, under: list[Sharding]
 ) -> None:
     machine = replace(CPU, device_bytes=device_bytes)
-    found = case(**wishes)
-    plans = answers(replace(found, wishes=found.wishes.among(SHARD, 4, 4)), {"": {SHARD: machine, REPLICATE: machine}})
+    found = case(**plan_request)
+    plans = answers(
+        replace(found, plan_request=found.plan_request.among(SHARD, 4, 4)), {"": {SHARD: machine, REPLICATE: machine}}
+    )
     assert list(plans[""]) == under
     assert [plan.sharding for plan in plans[""].values() if isinstance(plan, Plan)] == under
 
@@ -238,11 +240,11 @@ def test_machines_are_planned_for_under_what_a_run_would_choose_from(
 SLOW_CLUSTER = Cluster(2, 2, 1e9, 1e6, 1e12)
 
 
-def there(cluster: Cluster | None, dtype: torch.dtype | None = None, **wishes: Any) -> dict[Sharding, Any]:
+def there(cluster: Cluster | None, dtype: torch.dtype | None = None, **plan_request: Any) -> dict[Sharding, Any]:
     """What is planned for a GPU of the cluster, or for one alone."""
     machine = replace(CPU, device_bytes=GIB)
-    found = case(**{"device_memory": 80_000, **wishes})
-    several = replace(found, wishes=found.wishes.among(SHARD, 2, 4))
+    found = case(**{"device_memory": 80_000, **plan_request})
+    several = replace(found, plan_request=found.plan_request.among(SHARD, 2, 4))
     clusters = {"there": cluster} if cluster is not None else None
     return answers(several, {"there": {SHARD: machine, REPLICATE: machine}}, clusters, dtype)["there"]
 
@@ -255,7 +257,7 @@ def test_plans_on_paper_are_those_that_know_the_network(sharding: Sharding) -> N
     assert "network" not in alone.prediction.busy
     assert (found.chunks, found.blocks) != (alone.chunks, alone.blocks)
     several = case(device_memory=80_000)
-    several = replace(several, wishes=several.wishes.among(SHARD, 2, 4))
+    several = replace(several, plan_request=several.plan_request.among(SHARD, 2, 4))
     network = SLOW_CLUSTER.network_under(sharding)
     assert found == several.plan_among(network, sharding, replace(CPU, device_bytes=GIB))
 
@@ -274,14 +276,14 @@ def test_sums_on_paper_have_the_dtype_of_the_run() -> None:
 
 @pytest.mark.parametrize("kind", ["offload", "resident", "knobs", "given"])
 def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
-    wishes: dict[str, Any] = {"choice": kind}
+    plan_request: dict[str, Any] = {"choice": kind}
     if kind == "knobs":
-        wishes = {"knobs": WHOLE}
+        plan_request = {"knobs": WHOLE}
     if kind == "given":
-        wishes = {"choice": there(replace(SLOW_CLUSTER, network=1e12))[SHARD]}
+        plan_request = {"choice": there(replace(SLOW_CLUSTER, network=1e12))[SHARD]}
     if kind == "resident":
-        wishes["device_memory"] = GIB
-    alone, found = there(None, **wishes), there(SLOW_CLUSTER, **wishes)
+        plan_request["device_memory"] = GIB
+    alone, found = there(None, **plan_request), there(SLOW_CLUSTER, **plan_request)
     assert list(found) == [SHARD]
     plan, before = found[SHARD], alone[SHARD]
     assert (plan.chunks, plan.blocks) == (before.chunks, before.blocks)
@@ -294,7 +296,7 @@ def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
 def test_copies_of_a_machine_share_its_host() -> None:
     def makes_plan(host_bytes: int) -> list[bool]:
         machine: HardwareProfile = replace(CPU, device_bytes=60_000, host_bytes=host_bytes)
-        several = replace(case(), wishes=case().wishes.among(SHARD, 4, 4))
+        several = replace(case(), plan_request=case().plan_request.among(SHARD, 4, 4))
         found = answers(several, {"": {SHARD: machine, REPLICATE: machine}})[""]
         return [isinstance(plan, Plan) for plan in found.values()]
 

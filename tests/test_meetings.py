@@ -19,13 +19,13 @@ KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy
 def strategy_of_two(kind: type[MeetingStrategy], notes: list[str]) -> MeetingStrategy:
     """One that has met another rank, which is gone; `notes` becomes what it leaves for others."""
     strategy = kind()
-    attendance = SimpleNamespace(
+    rank_health = SimpleNamespace(
         doing="Training at step 3",
         leave=notes.append,
         explain=lambda: SAID,
         has_explained=lambda error: "ends on rank 0" in str(error),
     )
-    strategy._ranks = SimpleNamespace(attendance=attendance)  # type: ignore[assignment]
+    strategy._ranks = SimpleNamespace(rank_health=rank_health)  # type: ignore[assignment]
     return strategy
 
 

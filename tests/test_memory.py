@@ -76,11 +76,15 @@ class StateBytes(TorchDispatchMode):
         if self.terms is None:
             self.terms = runtime.plan.memory
             self.chunks = list(runtime._chunks)
-            self.twins = [slot.twin for chunk in self.chunks for slot in chunk.slots]
-            offloaded = {slot.fqn for chunk in self.chunks for slot in chunk.slots}
+            self.device_params = [param.device_param for chunk in self.chunks for param in chunk.params]
+            offloaded = {param.fqn for chunk in self.chunks for param in chunk.params}
             named = self.strategy.lightning_module.named_parameters()
             self.resident = [parameter for name, parameter in named if name not in offloaded]
-        held = [*self.resident, *(p.grad for p in self.resident), *(twin.grad for twin in self.twins)]
+        held = [
+            *self.resident,
+            *(p.grad for p in self.resident),
+            *(device_param.grad for device_param in self.device_params),
+        ]
         held += self.strategy.lightning_module.buffers()
         held += [value for p in self.resident for state in self._states(p) for value in state.values() if value.dim()]
         storages = sum(chunk._storage.nbytes() for chunk in self.chunks)
@@ -95,10 +99,10 @@ class StateBytes(TorchDispatchMode):
         """Counts while inside, and what lands until it has landed."""
         land = GradOffload._land
 
-        def landed(landing: GradOffload, slot: Any) -> None:
+        def landed(landing: GradOffload, param: Any) -> None:
             # The gradient leaves the twin before it is copied, but not the device.
-            self.landing = slot.twin.grad.nbytes
-            land(landing, slot)
+            self.landing = param.device_param.grad.nbytes
+            land(landing, param)
             self.landing = 0
 
         monkeypatch.setattr(GradOffload, "_land", landed)

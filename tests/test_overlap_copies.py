@@ -55,8 +55,8 @@ class Casts:
         self.in_validation = 0
         renew = OffloadedParam.renew_copy
 
-        def counted(slot: OffloadedParam) -> None:
-            renew(slot)
+        def counted(param: OffloadedParam) -> None:
+            renew(param)
             if module.trainer.validating or not module.training:
                 self.in_validation += 1
             else:
@@ -78,7 +78,7 @@ class Passive(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if isinstance(trainer.strategy, ProTrainStrategy):
-            self.pending.append(len(trainer.strategy._runtime.updates._pending))
+            self.pending.append(len(trainer.strategy._runtime.async_step._pending))
 
 
 class Holding(Passive):

@@ -59,8 +59,8 @@ def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
 
 def test_what_is_planned_for_on_paper_is_forgotten() -> None:
     strategy: Any = ProTrainStrategy(overlap_optimizer="forward")
-    before = strategy._wishes
+    before = strategy._plan_request
     with strategy.planning_only({"": {Sharding.SHARD: CPU}}, 6, 2):
-        assert (strategy._wishes.ranks, strategy._wishes.num_nodes) == (6, 3)
-    assert strategy._wishes == before
+        assert (strategy._plan_request.ranks, strategy._plan_request.num_nodes) == (6, 3)
+    assert strategy._plan_request == before
     assert strategy._machines is None

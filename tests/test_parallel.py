@@ -54,8 +54,8 @@ def test_resident_sharding_refuses_a_plan_that_offloads(plan: Any) -> None:
 )
 def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copies: int, sharers: int) -> None:
     strategy = strategy_with("auto", 4, 4)
-    wishes = strategy.among_ranks(strategy._wishes, sharding)
-    assert wishes == replace(strategy._wishes, copies=copies, sharers=sharers, ranks=strategy.world_size)
+    plan_request = strategy.among_ranks(strategy._plan_request, sharding)
+    assert plan_request == replace(strategy._plan_request, copies=copies, sharers=sharers, ranks=strategy.world_size)
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:

@@ -145,11 +145,11 @@ def _skip_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of one weight never arrive."""
     land = GradOffload._land
 
-    def lose(self: GradOffload, slot: OffloadedParam) -> None:
-        if slot.fqn.endswith("1.down.weight"):
-            slot.twin.grad = None
+    def lose(self: GradOffload, param: OffloadedParam) -> None:
+        if param.fqn.endswith("1.down.weight"):
+            param.device_param.grad = None
         else:
-            land(self, slot)
+            land(self, param)
 
     monkeypatch.setattr(GradOffload, "_land", lose)
 
@@ -174,8 +174,8 @@ def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
             fetch(self, *how)
 
     def trust(self: Chunk, in_backward: bool) -> None:
-        for slot in self.slots:
-            slot.read_version = slot.seen_version = slot.host._version
+        for param in self.params:
+            param.read_version = param.seen_version = param.host._version
         wait(self, in_backward)
 
     monkeypatch.setattr(Chunk, "fetch", fetch_once)
@@ -194,9 +194,9 @@ def _overwrite_instead_of_add(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch replaces the gradients of the one before."""
     land = GradOffload._land
 
-    def replace(self: GradOffload, slot: OffloadedParam) -> None:
-        slot.host.grad = None
-        land(self, slot)
+    def replace(self: GradOffload, param: OffloadedParam) -> None:
+        param.host.grad = None
+        land(self, param)
 
     monkeypatch.setattr(GradOffload, "_land", replace)
 

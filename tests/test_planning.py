@@ -41,7 +41,7 @@ class SmallDevice(CPUDevice):
         return self.free
 
 
-def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> PlanSession:
+def case(free: int | None = None, profiled: bool = True, **plan_request: Any) -> PlanSession:
     """The model "reused" on its way to a plan."""
     module = zoo()["reused"]()
     layout = describe_model(module)
@@ -50,11 +50,11 @@ def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> PlanS
     said = PlanRequest("auto", Knobs(), None, 100_000_000, None, None, CPU)
     batch = module.train_dataloader().dataset[0:2]
     profile = profile_model(module, layout, lambda: module.training_step(batch, 0)) if profiled else None
-    return PlanSession(replace(said, **wishes), device, layout, profile, state_bytes=8.0, training=Training())
+    return PlanSession(replace(said, **plan_request), device, layout, profile, state_bytes=8.0, training=Training())
 
 
 @pytest.mark.parametrize(
-    ("free", "wishes", "searches"),
+    ("free", "plan_request", "searches"),
     [
         (None, {}, False),
         (GIB, {}, True),
@@ -67,9 +67,9 @@ def case(free: int | None = None, profiled: bool = True, **wishes: Any) -> PlanS
     ids=str,
 )
 def test_it_searches_where_something_is_left_to_decide(
-    free: int | None, wishes: dict[str, Any], searches: bool
+    free: int | None, plan_request: dict[str, Any], searches: bool
 ) -> None:
-    found = case(free, **wishes)
+    found = case(free, **plan_request)
     assert found.searches() == searches
     assert (found.plan().prediction is not None) == searches
 
@@ -111,8 +111,8 @@ def test_what_a_plan_leaves_to_the_host(choice: str) -> None:
     taken = sum(host_terms(found.layout, plan, found.state_bytes).values())
     assert found.spare_host_bytes(plan) == GIB - taken
     assert (taken > 0) == (choice == "offload")
-    assert replace(found, wishes=replace(found.wishes, host_memory=taken)).spare_host_bytes(plan) == 0
-    assert replace(found, wishes=replace(found.wishes, host_memory=taken // 2)).spare_host_bytes(plan) == 0
+    assert replace(found, plan_request=replace(found.plan_request, host_memory=taken)).spare_host_bytes(plan) == 0
+    assert replace(found, plan_request=replace(found.plan_request, host_memory=taken // 2)).spare_host_bytes(plan) == 0
 
 
 def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> None:
@@ -122,13 +122,13 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
     memory = memory_terms(found.layout, plan.chunks, plan.num_chunk_buffers, found.state_bytes, blocks)
     swapping = replace(plan, blocks=blocks, memory=memory)
     training = Training(accumulate=2)
-    shared = replace(found, wishes=replace(found.wishes, sharers=4), training=training)
+    shared = replace(found, plan_request=replace(found.plan_request, sharers=4), training=training)
     taken = sum(host_terms(found.layout, swapping, found.state_bytes, 2, sharers=4).values())
     assert shared.spare_host_bytes(swapping) == (GIB - taken) // 4
     least = host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks, HostUse(4, 2))
     assert least > host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks)
     for limit, fits in ((least, True), (least - 1, False)):
-        limited = replace(shared, wishes=replace(shared.wishes, choice=swapping, host_memory=limit))
+        limited = replace(shared, plan_request=replace(shared.plan_request, choice=swapping, host_memory=limit))
         with nullcontext() if fits else pytest.raises(ValueError, match="host memory"):
             limited.plan()
 
@@ -136,13 +136,13 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
 def test_a_search_counts_all_ranks_that_share_a_host() -> None:
     tiny = replace(CPU, name="tiny", device_bytes=60_000)
     one = case(GIB, host_memory=GIB)
-    four = replace(one, wishes=replace(one.wishes, sharers=4), training=Training(accumulate=2))
+    four = replace(one, plan_request=replace(one.plan_request, sharers=4), training=Training(accumulate=2))
     phase = four.plan(tiny).prediction.phases[-1]
     assert phase.host["gradients"] > 0
     assert phase.host[OTHER_RANKS] == 3 * (
         phase.host["gradients"] + phase.host["landing_gradients"] + phase.host["swapped_activations"]
     )
-    refused = replace(four, wishes=replace(four.wishes, host_memory=1000))
+    refused = replace(four, plan_request=replace(four.plan_request, host_memory=1000))
     with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the machine"):
         refused.plan(tiny)
 
@@ -177,7 +177,7 @@ def least_named(found: PlanSession) -> int:
 def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ranks: int) -> None:
     def on(nbytes: int) -> PlanSession:
         found = case(device_memory=nbytes, choice=choice)
-        return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
+        return replace(found, plan_request=found.plan_request.among(Sharding.REPLICATE, ranks, ranks))
 
     needed = least_named(on(1000))
     assert least_named(on(needed - 1)) == needed
@@ -189,15 +189,17 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
 def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:
     found = case(device_memory=GIB, choice="resident")
     total = found.plan().memory.total
-    tight = replace(found, wishes=replace(found.wishes, device_memory=total).among(Sharding.REPLICATE, 2, 2))
+    tight = replace(
+        found, plan_request=replace(found.plan_request, device_memory=total).among(Sharding.REPLICATE, 2, 2)
+    )
     assert tight.plan().memory.total == total
 
 
 @pytest.mark.parametrize(("made_by", "given_to"), [(2, 2), (1, 2), (2, 1)])
 def test_a_plan_that_is_given_back_has_room_for_the_sums_of_these_ranks(made_by: int, given_to: int) -> None:
-    def among(ranks: int, **wishes: Any) -> PlanSession:
-        found = case(**wishes)
-        return replace(found, wishes=found.wishes.among(Sharding.REPLICATE, ranks, ranks))
+    def among(ranks: int, **plan_request: Any) -> PlanSession:
+        found = case(**plan_request)
+        return replace(found, plan_request=found.plan_request.among(Sharding.REPLICATE, ranks, ranks))
 
     made = among(made_by, choice="offload").plan()
     expected = among(given_to, choice="offload").plan().memory
@@ -211,7 +213,7 @@ def test_ranks_that_share_one_copy_step_it_together() -> None:
     found = case(GIB)
     assert found.profile is not None
     for sharers in (1, 4):
-        shared = replace(found, wishes=replace(found.wishes, sharers=sharers))
+        shared = replace(found, plan_request=replace(found.plan_request, sharers=sharers))
         assert shared._measure(found.profile) == replace(CPU, host_step=sharers * CPU.host_step)
 
 

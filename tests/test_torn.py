@@ -1,4 +1,4 @@
-"""Weights that an earlier run has left torn are known as such until they are loaded."""
+"""Weights that an earlier run has left partially stepped are known as such until they are loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trainer_of(**options: object) -> L.Trainer:
     )  # type: ignore[arg-type]
 
 
-def torn(trainer: L.Trainer) -> Failing:
+def partially_stepped(trainer: L.Trainer) -> Failing:
     """A module whose run broke off in a backward in which weights had been stepped already."""
     module = failing(3, "backward")
     with pytest.raises(KeyError, match="broken"):
@@ -36,13 +36,15 @@ def torn(trainer: L.Trainer) -> Failing:
 
 def test_what_is_torn_is_refused_after_its_run(tmp_path: Path) -> None:
     trainer = trainer_of()
-    module = torn(trainer)
-    with pytest.raises(RuntimeError, match=r"Failing are torn.*neither saved nor trained.*load_state_dict"):
+    module = partially_stepped(trainer)
+    with pytest.raises(
+        RuntimeError, match=r"Failing are partially stepped.*neither saved nor trained.*load_state_dict"
+    ):
         trainer.save_checkpoint(tmp_path / "torn.ckpt")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(RuntimeError, match="are torn"):
+    with pytest.raises(RuntimeError, match="are partially stepped"):
         trainer.fit(module)
-    with pytest.raises(RuntimeError, match="are torn"):
+    with pytest.raises(RuntimeError, match="are partially stepped"):
         trainer_of().fit(module)
 
 
@@ -52,7 +54,7 @@ def test_loaded_weights_are_whole(way: str, tmp_path: Path) -> None:
     before = trainer_of(limit_train_batches=2)
     before.fit(whole)
     before.save_checkpoint(tmp_path / "whole.ckpt")
-    module = torn(trainer_of())
+    module = partially_stepped(trainer_of())
     path = tmp_path / "whole.ckpt"
     if way == "load_state_dict":
         module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
@@ -76,7 +78,7 @@ def test_only_all_trained_weights_make_it_whole() -> None:
     mark_partially_stepped(module, "the power went")
     state = module.state_dict()
     module.load_state_dict({name: value for name, value in state.items() if name != "0.bias"}, strict=False)
-    with pytest.raises(RuntimeError, match="this Sequential are torn by an earlier run: the power went,"):
+    with pytest.raises(RuntimeError, match="this Sequential are partially stepped by an earlier run: the power went,"):
         refuse_partially_stepped(module)
     module.load_state_dict({name: value for name, value in state.items() if name.startswith("0.")}, strict=False)
     refuse_partially_stepped(module)

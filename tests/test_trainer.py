@@ -168,18 +168,18 @@ def test_tables_of_several_gpus_fit_eighty_columns(options: list[str], capsys: A
 def test_the_ranks_of_a_machine_are_planned_for(
     sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wishes: list[Any] = []
+    plan_request: list[Any] = []
     real = plan_session.PlanSession.plan
 
     def plan(self: plan_session.PlanSession, machine: HardwareProfile | None = None) -> Plan:
-        wishes.append(self.wishes)
+        plan_request.append(self.plan_request)
         return real(self, machine)
 
     monkeypatch.setattr(plan_session.PlanSession, "plan", plan)
     strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.sharding={sharding}"]
     many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
-    assert [(each.ranks, each.copies, each.sharers) for each in wishes] == [(8, *each) for each in shares]
+    assert [(each.ranks, each.copies, each.sharers) for each in plan_request] == [(8, *each) for each in shares]
 
 
 @pytest.mark.parametrize("plan", ["auto", "offload", "resident"])

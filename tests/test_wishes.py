@@ -15,7 +15,7 @@ from tests.models import zoo
 from tests.plans import half
 
 
-def wishes(**changed: Any) -> Any:
+def plan_request(**changed: Any) -> Any:
     defaults: dict[str, Any] = {
         "choice": "auto",
         "knobs": Knobs(),
@@ -65,18 +65,18 @@ def test_anything_else_is_refused(plan: Any) -> None:
 
 @pytest.mark.parametrize(("text", "nbytes"), [("auto", None), ("2GiB", 2 << 30), (512, 512)])
 def test_memory_is_read_in_units(text: str | int, nbytes: int | None) -> None:
-    assert wishes(device_memory=text).device_memory == nbytes
-    assert wishes(host_memory=text).host_memory == nbytes
+    assert plan_request(device_memory=text).device_memory == nbytes
+    assert plan_request(host_memory=text).host_memory == nbytes
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, None])
 def test_min_num_params_is_a_positive_number(number: Any) -> None:
     with pytest.raises(ValueError, match="give a positive number of parameters"):
-        wishes(min_num_params=number)
+        plan_request(min_num_params=number)
 
 
 def test_a_whole_plan_leaves_knobs_nothing_to_decide() -> None:
     plan = half(next(iter(zoo().values()))())
     with pytest.raises(ValueError, match="num_chunk_buffers"):
-        wishes(choice=plan, knobs=Knobs(num_chunk_buffers=2))
-    assert wishes(choice=plan).choice is plan
+        plan_request(choice=plan, knobs=Knobs(num_chunk_buffers=2))
+    assert plan_request(choice=plan).choice is plan

@@ -54,20 +54,20 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
         vars(parameter)["CB"] = _plain(parameter)
 
 
-def attach_companions(host: Tensor, twin: Tensor, place: Placing) -> None:
+def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
     """Gives the device twin of a weight companions of its own, where `place` says; nothing is copied there.
 
     Autograd functions keep the objects that hold them, and find in backward what has been fetched by then.
     """
     state = vars(host).get("quant_state")
     if state is not None:
-        twin.quant_state = state = copy.copy(state)  # type: ignore[attr-defined]
+        device_param.quant_state = state = copy.copy(state)  # type: ignore[attr-defined]
         if state.state2 is not None:
             state.state2 = copy.copy(state.state2)
-    for (_, name, begin, tensor), (holder, _) in zip(_places(host), list(_holders(twin)), strict=True):
+    for (_, name, begin, tensor), (holder, _) in zip(_places(host), list(_holders(device_param)), strict=True):
         setattr(holder, name, place(begin, tensor))
-    if _codes(twin) is not None:
-        vars(twin)["CB"] = _plain(twin)
+    if _codes(device_param) is not None:
+        vars(device_param)["CB"] = _plain(device_param)
 
 
 def move_companions(parameter: Tensor, device: torch.device) -> None:

@@ -66,7 +66,7 @@ class MeetingStrategy(ParallelStrategy):
         assert self._ranks is not None
         trainer = module.trainer
         what = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
-        self._ranks.attendance.doing = self._describe_step(trainer, what)
+        self._ranks.rank_health.doing = self._describe_step(trainer, what)
         told_to_end, why = trainer.received_sigterm or self._sigterm.received, self._losses.why_to_stop()
         if self._meet(what, told_to_end or bool(why)):
             self._stop_if(why, f"the reason to end at {what}")
@@ -189,7 +189,7 @@ class MeetingStrategy(ParallelStrategy):
         """Who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
         if self._ranks is None or not is_of_collective(error):
             return error
-        return self._ranks.attendance.explain()
+        return self._ranks.rank_health.explain()
 
     @contextmanager
     def explaining(self) -> Generator[None]:
@@ -201,7 +201,7 @@ class MeetingStrategy(ParallelStrategy):
         try:
             yield
         except RuntimeError as error:
-            if self._ranks is None or self._ranks.attendance.has_explained(error):
+            if self._ranks is None or self._ranks.rank_health.has_explained(error):
                 raise
             if (explained := self.explain(error)) is error:
                 raise
@@ -211,11 +211,11 @@ class MeetingStrategy(ParallelStrategy):
         """Tells the other ranks why this one is missing, and the user who was missing here."""
         super().on_exception(exception)
         if self._ranks is not None:
-            attendance = self._ranks.attendance
-            if is_of_collective(exception) and not attendance.has_explained(exception):
-                exception.add_note(str(attendance.explain()))  # Of a user's collective, or a metric's.
-            at = attendance.doing[0].lower() + attendance.doing[1:]
-            attendance.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
+            rank_health = self._ranks.rank_health
+            if is_of_collective(exception) and not rank_health.has_explained(exception):
+                exception.add_note(str(rank_health.explain()))  # Of a user's collective, or a metric's.
+            at = rank_health.doing[0].lower() + rank_health.doing[1:]
+            rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:
         """The loops and the signals of the Trainer are as they were."""

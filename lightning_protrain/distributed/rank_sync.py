@@ -247,7 +247,7 @@ def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
     told = torch.tensor([-1 if value is None else value for value in values])
     everywhere = [torch.empty_like(told) for _ in range(ranks.world_size)]
     work = dist.all_gather(everywhere, told, group=ranks.meeting, async_op=True)
-    ranks.attendance.wait(work, "the memory of all ranks")
+    ranks.rank_health.wait(work, "the memory of all ranks")
     found = []
     for each in everywhere:
         device, host, weights, shared = each.tolist()

@@ -118,11 +118,11 @@ def apply_plan(
         chunk.gathers_gradients = gathers_own
     units = _make_units(model, plan, layout, offloaded, chunks)
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
-    updates = AsyncStep(chunks, device, communicator)
+    async_step = AsyncStep(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
     with below_guard():  # Twins in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, updates, say, swap, communicator)
+        executor = Executor(chunks, units, capacity, device, async_step, say, swap, communicator)
         if device.host.locks and communicator is None:
             executor.reserve_gradients(layout.lends_copies)
     watch = ViewWatch()
@@ -134,13 +134,13 @@ def apply_plan(
         say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one,
-        updates.publishing.publish()  # and so may what is streamed in place of them.
+        async_step.publishing.publish()  # and so may what is streamed in place of them.
         shared = (chunk.share for chunk in chunks if chunk.share is not None)
         if (share := next(shared, None)) is not None:
             share.memory.lock()  # It is one for all.
     if chunks:
-        chunks[0].slots[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, device, chunks, executor, updates, interceptions, watch, manual, swap)
+        chunks[0].params[0].hooks.append(refuse_additions(model))
+    return Runtime(plan, device, chunks, executor, async_step, interceptions, watch, manual, swap)
 
 
 class Runtime:
@@ -148,7 +148,7 @@ class Runtime:
 
     Attributes:
         plan: What was applied.
-        updates: Optimizer steps that run beside the device.
+        async_step: Optimizer steps that run beside the device.
     """
 
     def __init__(
@@ -157,14 +157,14 @@ class Runtime:
         device: Device,
         chunks: list[Chunk],
         executor: Executor,
-        updates: AsyncStep,
+        async_step: AsyncStep,
         interceptions: Interceptions,
         watch: ViewWatch,
         manual: bool,
         swap: ActivationSwap | None,
     ) -> None:
         self.plan = plan
-        self.updates = updates
+        self.async_step = async_step
         self._manual = manual
         self._device = device
         self._chunks = chunks
@@ -181,7 +181,7 @@ class Runtime:
     @property
     def num_hooks(self) -> int:
         """Units whose forward is replaced plus parameters with gradient hooks; 0 for a wholly resident plan."""
-        return len(self._interceptions) + sum(len(chunk.slots) for chunk in self._chunks)
+        return len(self._interceptions) + sum(len(chunk.params) for chunk in self._chunks)
 
     def run_step(
         self,
@@ -202,7 +202,7 @@ class Runtime:
             return function(*args, **kwargs)
         executor = self._executor
         if not training:
-            self.updates.finish_all()
+            self.async_step.finish_all()
         root = None if training and self._manual else executor.root
         with executor.scope(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
@@ -213,7 +213,7 @@ class Runtime:
     @property
     def owners(self) -> dict[int, int]:
         """Who steps a weight that ranks share, as in `Chunk.owner`, by the identity of its parameter."""
-        owners = {id(slot.host): chunk.owner(slot) for chunk in self._chunks for slot in chunk.slots}
+        owners = {id(param.host): chunk.owner(param) for chunk in self._chunks for param in chunk.params}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
     def begin_averages(self) -> None:
@@ -230,20 +230,20 @@ class Runtime:
 
     def refresh(self) -> None:
         """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""
-        self.updates.copies.distrust_stepped()
-        self.updates.publishing.publish()
+        self.async_step.copies.invalidate_stepped()
+        self.async_step.publishing.publish()
         self._executor.refresh()
 
     def reset(self) -> None:
         """After an exception in mid-step."""
-        self.updates.abandon()
+        self.async_step.abandon()
         self._executor.reset()
 
     def remove(self) -> None:
         """Take everything off the model; safe to call again, also after it has failed."""
         try:
             self.reset()
-            self.updates.close()
+            self.async_step.close()
         except BaseException:
             self._device.close()
             raise
@@ -356,8 +356,8 @@ def _make_units(
     If one block swaps, then all blocks: its copies take the time of its neighbours.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
-    slots = {id(slot.host): slot for chunk in chunks for slot in chunk.slots}
-    sites = locations_of(model, layout, slots)
+    params = {id(param.host): param for chunk in chunks for param in chunk.params}
+    sites = locations_of(model, layout, params)
     units = []
     for info in layout.units:
         needed = tuple(
@@ -377,23 +377,23 @@ def _make_swap(
 ) -> ActivationSwap | None:
     if not any(unit.swap_bytes for unit in units):
         return None
-    twins = [slot.twin for unit in units for _, slot in unit.sites]
-    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *twins], say, spare_bytes)
+    device_params = [param.device_param for unit in units for _, param in unit.sites]
+    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *device_params], say, spare_bytes)
 
 
 def _split_root(root: Block, chunks: list[Chunk]) -> list[Block]:
     """The root as several units, one for each outermost callable child; what is registered outside of them stays."""
     paths = {id(module): path for path, module in root.module.named_modules()}
     groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
-    for site, slot in root.sites:
+    for site, param in root.sites:
         parts = paths[id(site.module)].split(".")
         prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
         owner = next((path for path in prefixes if path and _has_forward(root.module.get_submodule(path))), "")
-        groups.setdefault(owner, []).append((site, slot))
+        groups.setdefault(owner, []).append((site, param))
     units = []
     for path, sites in groups.items():
-        used = {slot for _, slot in sites}
-        needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].slots))
+        used = {param for _, param in sites}
+        needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].params))
         module = root.module.get_submodule(path)
         reads = type(module).forward is not nn.Embedding.forward
         units.append(Block(path, module, needed, tuple(sites), root.policy, reads))

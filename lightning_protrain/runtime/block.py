@@ -66,7 +66,7 @@ class Block:
         num_calls: How many of its calls in this scope autograd may go back through.
         first_call: Number of the first of them.
         recomputes_itself: Whether its forward checkpoints a part of itself; None: it has not run with gradients yet.
-        slots: The parameters of `sites`, each once.
+        params: The parameters of `sites`, each once.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Block:
     num_calls: int = 0
     first_call: int | None = None
     recomputes_itself: bool | None = None
-    slots: tuple[OffloadedParam, ...] = field(init=False)
+    params: tuple[OffloadedParam, ...] = field(init=False)
     _pairs: tuple[tuple[OffloadedParam, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
     _shown: list[nn.Parameter] = field(init=False, default_factory=list)
     _uses: tuple[ParamUses, ...] = field(init=False, repr=False)
@@ -88,27 +88,27 @@ class Block:
 
     def __post_init__(self) -> None:
         """A tied parameter has several sites."""
-        self.slots = tuple(dict.fromkeys(slot for _, slot in self.sites))
-        self._uses = tuple(slot.uses for slot in self.slots if slot.uses is not None)
+        self.params = tuple(dict.fromkeys(param for _, param in self.sites))
+        self._uses = tuple(param.uses for param in self.params if param.uses is not None)
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
-        self._pairs = tuple((slot, slot.host, slot.twin) for slot in self.slots)
+        self._pairs = tuple((param, param.host, param.device_param) for param in self.params)
 
     def follow(self) -> None:
         """Brings flags and gradient hooks of the host parameters to the twins, where they have changed."""
         behind = []
         with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
-            for slot, host, twin in self._pairs:
+            for param, host, device_param in self._pairs:
                 hooks = host._backward_hooks
                 if (
-                    host.requires_grad is not twin.requires_grad
-                    or slot.mirrored
-                    or (hooks and (len(hooks) != 1 or slot.own_hook not in hooks))
+                    host.requires_grad is not device_param.requires_grad
+                    or param.mirrored
+                    or (hooks and (len(hooks) != 1 or param.own_hook not in hooks))
                 ):
-                    behind.append(slot)
-        for slot in behind:
-            slot.follow()
+                    behind.append(param)
+        for param in behind:
+            param.follow()
 
-    def register_twins(self) -> None:
+    def register_device_params(self) -> None:
         """Registers what the unit should compute with in place of the host parameters.
 
         Raises:
@@ -116,16 +116,16 @@ class Block:
         """
         # The fast paths of evaluation are not taken with weights of a class of our own, nor under autocast on CUDA.
         whole = self._has_fast_path and not torch.is_autocast_enabled()
-        self._shown = [slot.twin if slot.copy is None else slot.show(whole) for _, slot in self.sites]
-        for (site, slot), shown in zip(self.sites, self._shown, strict=True):
-            site.exchange(slot.host, shown)
+        self._shown = [param.device_param if param.copy is None else param.show(whole) for _, param in self.sites]
+        for (site, param), shown in zip(self.sites, self._shown, strict=True):
+            site.exchange(param.host, shown)
         for uses in self._uses:
             uses.shown = True
 
     def register_hosts(self) -> None:
         """Registers the host parameters again, where something else is; does nothing if nothing has been."""
-        for (site, slot), shown in zip(self.sites, self._shown, strict=bool(self._shown)):
-            site.exchange(shown, slot.host)
+        for (site, param), shown in zip(self.sites, self._shown, strict=bool(self._shown)):
+            site.exchange(shown, param.host)
         self._shown = []
 
     def end_uses(self) -> None:

@@ -97,8 +97,8 @@ class Chunk:
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
-        self.slots = [
-            self._make_slot(fqn, parameter, offset)
+        self.params = [
+            self._make_param(fqn, parameter, offset)
             for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
         ]
         self._device.resize(self._storage, 0)
@@ -117,11 +117,11 @@ class Chunk:
         self._reads_stepped = after is not None
         if after is None:
             with self._looking():
-                for slot in self.slots:
-                    host = slot.host
-                    if host.data_ptr() != slot.pointer:
-                        self._rebind(slot)
-                    slot.read_version = slot.version
+                for param in self.params:
+                    host = param.host
+                    if host.data_ptr() != param.pointer:
+                        self._rebind(param)
+                    param.read_version = param.version
             if self._low_dtype is not None:
                 self._renew_copies()
         self._device.resize(self._storage, self.nbytes)
@@ -140,13 +140,13 @@ class Chunk:
         changed = []
         outdated = False
         with self._looking():
-            for slot in self.slots:
-                host = slot.host
-                version = slot.version
-                repointed = host.data_ptr() != slot.pointer
-                if repointed or version != slot.seen_version:
-                    changed.append(slot)
-                if repointed or version != slot.read_version:
+            for param in self.params:
+                host = param.host
+                version = param.version
+                repointed = host.data_ptr() != param.pointer
+                if repointed or version != param.seen_version:
+                    changed.append(param)
+                if repointed or version != param.read_version:
                     outdated = True
         if self._share is not None and changed:
             refuse_changed_by_others(changed)
@@ -155,11 +155,11 @@ class Chunk:
         if outdated and self.state is not ChunkState.HOST:
             self.release()
             self.fetch()
-        for slot in changed:
-            torch.autograd.graph.increment_version(slot.twin)
-            slot.seen_version, slot.steps_elsewhere = slot.version, 0
+        for param in changed:
+            torch.autograd.graph.increment_version(param.device_param)
+            param.seen_version, param.steps_elsewhere = param.version, 0
             with below_guard():
-                slot.twin_version = slot.twin._version
+                param.device_version = param.device_param._version
         if self.state is ChunkState.IN_FLIGHT:
             self._arrive()
             self.state = ChunkState.LIVE
@@ -168,9 +168,9 @@ class Chunk:
         """The pending step has ended: an upload that came after it has read what is there before anybody looks."""
         if self._reads_stepped:
             with self._looking():
-                for slot in self.slots:
+                for param in self.params:
                     # A copy that the step has not made is an old one, if somebody has touched the weight.
-                    slot.read_version = -1 if slot.is_stale else slot.version
+                    param.read_version = -1 if param.is_stale else param.version
             self._reads_stepped = False
 
     def release(self) -> None:
@@ -199,9 +199,9 @@ class Chunk:
         if self._share is not None:
             self._share.memory.part()
 
-    def owner(self, slot: OffloadedParam) -> int | None:
+    def owner(self, param: OffloadedParam) -> int | None:
         """Which rank of a node writes a parameter, as `local_rank`; None: every rank does."""
-        return None if self._share is None else self._share.owners[self.slots.index(slot)]
+        return None if self._share is None else self._share.owners[self.params.index(param)]
 
     def publish(self) -> None:
         """After an optimizer step of a shared chunk: what this rank owns is there for the ranks of the node."""
@@ -223,104 +223,106 @@ class Chunk:
 
     def _renew_copies(self) -> None:
         with below_guard():
-            stale = [slot for slot in self.slots if slot.is_stale]
+            stale = [param for param in self.params if param.is_stale]
             if stale:
                 self._land_latest()
-            for slot in stale:
-                slot.renew_copy()
+            for param in stale:
+                param.renew_copy()
 
     def write_back(self) -> None:
         """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
         start = self._storage.data_ptr()
         with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
             changed = [
-                slot
-                for slot in self.slots
-                if slot.twin._version != slot.twin_version
-                or (slot.twin.data_ptr() != start + slot.offset and slot.twin.numel())
+                param
+                for param in self.params
+                if param.device_param._version != param.device_version
+                or (param.device_param.data_ptr() != start + param.offset and param.device_param.numel())
             ]
-        for slot in changed:
-            left = slot.twin.numel() and slot.twin.data_ptr() != start + slot.offset
+        for param in changed:
+            left = param.device_param.numel() and param.device_param.data_ptr() != start + param.offset
             if self._share is not None:
                 raise RuntimeError(
-                    f"{slot.fqn!r} was changed in a forward, by each rank in its own way, and the ranks of this node "
+                    f"{param.fqn!r} was changed in a forward, by each rank in its own way, and the ranks of this node "
                     'share it. Make its chunk resident (`num_persistent_chunks`), or set sharding="replicate".'
                 )
-            if slot.copy is not None:
+            if param.copy is not None:
                 raise RuntimeError(
-                    f"{slot.fqn!r} was changed in a forward and is streamed in {slot.copy.dtype}: the change would "
+                    f"{param.fqn!r} was changed in a forward and is streamed in {param.copy.dtype}: the change would "
                     "lose precision. Make its chunk resident (`num_persistent_chunks`), or change it after the step."
                 )
-            self._device.land(self._device.download(slot.twin.detach(), slot.host.data))
+            self._device.land(self._device.download(param.device_param.detach(), param.host.data))
             if left:
-                place = in_storage(self._storage, slot.offset, slot.host)
-                place.copy_(slot.twin.detach())
-                slot.twin.data = place
-            slot.twin_version = slot.twin._version
+                place = in_storage(self._storage, param.offset, param.host)
+                place.copy_(param.device_param.detach())
+                param.device_param.data = place
+            param.device_version = param.device_param._version
 
     def detach(self) -> None:
         """Releases the storage for good and takes every hook off; the host parameters stay as they are."""
         self.release()
-        for slot in self.slots:
-            for hook in (*slot.hooks, *slot.mirrored.values()):
+        for param in self.params:
+            for hook in (*param.hooks, *param.mirrored.values()):
                 hook.remove()
-            slot.hooks.clear()
-            slot.mirrored.clear()
-            slot.drop_gradient()
-            slot.forget_gradient()
+            param.hooks.clear()
+            param.mirrored.clear()
+            param.drop_gradient()
+            param.forget_gradient()
 
-    def _make_slot(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
+    def _make_param(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
         whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
         kind = DeviceParam if type(host) is nn.Parameter else type(host)
         kind = kind if self._low_dtype is None else low_precision_class(type(host))
-        twin: Any = torch.Tensor._make_subclass(kind, whole, host.requires_grad)
-        twin.__dict__.update(host.__dict__)
-        slot = OffloadedParam(fqn, host, twin, offset, seen_version=host._version, twin_version=twin._version)
+        device_param: Any = torch.Tensor._make_subclass(kind, whole, host.requires_grad)
+        device_param.__dict__.update(host.__dict__)
+        param = OffloadedParam(
+            fqn, host, device_param, offset, seen_version=host._version, device_version=device_param._version
+        )
         if self._share is not None:
-            slot.owned = self._share.owns(self.plan.parameters.index(fqn))
+            param.owned = self._share.owns(self.plan.parameters.index(fqn))
         if self._low_dtype is None:
-            self._adopt(slot, self._share is None or self._share.memory.fills)
-            attach_companions(host, twin, lambda begin, like: in_storage(self._storage, offset + begin, like))
+            self._adopt(param, self._share is None or self._share.memory.fills)
+            attach_companions(host, device_param, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
-            slot.copy = in_block(self._buffer, offset, whole, self._low_dtype)
+            param.copy = in_block(self._buffer, offset, whole, self._low_dtype)
             if self._share is not None:
                 self._share.memory.adopt(host)
-            slot.pointer = host.data_ptr()
+            param.pointer = host.data_ptr()
         if self._low_dtype is not None:
-            twin.uses = slot.uses = ParamUses(fqn, host, whole.device, whole.dtype)
+            device_param.uses = param.uses = ParamUses(fqn, host, whole.device, whole.dtype)
             self._device.note_host(host)
-        return slot
+        return param
 
-    def _adopt(self, slot: OffloadedParam, fills: bool = True) -> None:
+    def _adopt(self, param: OffloadedParam, fills: bool = True) -> None:
         """Copies the data of the host parameter into the chunk and points it there, at a storage of its own.
 
         Args:
-            slot: Of the parameter.
+            param: Of the parameter.
             fills: False: what lies in the chunk already is taken.
         """
-        host = slot.host
+        host = param.host
         if host.numel():
-            data = in_block(self._buffer, slot.offset, slot.twin, host.dtype)
+            data = in_block(self._buffer, param.offset, param.device_param, host.dtype)
             if fills:
                 data.copy_(host.detach())
             host.data = data
-        place_companions(host, lambda begin, like: in_block(self._buffer, slot.offset + begin, like))
-        slot.pointer = host.data_ptr()
+        place_companions(host, lambda begin, like: in_block(self._buffer, param.offset + begin, like))
+        param.pointer = host.data_ptr()
 
-    def _rebind(self, slot: OffloadedParam) -> None:
+    def _rebind(self, param: OffloadedParam) -> None:
         """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
-        host, twin = slot.host, slot.twin
+        host, device_param = param.host, param.device_param
         planned = getattr(torch, self.plan.dtype)
-        if host.dtype != planned or host.shape != twin.shape or host.device.type != "cpu":
+        if host.dtype != planned or host.shape != device_param.shape or host.device.type != "cpu":
             raise RuntimeError(
-                f"{slot.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
-                f"{planned}{list(twin.shape)} in host memory. Change weights in place, or before fit."
+                f"{param.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
+                f"{planned}{list(device_param.shape)} in host memory. Change weights in place, or before fit."
             )
-        if slot.copy is not None:
-            slot.pointer, slot.copied_version, slot.seen_version = host.data_ptr(), -1, -1
+        if param.copy is not None:
+            param.pointer, param.copied_version, param.seen_version = host.data_ptr(), -1, -1
             self._device.note_host(host)
             return
         self._land_latest()
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
-            self._adopt(slot)
-        slot.seen_version = -1  # Other values, although the version says nothing of it.
+            self._adopt(param)
+        param.seen_version = -1  # Other values, although the version says nothing of it.

@@ -62,7 +62,7 @@ class Executor:
         units: All units that need chunks, in execution order; `""` among them is entered with every scope.
         capacity: What may be live at one time.
         device: Where to.
-        updates: Knows which host weights are still being stepped.
+        async_step: Knows which host weights are still being stepped.
         say: Takes a sentence for the user.
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
@@ -74,7 +74,7 @@ class Executor:
         units: Sequence[Block],
         capacity: Capacity,
         device: Device,
-        updates: AsyncStep,
+        async_step: AsyncStep,
         say: Callable[[str], None],
         swap: ActivationSwap | None = None,
         communicator: Collectives | None = None,
@@ -86,14 +86,14 @@ class Executor:
         self._device = device
         self._say = say
         self._swap = swap
-        self._updates = updates
-        self._residency = Residency(chunks, capacity, device, updates, say)
-        self._early = WarmupPrefetch(chunks, self._residency, updates, self._give_up)
+        self._async_step = async_step
+        self._residency = Residency(chunks, capacity, device, async_step, say)
+        self._early = WarmupPrefetch(chunks, self._residency, async_step, self._give_up)
         self._landing = GradOffload(
             chunks,
             device,
             self.begin_backward,
-            updates,
+            async_step,
             self._is_past,
             self._num_uses,
             communicator=communicator,
@@ -136,7 +136,7 @@ class Executor:
         self._early.end()
         self.release_all()
         self._scope = _Scope(training)
-        self._updates.copies.begin()
+        self._async_step.copies.begin()
         for unit in self.units:
             unit.first_call = None
             unit.num_calls = 0
@@ -190,7 +190,7 @@ class Executor:
             self._early.end()
             self._residency.require(unit, self._timeline, self._cursor, recomputing)
             unit.follow()
-            self._register_twins(unit)
+            self._register_device_params(unit)
         unit.depth += 1
         if not recomputing and self._scope is not None and self._scope.open:
             self._residency.prefetch(self._timeline, self._cursor)
@@ -222,7 +222,7 @@ class Executor:
         if self._backward_runs:
             return
         self._early.end()
-        self._updates.begin_backward()
+        self._async_step.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self._backward_runs = True
         awaited = self._scope.awaited[::-1] if self._scope is not None else []
@@ -284,7 +284,7 @@ class Executor:
         if unit.depth or not unit.recomputes_itself:
             return
         unit.forget_uses()  # What it computes again uses them as its forward did.
-        unit.register_twins()
+        unit.register_device_params()
         self._shown = unit
 
     def _hide(self) -> None:
@@ -343,12 +343,12 @@ class Executor:
         self._early.end()
         self._landing.forget()
         for chunk in self._chunks:
-            for slot in chunk.slots:
-                slot.drop_gradient()
-                if slot.uses is not None:
-                    slot.uses.forget()
+            for param in chunk.params:
+                param.drop_gradient()
+                if param.uses is not None:
+                    param.uses.forget()
         self.release_all()
-        self._updates.copies.forget()
+        self._async_step.copies.forget()
         self._scope = None
 
     # --- orders -----------------------------------------------------------------------------------------------------
@@ -360,13 +360,13 @@ class Executor:
         self._scope.entered.append(unit)
         self._cursor = self._orders[self._scope.training].behind(unit, self._cursor)
 
-    def _register_twins(self, unit: Block) -> None:
+    def _register_device_params(self, unit: Block) -> None:
         """Registers all twins of a unit or none, whatever comes in between; `reset` finds it either way."""
         running = self._residency.running
         running[unit] = None
         done = False
         try:
-            unit.register_twins()
+            unit.register_device_params()
             done = True
         finally:
             if not done:
@@ -376,16 +376,16 @@ class Executor:
     def _notice_call(self, unit: Block) -> None:
         """Code that runs a unit outside of any scope may do anything before it, and after it."""
         if self._scope is None or not self._scope.open:
-            self._updates.copies.interrupt()
-            self._distrust(unit.chunks)
+            self._async_step.copies.interrupt()
+            self._invalidate(unit.chunks)
 
-    def _distrust(self, indices: Iterable[int]) -> None:
-        self._updates.copies.distrust(slot for index in indices for slot in self._chunks[index].slots)
+    def _invalidate(self, indices: Iterable[int]) -> None:
+        self._async_step.copies.invalidate(param for index in indices for param in self._chunks[index].params)
 
     def _give_up(self, indices: Iterable[int]) -> None:
         """What has been fetched of these chunks is fetched again when it is needed."""
         self.settle()
-        self._distrust(indices)
+        self._invalidate(indices)
 
     def _is_past(self, index: int) -> bool:
         """Return whether backward has reached the earliest call that reads the chunk: none is left to come.
@@ -404,12 +404,12 @@ class Executor:
 
     def _leave(self, index: int) -> None:
         """Gradients of a chunk are sent: a rank that shares it may step it from now on, see [Note: Turns]."""
-        if self._updates.leave(index) and index in self._residency.live - self._residency.pinned():
+        if self._async_step.leave(index) and index in self._residency.live - self._residency.pinned():
             self._residency.release([index])
 
-    def _num_uses(self, slot: OffloadedParam) -> int:
+    def _num_uses(self, param: OffloadedParam) -> int:
         """In how many places calls of the present step have used a parameter."""
-        return sum(unit.num_calls for unit in self.units for _, other in unit.sites if other is slot)
+        return sum(unit.num_calls for unit in self.units for _, other in unit.sites if other is param)
 
     def _compare_order(self, scope: _Scope) -> None:
         """Takes the order of this step as the one to expect."""

@@ -81,11 +81,11 @@ class DownloadBudget:
         self._seen: list[tuple[OffloadedParam, int]] = []
         self._as_expected = True
 
-    def land(self, slot: OffloadedParam, nbytes: int) -> int:
+    def land(self, param: OffloadedParam, nbytes: int) -> int:
         """What may be under way, this gradient included, until the next one comes."""
         at = len(self._seen)
-        self._seen.append((slot, nbytes))
-        self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is slot
+        self._seen.append((param, nbytes))
+        self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is param
         if not self._as_expected:
             return self.hold_bytes
         following = self._expected[at + 1 : at + 2]
@@ -206,7 +206,7 @@ class GradOffload:
         chunks: The chunks whose gradients land.
         device: Where they come from.
         begin: Called before the first gradient of a backward, so that its end is noticed.
-        updates: Takes gradients of whole chunks over.
+        async_step: Takes gradients of whole chunks over.
         is_past: Whether no call that reads the chunk is awaited any more.
         num_uses: In how many places calls of units have used a parameter in the present step.
         pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
@@ -223,7 +223,7 @@ class GradOffload:
         chunks: Sequence[Chunk],
         device: Device,
         begin: Callable[[], None],
-        updates: AsyncStep,
+        async_step: AsyncStep,
         is_past: Callable[[int], bool],
         num_uses: Callable[[OffloadedParam], int],
         pending_bytes: int | None = None,
@@ -234,7 +234,7 @@ class GradOffload:
         self.reduction = GradReducer(chunks, communicator, device, self._receive, is_behind) if communicator else None
         self._device = device
         self._begin = begin
-        self._updates = updates
+        self._async_step = async_step
         self._is_past = is_past
         self._num_uses = num_uses
         self._leave = leave
@@ -244,7 +244,7 @@ class GradOffload:
         self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
         self._kept: dict[OffloadedParam, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
         sizes = (
-            [chunk.nbytes] if index in self._gathered else [slot.twin.nbytes for slot in chunk.slots]
+            [chunk.nbytes] if index in self._gathered else [param.device_param.nbytes for param in chunk.params]
             for index, chunk in enumerate(chunks)
             if chunk.plan.trainable
         )
@@ -252,16 +252,20 @@ class GradOffload:
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = tuple(chunks)
         # Where gradients stay, and where those wait that are added to older ones or cast.
-        self._stays = [GradientMemory(device.host, [slot.host.nbytes for slot in chunk.slots]) for chunk in chunks]
-        self._waits = [GradientMemory(device.host, [slot.twin.nbytes for slot in chunk.slots]) for chunk in chunks]
+        self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
+        self._waits = [
+            GradientMemory(device.host, [param.device_param.nbytes for param in chunk.params]) for chunk in chunks
+        ]
         # Where averages stay that come to their owners only; without owners it is the same place.
-        owned = [[slot.host.nbytes if slot.owned else 0 for slot in chunk.slots] for chunk in chunks]
-        whole = [all(slot.owned for slot in chunk.slots) for chunk in chunks]
+        owned = [[param.host.nbytes if param.owned else 0 for param in chunk.params] for chunk in chunks]
+        whole = [all(param.owned for param in chunk.params) for chunk in chunks]
         self._averages = [
             stays if all_here else GradientMemory(device.host, sizes)
             for stays, all_here, sizes in zip(self._stays, whole, owned, strict=True)
         ]
-        self._places = {slot: (index, at) for index, chunk in enumerate(chunks) for at, slot in enumerate(chunk.slots)}
+        self._places = {
+            param: (index, at) for index, chunk in enumerate(chunks) for at, param in enumerate(chunk.params)
+        }
         self._missing: dict[int, set[OffloadedParam]] = {}
         # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
         self._sums: deque[_Sum] = deque()
@@ -272,8 +276,8 @@ class GradOffload:
         self._latest: dict[int, object] = {}
         self._landed: set[OffloadedParam] = set()
         self._aside: dict[OffloadedParam, Tensor | None] = {}
-        for slot in self._places:
-            self._attach(slot)
+        for param in self._places:
+            self._attach(param)
 
     def reserve(self, lends: bool) -> None:
         """Make host memory for gradients now: to page-lock it in the first backward would hold that up for seconds.
@@ -295,12 +299,12 @@ class GradOffload:
                 self._finish_reduction(self.reduction)
             self._finish_copies()
         self._in_flight.end()
-        self._updates.end_backward()
-        for slot, older in self._aside.items():
+        self._async_step.end_backward()
+        for param, older in self._aside.items():
             if older is not None:
-                assert slot.host.grad is not None
-                older.add_(slot.host.grad)
-                slot.host.grad = older
+                assert param.host.grad is not None
+                older.add_(param.host.grad)
+                param.host.grad = older
         self._aside.clear()
         self.forget()
 
@@ -315,8 +319,8 @@ class GradOffload:
             self._device.land(item.fence)
         while self._jobs:
             self._jobs.popleft()[0].exception()
-        for slot, older in self._aside.items():
-            slot.host.grad = older
+        for param, older in self._aside.items():
+            param.host.grad = older
         self._sums.clear()
         self._sum_bytes = 0
         self._latest.clear()
@@ -327,105 +331,105 @@ class GradOffload:
     def _finish_reduction(self, reduction: GradReducer) -> None:
         """Averages what is left; what was set aside is of this rank alone, so it is a part of the average."""
         if reduction.runs:
-            for slot, older in self._aside.items():
+            for param, older in self._aside.items():
                 if older is not None:
-                    reduction.add(self._places[slot][0], slot, older, on_host=True)
+                    reduction.add(self._places[param][0], param, older, on_host=True)
             self._aside.clear()
             for index in range(len(self._chunks)):
                 self._leave(index)
         reduction.finish()
 
-    def _attach(self, slot: OffloadedParam) -> None:
-        if slot.twin.is_floating_point() or slot.twin.is_complex():
-            trained = slot.host.requires_grad
-            slot.host.requires_grad_(True)
-            slot.twin.requires_grad_(True)
-            slot.hooks.append(slot.twin.register_post_accumulate_grad_hook(lambda _: self._land(slot)))
-            direct = slot.host.register_hook(lambda _: self._use_directly(slot))
-            slot.own_hook = direct.id
-            slot.hooks.append(direct)
-            slot.host.requires_grad_(trained)
-            slot.twin.requires_grad_(trained)
+    def _attach(self, param: OffloadedParam) -> None:
+        if param.device_param.is_floating_point() or param.device_param.is_complex():
+            trained = param.host.requires_grad
+            param.host.requires_grad_(True)
+            param.device_param.requires_grad_(True)
+            param.hooks.append(param.device_param.register_post_accumulate_grad_hook(lambda _: self._land(param)))
+            direct = param.host.register_hook(lambda _: self._use_directly(param))
+            param.own_hook = direct.id
+            param.hooks.append(direct)
+            param.host.requires_grad_(trained)
+            param.device_param.requires_grad_(trained)
 
-    def _land(self, slot: OffloadedParam) -> None:
+    def _land(self, param: OffloadedParam) -> None:
         self._begin()
-        twin, host = slot.twin, slot.host
+        device_param, host = param.device_param, param.host
         with below_guard():  # Without it each costs a look at the class of the twin.
-            grad, trained, hooked = twin.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
-            twin.grad = None
+            grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
+            device_param.grad = None
         if grad is None or not trained:
             # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
             return
-        if slot in self._aside and self._num_uses(slot) > 1:
-            raise _refusal(slot, "it is also used by several calls of its block")
-        index, _ = self._places[slot]
-        self._landed.add(slot)
+        if param in self._aside and self._num_uses(param) > 1:
+            raise _refusal(param, "it is also used by several calls of its block")
+        index, _ = self._places[param]
+        self._landed.add(param)
         reduction = self.reduction
         if reduction is not None and reduction.runs:
             with below_guard():
-                reduction.add(index, slot, grad)
+                reduction.add(index, param, grad)
                 reduction.advance(self._keeps_back)
         else:
             if reduction is not None:
-                reduction.refuse_mixing(slot)
+                reduction.refuse_mixing(param)
             if index in self._gathered and not hooked and not grad.is_sparse:
-                self._keep(index, slot, grad)
+                self._keep(index, param, grad)
             else:
-                self._receive(slot, grad, slot.host)
+                self._receive(param, grad, param.host)
 
-    def _keep(self, index: int, slot: OffloadedParam, grad: Tensor) -> None:
+    def _keep(self, index: int, param: OffloadedParam, grad: Tensor) -> None:
         """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
-        if self._kept and (slot in self._kept or self._places[next(iter(self._kept))][0] != index):
+        if self._kept and (param in self._kept or self._places[next(iter(self._kept))][0] != index):
             self._send_kept()
-        self._kept[slot] = grad
-        if len(self._kept) == len(self._chunks[index].slots):
+        self._kept[param] = grad
+        if len(self._kept) == len(self._chunks[index].params):
             self._send_kept()
 
     def _send_kept(self) -> None:
         """Sends what is kept to the host."""
         kept, self._kept = self._kept, {}
         if not kept or not self._send_together(kept):
-            for slot, grad in kept.items():
-                self._receive(slot, grad, slot.host)
+            for param, grad in kept.items():
+                self._receive(param, grad, param.host)
 
     def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:
         """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
         index, _ = self._places[next(iter(gradients))]
-        slots = self._chunks[index].slots
+        params = self._chunks[index].params
         with below_guard():
-            hosts = [slot.host for slot in slots]
-            if len(gradients) < len(slots) or any(is_given_up(host.grad) for host in hosts):
+            hosts = [param.host for param in params]
+            if len(gradients) < len(params) or any(is_given_up(host.grad) for host in hosts):
                 return False
             for memory in (self._stays[index], self._waits[index]):
                 memory.begin()
-            places = [self._place(slot, gradients[slot], host) for slot, host in zip(slots, hosts, strict=True)]
+            places = [self._place(param, gradients[param], host) for param, host in zip(params, hosts, strict=True)]
             block = places[0].block
             together = all(place.block is block for place in places)
             if together:
                 whole = block.whole() if isinstance(block, GradientMemory) else block.source
-                staged = gradients[slots[0]].new_empty(whole.nbytes, dtype=torch.uint8)
+                staged = gradients[params[0]].new_empty(whole.nbytes, dtype=torch.uint8)
                 torch._foreach_copy_(
                     [
                         staged[place.offset :][: grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
-                        for place, grad in zip(places, map(gradients.__getitem__, slots), strict=True)
+                        for place, grad in zip(places, map(gradients.__getitem__, params), strict=True)
                     ],
-                    [gradients[slot] for slot in slots],
+                    [gradients[param] for param in params],
                 )
-                self._device.hold_bytes = self._in_flight.land(slots[0], staged.nbytes)
+                self._device.hold_bytes = self._in_flight.land(params[0], staged.nbytes)
                 fence = self._device.download(staged, whole)
-            for slot, place in zip(slots, places, strict=True):
+            for param, place in zip(params, places, strict=True):
                 if not together:
-                    self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
-                    fence = self._device.download(gradients[slot], place.target)
+                    self._device.hold_bytes = self._in_flight.land(param, param.device_param.nbytes)
+                    fence = self._device.download(gradients[param], place.target)
                 place.arrive(fence)
-        for slot in slots:
-            self._hand_over_if_asked(index, slot)
+        for param in params:
+            self._hand_over_if_asked(index, param)
         return True
 
-    def _receive(self, slot: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
+    def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
-        host, (index, _) = slot.host if host is None else host, self._places[slot]
-        self._device.hold_bytes = self._in_flight.land(slot, slot.twin.nbytes)
+        host, (index, _) = param.host if host is None else host, self._places[param]
+        self._device.hold_bytes = self._in_flight.land(param, param.device_param.nbytes)
         with below_guard():
             older = host.grad
             if older is not None and is_given_up(older):
@@ -435,29 +439,29 @@ class GradOffload:
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             else:
-                landing = self._place(slot, grad, host)
+                landing = self._place(param, grad, host)
                 landing.arrive(self._device.download(grad, landing.target))
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
-            self._call_user_hooks(slot)
-        self._hand_over_if_asked(index, slot)
+            self._call_user_hooks(param)
+        self._hand_over_if_asked(index, param)
 
-    def _place(self, slot: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
+    def _place(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
         """Finds where a dense gradient lands, and what happens then."""
-        index, at = self._places[slot]
+        index, at = self._places[param]
         older = host.grad
         if older is None and grad.dtype == host.dtype:
             home = self._home(index)
             host.grad = target = home.empty_like(grad, at)
             return _Place(target, lambda fence: self._stay(index, fence), home, home.offsets[at])
-        if older is None and self._updates.lends_copy(index, slot) and (low := slot.lend_copy(grad)) is not None:
+        if older is None and self._async_step.lends_copy(index, param) and (low := param.lend_copy(grad)) is not None:
             host.grad = low
 
             def lend(fence: object) -> None:
                 low.lands(lambda: self._device.land(fence))
                 self._stay(index, fence)
 
-            return _Place(low.stored(), lend, self._chunks[index], slot.offset)
+            return _Place(low.stored(), lend, self._chunks[index], param.offset)
         waits = self._waits[index]
         part = waits.empty_like(grad, at)
         cast = None
@@ -474,9 +478,9 @@ class GradOffload:
 
         return _Place(part, wait, waits, waits.offsets[at])
 
-    def _hand_over_if_asked(self, index: int, slot: OffloadedParam) -> None:
-        if self._updates.takes_landings or index in self._latest:
-            self._hand_over(index, slot)
+    def _hand_over_if_asked(self, index: int, param: OffloadedParam) -> None:
+        if self._async_step.takes_landings or index in self._latest:
+            self._hand_over(index, param)
         if self._sums or self._jobs:
             self._add(self._pending_bytes)
 
@@ -495,19 +499,19 @@ class GradOffload:
         self._fences.setdefault(index, []).append(fence)
         self._latest[index] = fence
 
-    def _hand_over(self, index: int, slot: OffloadedParam) -> None:
+    def _hand_over(self, index: int, param: OffloadedParam) -> None:
         """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
-        slots = self._chunks[index].slots
+        params = self._chunks[index].params
         missing = self._missing.get(index)
         if missing is None:
             owned = self.reduction is not None and self.reduction.runs  # Averages come to their owners only.
             with below_guard():
-                trained = [other for other in slots if other.host.requires_grad]
+                trained = [other for other in params if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
-        missing.discard(slot)
+        missing.discard(param)
         if missing or not self._is_past(index) or self._has_direct_use(index):
             return
-        wanted = self._updates.wants(index)
+        wanted = self._async_step.wants(index)
         sums = [item for item in self._sums if item.index == index]
         if not wanted and not sums:
             return
@@ -526,7 +530,7 @@ class GradOffload:
         nbytes = sum(item.part.nbytes for item in sums)
         if wanted:
             self._sum_bytes -= nbytes
-            self._updates.landed(index, land)
+            self._async_step.landed(index, land)
         else:
             self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
 
@@ -538,7 +542,7 @@ class GradOffload:
         return False
 
     def _has_direct_use(self, index: int) -> bool:
-        return bool(self._aside) and any(slot in self._aside for slot in self._chunks[index].slots)
+        return bool(self._aside) and any(param in self._aside for param in self._chunks[index].params)
 
     def _add(self, keep_bytes: int) -> None:
         """Has landed gradients added, oldest first, until no more than `keep_bytes` wait."""
@@ -563,21 +567,21 @@ class GradOffload:
         else:
             host.grad.add_(item.part)
 
-    def _use_directly(self, slot: OffloadedParam) -> None:
+    def _use_directly(self, param: OffloadedParam) -> None:
         """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
         self._begin()
-        if slot in self._landed:
-            raise _refusal(slot, "that use comes before its block's forward (after it, it would be exact)")
-        if slot.mirrored or slot.host._post_accumulate_grad_hooks:
-            raise _refusal(slot, "it has hooks, which would see a part of its gradient")
-        if slot not in self._aside:
-            self._aside[slot] = slot.host.grad
-            slot.host.grad = None
+        if param in self._landed:
+            raise _refusal(param, "that use comes before its block's forward (after it, it would be exact)")
+        if param.mirrored or param.host._post_accumulate_grad_hooks:
+            raise _refusal(param, "it has hooks, which would see a part of its gradient")
+        if param not in self._aside:
+            self._aside[param] = param.host.grad
+            param.host.grad = None
 
-    def _call_user_hooks(self, slot: OffloadedParam) -> None:
+    def _call_user_hooks(self, param: OffloadedParam) -> None:
         self._finish_copies()
-        for hook in list((slot.host._post_accumulate_grad_hooks or {}).values()):
-            hook(slot.host)
+        for hook in list((param.host._post_accumulate_grad_hooks or {}).values()):
+            hook(param.host)
 
     def _finish_copies(self) -> None:
         """Ends the copies under way, so that somebody may look at a gradient during backward."""
@@ -603,9 +607,9 @@ def _without_gradients(work: Callable[[], None]) -> None:
         work()
 
 
-def _refusal(slot: OffloadedParam, reason: str) -> RuntimeError:
+def _refusal(param: OffloadedParam, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"{slot.fqn!r} is used outside its own block and streamed at the same time, and {reason}: the sum could not be "
-        "made in autograd's order. Use the weight inside its block, or make its chunk resident "
+        f"{param.fqn!r} is used outside its own block and streamed at the same time, and {reason}: the sum could not "
+        "be made in autograd's order. Use the weight inside its block, or make its chunk resident "
         "(`num_persistent_chunks`)."
     )

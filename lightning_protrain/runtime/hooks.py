@@ -197,10 +197,10 @@ def refuse_weights(outputs: Any, unit: Block) -> None:
     Raises:
         ValueError: An output is one of the unit's weights or a view of one.
     """
-    if not unit.slots:
+    if not unit.params:
         return
     with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
-        storages = {slot.twin.untyped_storage()._cdata for slot in unit.slots}
+        storages = {param.device_param.untyped_storage()._cdata for param in unit.params}
         for tensor in find_tensors(outputs):
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
                 raise ValueError(

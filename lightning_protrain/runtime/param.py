@@ -58,23 +58,23 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def changed_before_backward(slot: OffloadedParam) -> RuntimeError:
+def changed_before_backward(param: OffloadedParam) -> RuntimeError:
     """The error for a weight that its backward finds changed, see [Note: Versions] in chunk.py."""
-    now, before = slot.host._version, slot.seen_version
+    now, before = param.host._version, param.seen_version
     # No version tells of other memory; where it has been followed already, none is known.
     how = f"version {now}, the forward used {before}" if now > before >= 0 else "`data` is other memory now"
     return RuntimeError(
-        f"{slot.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
+        f"{param.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
         "optimizers and change weights after backward."
     )
 
 
 def refuse_changed_by_others(changed: Sequence[OffloadedParam]) -> None:
     """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
-    for slot in changed:
-        if not slot.owned and slot.changed_here:
+    for param in changed:
+        if not param.owned and param.changed_here:
             raise RuntimeError(
-                f"{slot.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
+                f"{param.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
                 "it, so each of them would change it once more, and while others read it. Set "
                 'sharding="replicate" where callbacks or hooks write to weights.'
             )
@@ -110,31 +110,31 @@ class OffloadedParam:
     Attributes:
         fqn: First fully qualified name.
         host: The user's parameter.
-        twin: Its device counterpart.
+        device_param: Its device counterpart.
         offset: Its first byte in the chunk.
         pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
-        twin_version: Version of `twin` that is not yet known to differ from the host.
+        device_version: Version of `device_param` that is not yet known to differ from the host.
         copy: What is streamed in place of the host parameter, see [Note: Low precision].
         copied_version: Version of `host` that the copy was made of.
         low_gradient: What may lie in the memory of the copy in its stead, see [Note: Low gradients].
         uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
-        mirrored: The user's hooks on `host`, by key, with their handles on `twin`.
+        mirrored: The user's hooks on `host`, by key, with their handles on `device_param`.
         owned: Whether this rank steps it, see [Note: Owners].
         steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
     """
 
     fqn: str
     host: nn.Parameter
-    twin: nn.Parameter
+    device_param: nn.Parameter
     offset: int
     pointer: int = 0
     read_version: int = 0
     seen_version: int = 0
-    twin_version: int = 0
+    device_version: int = 0
     copy: Tensor | None = None
     copied_version: int = -1
     low_gradient: InPlaceGrad | None = None
@@ -160,13 +160,13 @@ class OffloadedParam:
             RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
         """
         if self.copy is None:
-            return self.twin
+            return self.device_param
         with below_guard():
-            dtype, kind = self.copy.dtype, self.twin.device.type
+            dtype, kind = self.copy.dtype, self.device_param.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
         if casts and not (whole and not torch.is_grad_enabled()):
-            return self.twin
-        if torch.is_grad_enabled() and self.twin.requires_grad:
+            return self.device_param
+        if torch.is_grad_enabled() and self.device_param.requires_grad:
             raise RuntimeError(
                 f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
                 "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
@@ -174,7 +174,7 @@ class OffloadedParam:
             )
         with below_guard():
             host = self.host.detach()
-        return nn.Parameter(host.to(self.twin.device), requires_grad=False)
+        return nn.Parameter(host.to(self.device_param.device), requires_grad=False)
 
     @property
     def is_stale(self) -> bool:
@@ -241,7 +241,7 @@ class OffloadedParam:
     def drop_gradient(self) -> None:
         """Forgets a gradient of the twin that has not landed."""
         with below_guard():
-            self.twin.grad = None
+            self.device_param.grad = None
 
     @property
     def has_user_hooks(self) -> bool:
@@ -253,11 +253,11 @@ class OffloadedParam:
     def follow(self) -> None:
         """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
         host = self.host
-        if host.requires_grad is not self.twin.requires_grad:
-            self.twin.requires_grad_(host.requires_grad)
+        if host.requires_grad is not self.device_param.requires_grad:
+            self.device_param.requires_grad_(host.requires_grad)
         hooks = host._backward_hooks or {}
         wanted = [key for key in hooks if key != self.own_hook]
-        if wanted == list(self.mirrored) or not self.twin.requires_grad:
+        if wanted == list(self.mirrored) or not self.device_param.requires_grad:
             return
         if self.copy is not None:
             raise RuntimeError(
@@ -268,7 +268,7 @@ class OffloadedParam:
             )
         for handle in self.mirrored.values():
             handle.remove()
-        self.mirrored = {key: self.twin.register_hook(hooks[key]) for key in wanted}  # They run in this order.
+        self.mirrored = {key: self.device_param.register_hook(hooks[key]) for key in wanted}  # They run in this order.
 
 
 # Repacks the weight for a kernel of the CPU that evaluates only: in memory of its own.
@@ -306,28 +306,28 @@ class QuantisedLocation(ParamLocation):
             vars(self.module).update(self._of_host if new is self.host else self._of_device)
 
 
-def make_location(module: nn.Module, name: str, slot: OffloadedParam) -> ParamLocation:
+def make_location(module: nn.Module, name: str, param: OffloadedParam) -> ParamLocation:
     """The place `module._parameters[name]` of an offloaded parameter."""
-    if has_companions(slot.host):
-        slot.hooks.append(accept_companions(module))
-        return QuantisedLocation(module, name, host=slot.host)
+    if has_companions(param.host):
+        param.hooks.append(accept_companions(module))
+        return QuantisedLocation(module, name, host=param.host)
     return ParamLocation(module, name)
 
 
 def locations_of(
-    model: nn.Module, layout: ModelLayout, slots: dict[int, OffloadedParam]
+    model: nn.Module, layout: ModelLayout, params: dict[int, OffloadedParam]
 ) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
     """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
     by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
     found: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            slot = slots.get(id(parameter))
-            if slot is None:
+            param = params.get(id(parameter))
+            if param is None:
                 continue
-            owner = _innermost(path, slot.fqn, by_name)
-            assert owner is not None, f"{slot.fqn} is registered in {path!r} outside every unit that needs it"
-            found.setdefault(owner, []).append((make_location(module, name, slot), slot))
+            owner = _innermost(path, param.fqn, by_name)
+            assert owner is not None, f"{param.fqn} is registered in {path!r} outside every unit that needs it"
+            found.setdefault(owner, []).append((make_location(module, name, param), param))
     return found
 
 

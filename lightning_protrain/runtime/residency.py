@@ -32,7 +32,7 @@ class WarmupPrefetch:
     Args:
         chunks: The offloaded chunks.
         residency: Fetches them.
-        updates: Guards those whose steps are pending.
+        async_step: Guards those whose steps are pending.
         give_up: Frees what has been fetched, waits for uploads, and trusts no copies of the chunks it is given.
     """
 
@@ -40,18 +40,18 @@ class WarmupPrefetch:
         self,
         chunks: Sequence[Chunk],
         residency: Residency,
-        updates: AsyncStep,
+        async_step: AsyncStep,
         give_up: Callable[[Iterable[int]], None],
     ) -> None:
         self._chunks = tuple(chunks)
         self._residency = residency
-        self._updates = updates
+        self._async_step = async_step
         self._give_up = give_up
-        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=updates.copies.guard)
+        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=async_step.copies.guard)
         self._unguarded = frozenset(
-            index for index, chunk in enumerate(chunks) if not all(can_be_watched(slot.host) for slot in chunk.slots)
+            index for index, chunk in enumerate(chunks) if not all(can_be_watched(param.host) for param in chunk.params)
         )
-        updates.when_touched.append(self.cancel)
+        async_step.when_touched.append(self.cancel)
         self._allowed = {True: True, False: True}
         # Of which kind the scope is that has begun, what has been fetched for it, and what is guarded here.
         self._kind: bool | None = None
@@ -70,15 +70,15 @@ class WarmupPrefetch:
         self._kind = training
         self._residency.prefetch(timeline, 0, self._unguarded)
         self._fetched = frozenset(self._residency.live)
-        self._guarded = [self._chunks[index] for index in self._fetched if self._updates.job(index) is None]
+        self._guarded = [self._chunks[index] for index in self._fetched if self._async_step.job(index) is None]
         for chunk in self._guarded:
-            self._guard.watch(slot.host for slot in chunk.slots)
+            self._guard.watch(param.host for param in chunk.params)
 
     def end(self) -> None:
         """The first unit is entered: what comes early from now on comes for the next units."""
         self._kind = None
         while self._guarded:
-            self._guard.leave(slot.host for slot in self._guarded.pop().slots)
+            self._guard.leave(param.host for param in self._guarded.pop().params)
 
     def cancel(self) -> None:
         """Somebody touches a weight: gives up what has been fetched, and fetches nothing early any more."""
@@ -105,7 +105,7 @@ class Residency:
         chunks: The offloaded chunks.
         capacity: What may be live at one time.
         device: Where to.
-        updates: Knows which host weights are still being stepped.
+        async_step: Knows which host weights are still being stepped.
         say: Takes a sentence for the user.
 
     Attributes:
@@ -119,7 +119,7 @@ class Residency:
         chunks: Sequence[Chunk],
         capacity: Capacity,
         device: Device,
-        updates: AsyncStep,
+        async_step: AsyncStep,
         say: Callable[[str], None],
     ) -> None:
         self.live: set[int] = set()
@@ -129,7 +129,7 @@ class Residency:
         self._sizes = {index: chunk.nbytes for index, chunk in enumerate(chunks)}
         self._capacity = capacity
         self._counters = device.counters
-        self._updates = updates
+        self._async_step = async_step
         self._say = say
         self._said = False
 
@@ -159,7 +159,7 @@ class Residency:
             self._make_room(unit, timeline, position)
         for index in unit.chunks:
             chunk = self._chunks[index]
-            self._updates.finish(index)
+            self._async_step.finish(index)
             if chunk.state is ChunkState.HOST:
                 self._fetch(index)
                 self._counters.prefetch_misses += 1
@@ -222,10 +222,10 @@ class Residency:
 
     def _fetch(self, index: int, ahead: bool = False) -> None:
         chunk = self._chunks[index]
-        job = self._updates.job(index) if ahead else None
+        job = self._async_step.job(index) if ahead else None
         chunk.fetch(job)
         if job is None:
-            self._updates.copies.watch(chunk.slots)
+            self._async_step.copies.watch(chunk.params)
         chunk.prefetched = ahead
         self.live.add(index)
 

@@ -34,10 +34,10 @@ class ShadowCache:
     """
 
     def __init__(self, chunks: Sequence[Chunk], pending: AccessGuard) -> None:
-        low = [slot for chunk in chunks for slot in chunk.slots if slot.copy is not None and slot.owned]
-        self._slots = {id(slot.host): slot for slot in low}
+        low = [param for chunk in chunks for param in chunk.params if param.copy is not None and param.owned]
+        self._params = {id(param.host): param for param in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
-        self._watchable = {slot for slot in low if can_be_watched(slot.host)}
+        self._watchable = {param for param in low if can_be_watched(param.host)}
         self._pending = pending
         self.guard = AccessGuard(self.touched, NO_VALUES, beside=pending)
         self._interrupted = True
@@ -45,7 +45,7 @@ class ShadowCache:
     def begin(self) -> None:
         """Begin a scope: trust the copies of weights that were watched since they were made."""
         with below_guard():
-            self.distrust(slot for slot in self._slots.values() if not self._is_trusted(slot.host))
+            self.invalidate(param for param in self._params.values() if not self._is_trusted(param.host))
         self._interrupted = False
 
     def _is_trusted(self, host: Tensor) -> bool:
@@ -55,33 +55,33 @@ class ShadowCache:
         """Code of which nothing is known runs before the next scope: then no copy is trusted."""
         self._interrupted = True
 
-    def watch(self, slots: Iterable[OffloadedParam]) -> None:
+    def watch(self, params: Iterable[OffloadedParam]) -> None:
         """Copies have just been made, or a step makes them."""
-        self.guard.watch(slot.host for slot in slots if slot in self._watchable)
+        self.guard.watch(param.host for param in params if param in self._watchable)
 
-    def distrust(self, slots: Iterable[OffloadedParam]) -> None:
+    def invalidate(self, params: Iterable[OffloadedParam]) -> None:
         """Has copies made anew by the next fetch, except by a pending step."""
-        for slot in slots:
-            if id(slot.host) in self._slots and not self._pending.watches(slot.host):
-                slot.copied_version = -1
-                self.guard.leave((slot.host,))
+        for param in params:
+            if id(param.host) in self._params and not self._pending.watches(param.host):
+                param.copied_version = -1
+                self.guard.leave((param.host,))
 
-    def distrust_stepped(self) -> None:
+    def invalidate_stepped(self) -> None:
         """What is stepped at once is cast again, even if the optimizer writes through `parameter.data`."""
         for chunk in self._trainable:
-            if not any(self._pending.watches(slot.host) for slot in chunk.slots):
-                self.distrust(chunk.slots)
+            if not any(self._pending.watches(param.host) for param in chunk.params):
+                self.invalidate(chunk.params)
 
     def publish(self, chunk: Chunk) -> None:
         """After a step of a chunk that ranks share: the copies that this rank owns are there for all of them."""
         chunk.publish()
-        self.watch(chunk.slots)
+        self.watch(chunk.params)
 
     def forget(self) -> None:
         """After an exception, or before the plan is removed: nothing is watched, or trusted."""
         self._interrupted = True
-        self.distrust(self._slots.values())
+        self.invalidate(self._params.values())
 
     def touched(self, hosts: Sequence[Tensor]) -> None:
         """Have the copies of weights made anew that somebody has looked at or written to."""
-        self.distrust(self._slots[id(host)] for host in hosts if id(host) in self._slots)
+        self.invalidate(self._params[id(host)] for host in hosts if id(host) in self._params)

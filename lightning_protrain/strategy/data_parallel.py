@@ -175,9 +175,9 @@ class DataParallelStrategy(MeetingStrategy, ProcessStrategy):
             with naming_wait("the weights of rank 0"):
                 send_values(module, ranks, find_waiting(module, ranks), self.root_device)
 
-    def among_ranks(self, wishes: PlanRequest, sharding: Sharding) -> PlanRequest:
+    def among_ranks(self, plan_request: PlanRequest, sharding: Sharding) -> PlanRequest:
         """What the user says about a plan, for the ranks of this machine: they share one copy, or each has its own."""
-        return wishes.among(sharding, max(self.num_processes, 1), self.world_size)
+        return plan_request.among(sharding, max(self.num_processes, 1), self.world_size)
 
     def compare_ranks(self, layout: ModelLayout, model: nn.Module, choice: Plan | str) -> None:
         """Before a plan is made: all ranks train the same; every rank calls it.

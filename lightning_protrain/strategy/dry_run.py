@@ -20,7 +20,7 @@ class DryRunStrategy(StatesStrategy):
         arguments: As of `StatesStrategy`.
     """
 
-    _wishes: PlanRequest
+    _plan_request: PlanRequest
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -47,10 +47,10 @@ class DryRunStrategy(StatesStrategy):
         Yields:
             A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
         """
-        wishes = self._wishes
-        self._wishes = wishes.among(Sharding.REPLICATE, here, ranks)
+        plan_request = self._plan_request
+        self._plan_request = plan_request.among(Sharding.REPLICATE, here, ranks)
         self._machines, self._clusters, self._answers = machines, clusters, {}
         try:
             yield self._answers
         finally:
-            self._machines, self._clusters, self._wishes = None, None, wishes
+            self._machines, self._clusters, self._plan_request = None, None, plan_request

@@ -124,7 +124,7 @@ class PlanSession:
     """One model on its way to a plan.
 
     Attributes:
-        wishes: What the user says.
+        plan_request: What the user says.
         device: Where it will run.
         layout: What it is made of, with what is streamed in two bytes.
         profile: What a training step does; None: not known, or the plan does not depend on it.
@@ -141,7 +141,7 @@ class PlanSession:
             is not here, or for `device`; None: it need not be profiled.
     """
 
-    wishes: PlanRequest
+    plan_request: PlanRequest
     device: Device
     layout: ModelLayout
     profile: ModelProfile | None = None
@@ -170,7 +170,7 @@ class PlanSession:
 
     def among(self, sharding: Sharding, network: Network | None = None) -> PlanSession:
         """The same where ranks hold offloaded chunks so, and sum gradients so, if that is known."""
-        return replace(self, wishes=self.wishes.among(sharding), network=network)
+        return replace(self, plan_request=self.plan_request.among(sharding), network=network)
 
     def plan_among(self, network: Network | None, sharding: Sharding, machine: HardwareProfile | None = None) -> Plan:
         """The plan for ranks on machines like this one, or on others.
@@ -197,7 +197,7 @@ class PlanSession:
         try:
             plan = self._plan(machine)
         except HostTooSmall as error:
-            if self.wishes.ranks == 1:
+            if self.plan_request.ranks == 1:
                 raise
             raise type(error)(f"{error} {self._sharded_instead(machine)}") from error
         if plan.num_offloaded_chunks:
@@ -206,8 +206,8 @@ class PlanSession:
 
     def _sharded_instead(self, machine: HardwareProfile | None) -> str:
         """Return what the same ranks would take under FSDP2, which shards over nodes what no node holds."""
-        wishes = self.wishes
-        ranks = FSDPRanks(wishes.num_nodes, wishes.ranks // wishes.num_nodes, cpu_offload=True)
+        plan_request = self.plan_request
+        ranks = FSDPRanks(plan_request.num_nodes, plan_request.ranks // plan_request.num_nodes, cpu_offload=True)
         problem = FSDPProblem(
             self.layout,
             ranks,
@@ -217,7 +217,7 @@ class PlanSession:
             accumulates=self.training is not None and self.training.accumulate > 1,
             on_gpu=machine.asynchronous if machine is not None else self.device.torch_device.type != "cpu",
         )
-        host_bytes = self._host_bytes(machine) * wishes.copies
+        host_bytes = self._host_bytes(machine) * plan_request.copies
         return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(machine), host_bytes)}"
 
     def _plan(self, machine: HardwareProfile | None) -> Plan:
@@ -236,7 +236,7 @@ class PlanSession:
         return self._among_ranks(found)
 
     def _find_plan(self, machine: HardwareProfile | None, host_bytes: int) -> Plan:
-        choice, device_bytes = self.wishes.choice, self.budget(machine)
+        choice, device_bytes = self.plan_request.choice, self.budget(machine)
         if isinstance(choice, Plan):
             check_plan(choice, self.layout, self.low_dtype)
             choice = self._among_ranks(choice)
@@ -247,11 +247,11 @@ class PlanSession:
         return make_plan(
             self.layout,
             choice,
-            self.wishes.knobs,
+            self.plan_request.knobs,
             device_bytes,
             host_bytes,
             self.state_bytes,
-            self.wishes.min_num_params,
+            self.plan_request.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
             self._room_for_buckets(self.layout.units),
@@ -259,18 +259,20 @@ class PlanSession:
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
         """Whether anything is left to decide: without a limit everything stays on the device, or where knobs say."""
-        limited = machine is not None or self.wishes.device_memory is not None or self.device.free_bytes() is not None
-        is_open = self.wishes.choice == "auto" and not self.wishes.knobs.are_whole
+        limited = (
+            machine is not None or self.plan_request.device_memory is not None or self.device.free_bytes() is not None
+        )
+        is_open = self.plan_request.choice == "auto" and not self.plan_request.knobs.are_whole
         return self.training is not None and limited and is_open
 
     def budget(self, machine: HardwareProfile | None = None) -> int | None:
         """Bytes that the device may hold; None: no limit."""
-        if self.wishes.device_memory is not None:
-            return self.wishes.device_memory
+        if self.plan_request.device_memory is not None:
+            return self.plan_request.device_memory
         free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
-        choice = self.wishes.choice
+        choice = self.plan_request.choice
         searched = choice.prediction is not None if isinstance(choice, Plan) else self.searches(machine)
         knows_all = searched and (self.profile is not None or isinstance(choice, Plan))
         return int(free * (SHARE_OF_ALL if knows_all else SHARE_OF_STATES))
@@ -283,10 +285,10 @@ class PlanSession:
         """
         if self.free is not None:
             return self.free
-        device = None if self.wishes.device_memory is not None else self.device.free_bytes()
-        host = None if self.wishes.host_memory is not None else free_host_bytes()
+        device = None if self.plan_request.device_memory is not None else self.device.free_bytes()
+        host = None if self.plan_request.host_memory is not None else free_host_bytes()
         here = (info.nbytes for info in self.layout.parameters if info.fqn not in waiting)
-        shared = free_shared_bytes() if self.wishes.sharers > 1 else None
+        shared = free_shared_bytes() if self.plan_request.sharers > 1 else None
         return FreeMemory(device, host, sum(here), shared)
 
     def spare_host_bytes(self, plan: Plan) -> int:
@@ -298,34 +300,34 @@ class PlanSession:
     @property
     def _host_use(self) -> HostUse:
         accumulate = self.training.accumulate if self.training is not None else 1
-        return HostUse(self.wishes.sharers, accumulate)
+        return HostUse(self.plan_request.sharers, accumulate)
 
     @property
     def _checkpoint_copy(self) -> int:
         """The share that each rank has of the copies, of which there is one on a machine."""
-        return -(-self.copied_bytes // self.wishes.copies)
+        return -(-self.copied_bytes // self.plan_request.copies)
 
     def _host_bytes(self, machine: HardwareProfile | None) -> int:
-        copies = self.wishes.copies
-        if self.wishes.host_memory is not None:
-            return self.wishes.host_memory // copies
+        copies = self.plan_request.copies
+        if self.plan_request.host_memory is not None:
+            return self.plan_request.host_memory // copies
         if machine is not None:
             return machine.host_bytes // copies
         return self.free_memory().share(copies, self._weight_bytes)
 
     def _measure(self, profile: ModelProfile) -> HardwareProfile:
-        machine = self.wishes.hardware
+        machine = self.plan_request.hardware
         if machine is None:
             names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
             machine = cached_profile(self.device, [getattr(torch, name) for name in sorted(names)], user_folder())
         # That is the rate of this rank's cores; ranks that share one copy step a part of it each, all at one time.
-        return replace(machine, host_step=machine.host_step * self.wishes.sharers)
+        return replace(machine, host_step=machine.host_step * self.plan_request.sharers)
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile, training: Training) -> Plan:
         machine = other or self._measure(profile)
         problem = self._problem(machine, profile, training, *self._limits(other, machine))
         room = self._room_for_buckets(self.layout.units)
-        return search_and_predict(problem, self.wishes.knobs, self.wishes.min_num_params, room)
+        return search_and_predict(problem, self.plan_request.knobs, self.plan_request.min_num_params, room)
 
     def _expected(self, plan: Plan, machine: HardwareProfile) -> Prediction | None:
         """Of a plan that nobody has searched for, on another machine; None: it is not known what a step does."""
@@ -348,7 +350,7 @@ class PlanSession:
             alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if machine.asynchronous else 1.0,
             foreach=self.foreach,
             checkpoint_copy=self._checkpoint_copy,
-            sharers=self.wishes.sharers,
+            sharers=self.plan_request.sharers,
             network=self.network,
         )
 
@@ -370,7 +372,7 @@ class PlanSession:
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
         """Bytes of the device for gradients that are summed over ranks, see [Note: Reduction]: three chunks at most."""
-        if self.wishes.ranks == 1:
+        if self.plan_request.ranks == 1:
             return 0
         infos = {info.fqn: info for info in self.layout.parameters}
         trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
@@ -386,7 +388,7 @@ class PlanSession:
 
 
 def describe_session(
-    wishes: PlanRequest,
+    plan_request: PlanRequest,
     trainer: Trainer,
     model: LightningModule,
     device: Device,
@@ -398,7 +400,7 @@ def describe_session(
     """Finds out what the plan depends on.
 
     Args:
-        wishes: What the user says.
+        plan_request: What the user says.
         trainer: In `Strategy.setup`.
         model: What it runs.
         device: Where.
@@ -413,21 +415,21 @@ def describe_session(
     """
     refuse_unsupported(model)
     prepare_weights(model, device.torch_device)
-    layout = describe_model(model, wishes.blocks, wishes.min_num_params)
-    if optimizers is None and isinstance(wishes.choice, Plan):
-        return PlanSession(wishes, device, layout, low_dtype=precision.low_dtype_name)
+    layout = describe_model(model, plan_request.blocks, plan_request.min_num_params)
+    if optimizers is None and isinstance(plan_request.choice, Plan):
+        return PlanSession(plan_request, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:
-        knobs = wishes.knobs
+        knobs = plan_request.knobs
         if knobs.num_swap_blocks:  # nothing is saved
             knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
-        return PlanSession(replace(wishes, knobs=knobs), device, replace(layout, parameters=frozen))
+        return PlanSession(replace(plan_request, knobs=knobs), device, replace(layout, parameters=frozen))
     takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
     layout = replace(layout, lends_copies=overlap.lends)
     state_bytes = mean_state_bytes(optimizers)
     case = PlanSession(
-        wishes=wishes,
+        plan_request=plan_request,
         device=device,
         layout=layout,
         low_dtype=precision.low_dtype_name,
@@ -455,7 +457,7 @@ def describe_session(
 
 def _needs_profile(case: PlanSession) -> bool:
     """Whether the plan depends on what a training step does."""
-    choice, knobs = case.wishes.choice, case.wishes.knobs
+    choice, knobs = case.plan_request.choice, case.plan_request.knobs
     swaps = choice == "auto" and bool(knobs.num_swap_blocks)
     streams = choice == "offload" or (choice == "auto" and bool(knobs.given))
     return case.searches() or swaps or (case.low_dtype is not None and streams)
@@ -463,13 +465,13 @@ def _needs_profile(case: PlanSession) -> bool:
 
 def _reason(case: PlanSession, elsewhere: bool) -> str:
     """Return what cannot be had without a profile; empty if there is a way without."""
-    wishes = case.wishes
-    if wishes.knobs.num_swap_blocks:
-        return f"num_swap_blocks={wishes.knobs.num_swap_blocks}"
+    plan_request = case.plan_request
+    if plan_request.knobs.num_swap_blocks:
+        return f"num_swap_blocks={plan_request.knobs.num_swap_blocks}"
     if elsewhere:
         return "A plan"
     # A budget that is given is a promise; of what is free on a device, a share is left for activations.
-    budget = wishes.device_memory
+    budget = plan_request.device_memory
     return f"device_memory={format_bytes(budget)}" if budget is not None and case.searches() else ""
 
 
@@ -521,7 +523,7 @@ def plan_jointly(
     plan = decide(lambda: _plan_best(case, network, shardings, ranks.local_size))
     case = case.among(plan.sharding)
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
-    return replace(case, wishes=replace(case.wishes, choice=plan)), plan
+    return replace(case, plan_request=replace(case.plan_request, choice=plan)), plan
 
 
 def _plan_best(case: PlanSession, network: Network | None, shardings: Sequence[Sharding], num_sharers: int) -> Plan:

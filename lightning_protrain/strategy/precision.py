@@ -54,7 +54,7 @@ class ProTrainPrecision(Precision):
         self._base = DoublePrecision() if precision == "64-true" else Precision()
         if precision in _TRUE:
             self._base = HalfPrecision(precision)  # type: ignore[arg-type]
-        self._updates: AsyncStep | None = None
+        self._async_step: AsyncStep | None = None
         self._threads: int | None = None
         self._device_type = "cpu"
 
@@ -75,14 +75,14 @@ class ProTrainPrecision(Precision):
             self.scaler = self._base.scaler
         self._device_type = device_type
 
-    def attach(self, updates: AsyncStep | None, threads: int | None = None) -> None:
-        """Clipping and steps go through `updates` from now on.
+    def attach(self, async_step: AsyncStep | None, threads: int | None = None) -> None:
+        """Clipping and steps go through `async_step` from now on.
 
         Args:
-            updates: None: there is nothing to go through any more.
+            async_step: None: there is nothing to go through any more.
             threads: Of the host's worker, for steps of host parameters on this thread; None: as many as it has.
         """
-        self._updates, self._threads = updates, threads
+        self._async_step, self._threads = async_step, threads
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -127,8 +127,8 @@ class ProTrainPrecision(Precision):
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
         """
         how: tuple[Any, ...] = (self._device_type,)
-        if (updates := self._updates) is not None:
-            how = *how, updates.launch, self._threads, updates.publishing.end_step
+        if (async_step := self._async_step) is not None:
+            how = *how, async_step.launch, self._threads, async_step.publishing.end_step
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
             with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:
@@ -143,9 +143,9 @@ class ProTrainPrecision(Precision):
         if not skipped:
             with _scale_on_host(self.scaler), on_host_threads(optimizer, self._threads):
                 self.scaler.unscale_(optimizer)
-            if self._updates is not None:
+            if self._async_step is not None:
                 found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-                self._updates.agree_on_overflow(found)
+                self._async_step.agree_on_overflow(found)
         self._after_closure(model, optimizer)
         if skipped:
             return result
@@ -157,17 +157,17 @@ class ProTrainPrecision(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bounds the values of all gradients."""
-        if self._updates is None:
+        if self._async_step is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            self._updates.clip_value(self.main_params(optimizer), clip_val)
+            self._async_step.clip_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bounds the norm of all gradients together."""
-        if self._updates is None:
+        if self._async_step is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
-            self._updates.clip_norm(self.main_params(optimizer), clip_val)
+            self._async_step.clip_norm(self.main_params(optimizer), clip_val)
 
 
 @contextmanager

@@ -144,7 +144,9 @@ class ProTrainStrategy(DryRunStrategy):
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
         choice = self.allowed_plan(read_plan_spec(plan))
-        self._wishes = make_plan_request(choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware)
+        self._plan_request = make_plan_request(
+            choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware
+        )
         self._losses = FiniteLosses(on_nonfinite)
         self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
@@ -227,7 +229,7 @@ class ProTrainStrategy(DryRunStrategy):
         if self._machines is not None:
             self._answers.update(answers(case, self._machines, self._clusters, self.reduce_dtype))
             raise _TunerExitException
-        self.compare_ranks(case.layout, model, self._wishes.choice)
+        self.compare_ranks(case.layout, model, self._plan_request.choice)
         case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
         self._budget = case.budget()
         say_if_one_block(plan, case.layout)
@@ -241,7 +243,7 @@ class ProTrainStrategy(DryRunStrategy):
             check_one_device(self.optimizers)
             move_state_beside_parameters(self.optimizers)
             for optimizer in self.optimizers:
-                self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()))
+                self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_async_step()))
             if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
                 rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
@@ -254,10 +256,12 @@ class ProTrainStrategy(DryRunStrategy):
             kind = "cuda" if on_gpus else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
-        wishes = self._wishes if self._machines is not None else self.among_ranks(self._wishes, sharding)
+        plan_request = (
+            self._plan_request if self._machines is not None else self.among_ranks(self._plan_request, sharding)
+        )
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         with failing_together("Profiling a training step"):  # Rank 0 does.
-            return describe_session(wishes, trainer, model, *how)
+            return describe_session(plan_request, trainer, model, *how)
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
@@ -271,14 +275,14 @@ class ProTrainStrategy(DryRunStrategy):
             # Nothing can be moved off such a device, and the error of trying would hide the cause.
             with suppress(RuntimeError):
                 self._runtime.remove()
-            mark_partially_stepped(module, self._runtime.updates.torn)
+            mark_partially_stepped(module, self._runtime.async_step.partially_stepped)
             self._runtime, self._device_failed = None, False
             with suppress(RuntimeError):
                 super().teardown()
             return
         if self._runtime is not None:
             self._runtime.remove()
-            mark_partially_stepped(module, self._runtime.updates.torn)
+            mark_partially_stepped(module, self._runtime.async_step.partially_stepped)
             self._runtime = None
         elif self._device is not None:
             self._device.close()
@@ -295,7 +299,7 @@ class ProTrainStrategy(DryRunStrategy):
         self._plan = plan
         how = self._device, rank_zero_info, not model.automatic_optimization, spare, self._ranks, self.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
-        self.precision_plugin.attach(self._runtime.updates, self._device.worker.threads)
+        self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -349,7 +353,7 @@ class ProTrainStrategy(DryRunStrategy):
         assert self._runtime is not None
         assert self.lightning_module is not None
         runtime, overlap = self._runtime, self._overlap
-        runtime.updates.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms, overlap.lends)
+        runtime.async_step.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms, overlap.lends)
 
         def settled() -> Any:
             result = closure()
@@ -359,8 +363,8 @@ class ProTrainStrategy(DryRunStrategy):
         result = super().optimizer_step(optimizer, settled, model, **kwargs)
         runtime.refresh()
         if not step_is_followed_by_forward(self.lightning_module.trainer):
-            runtime.updates.finish_all()
-        runtime.updates.finish_aliased()
+            runtime.async_step.finish_all()
+        runtime.async_step.finish_aliased()
         return result
 
     def on_exception(self, exception: BaseException) -> None:

@@ -28,12 +28,12 @@ class StatesStrategy(DataParallelStrategy):
         self._runtime: Runtime | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._finish_updates()
+        self._finish_async_step()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
-        self._finish_updates()
+        self._finish_async_step()
         owners = self._runtime.owners if self._runtime is not None else self._owners
         if self._ranks is None or not owners:
             return Strategy.optimizer_state(self, optimizer)
@@ -47,10 +47,10 @@ class StatesStrategy(DataParallelStrategy):
                 drop_states(optimizer, self._runtime.owners, self._ranks)
         move_state_beside_parameters(self.optimizers)
 
-    def _finish_updates(self) -> None:
-        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Torn]."""
+    def _finish_async_step(self) -> None:
+        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Partial steps]."""
         refuse_partially_stepped(self.lightning_module)
         if self._runtime is not None:
-            self._runtime.updates.refuse_torn()  # Before it waits for what will never come.
-            self._runtime.updates.finish_all()
-            self._runtime.updates.refuse_torn()
+            self._runtime.async_step.refuse_partially_stepped()  # Before it waits for what will never come.
+            self._runtime.async_step.finish_all()
+            self._runtime.async_step.refuse_partially_stepped()

@@ -191,7 +191,7 @@ def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str],
     case = Case(overlap, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": accumulate})
     expected, _ = fit(rank, 2, module_of(), case._replace(overlap=None))
     patch, renew, casts = pytest.MonkeyPatch(), OffloadedParam.renew_copy, []
-    patch.setattr(OffloadedParam, "renew_copy", lambda slot: (casts.append(slot.fqn), renew(slot))[1])
+    patch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param.fqn), renew(param))[1])
     with slow_steps(0.002 * rank):
         found, trainer = fit(rank, 2, module_of(), case)
     patch.undo()

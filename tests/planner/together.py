@@ -76,7 +76,7 @@ def _train(
         for _ in range(steps):
             _step(case, gpt, runtime, optimizer)
             ends.append(device.compute_stream().time)
-        runtime.updates.finish_all()
+        runtime.async_step.finish_all()
         runtime.remove()
     return ends
 
@@ -100,7 +100,7 @@ def _step(case: virtual.Case, gpt: nn.Module, runtime: Runtime, optimizer: torch
 
     for index in range(training.accumulate - 1):
         forward_and_backward(index)
-    runtime.updates.arm(optimizer, Overlap(training.overlap), None, training.clips)
-    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
+    runtime.async_step.arm(optimizer, Overlap(training.overlap), None, training.clips)
+    with fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
         optimizer.step(final)
     runtime.refresh()

@@ -165,7 +165,7 @@ def measure(case: Case, num_steps: int = 3) -> float:
         for _ in range(num_steps):
             _step(case, gpt, runtime, optimizer, device, bool(groups[0]))
             ends.append(device.compute_stream().time)
-        runtime.updates.finish_all()
+        runtime.async_step.finish_all()
     runtime.remove()
     return ends[-1] - ends[-2]
 
@@ -190,7 +190,7 @@ def _step(
     def closure() -> None:
         forward_and_backward(training.accumulate == 1)
         if training.clips:
-            runtime.updates.clip_norm(gpt.parameters(), 1e-3)
+            runtime.async_step.clip_norm(gpt.parameters(), 1e-3)
             if on_device:
                 # On a GPU the host reads the norm of what is there.
                 device.compute_stream().record_event().synchronize()
@@ -198,7 +198,7 @@ def _step(
 
     for index in range(training.accumulate - 1):
         forward_and_backward(index == 0)
-    runtime.updates.arm(optimizer, Overlap(training.overlap), None, training.clips)
-    with fused_host_step(optimizer, closure, "cpu", runtime.updates.launch) as final:
+    runtime.async_step.arm(optimizer, Overlap(training.overlap), None, training.clips)
+    with fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
         optimizer.step(final)
     runtime.refresh()

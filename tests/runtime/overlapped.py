@@ -47,7 +47,7 @@ def train(
     torch.manual_seed(3)
     stepper = optimizer(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(stepper, 0.9)
-    updates = state.runtime.updates if state is not None else None
+    updates = state.runtime.async_step if state is not None else None
     seen: dict[str, Any] = {}
 
     def closure(index: int, batch: Tensor, zero: bool) -> None:
@@ -77,7 +77,7 @@ def train(
         if state is None:
             stepper.step(whole)
         else:
-            state.runtime.updates.arm(stepper, overlap, value, norm is not None, lends)
+            state.runtime.async_step.arm(stepper, overlap, value, norm is not None, lends)
             with fused_host_step(stepper, whole, "cpu", updates.launch) as final:
                 stepper.step(final)
             state.runtime.refresh()

@@ -205,7 +205,7 @@ def test_nothing_lives_on() -> None:
         with applied(model, PLANS["offload"]) as state:
             train(model, mean_square, state, num_steps=1)
             held += [weakref.ref(chunk) for chunk in state.chunks]
-            held += [weakref.ref(state.runtime._executor), weakref.ref(state.chunks[0].slots[0].twin)]
+            held += [weakref.ref(state.runtime._executor), weakref.ref(state.chunks[0].params[0].device_param)]
         state = None
     gc.collect()
     assert [reference for reference in held if reference() is not None] == []

@@ -71,21 +71,21 @@ def test_the_twin_is_like_the_parameter(kind: str) -> None:
     values, strides, size = host.detach().clone(), host.stride(), host.size()
     dense = kind not in ("part of a larger tensor", "expanded")
     chunk, _ = chunk_of(nn.Parameter(torch.zeros(3, dtype=host.dtype), requires_grad=host.requires_grad), host)
-    slot = live(chunk).slots[1]
-    assert slot.host is host
-    assert type(slot.twin) is (Twin if type(host) is nn.Parameter else type(host))
-    assert isinstance(slot.twin, nn.Parameter)
-    assert (slot.twin.dtype, slot.twin.requires_grad) == (values.dtype, host.requires_grad)
-    assert torch.equal(slot.twin, values)
+    param = live(chunk).params[1]
+    assert param.host is host
+    assert type(param.device_param) is (Twin if type(host) is nn.Parameter else type(host))
+    assert isinstance(param.device_param, nn.Parameter)
+    assert (param.device_param.dtype, param.device_param.requires_grad) == (values.dtype, host.requires_grad)
+    assert torch.equal(param.device_param, values)
     assert torch.equal(host, values)
-    assert slot.twin.is_leaf
+    assert param.device_param.is_leaf
     assert host.is_leaf
-    for tensor in (host, slot.twin):
+    for tensor in (host, param.device_param):
         assert tensor.size() == size
         assert not dense or tensor.stride() == strides
     if kind == "subclass":
-        assert isinstance(slot.twin, Scaled)
-        assert slot.twin.scale == 0.5
+        assert isinstance(param.device_param, Scaled)
+        assert param.device_param.scale == 0.5
 
 
 @pytest.mark.parametrize(
@@ -119,48 +119,48 @@ def test_convolutions_in_channels_last_train_bitwise() -> None:
 def test_the_storage_is_one_for_life() -> None:
     chunk, device = chunk_of(nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3)))
     storage = chunk._storage
-    views = [slot.twin.detach().view(-1) for slot in live(chunk).slots]
-    versions = [slot.twin._version for slot in chunk.slots]
+    views = [param.device_param.detach().view(-1) for param in live(chunk).params]
+    versions = [param.device_param._version for param in chunk.params]
     for _ in range(3):
         chunk.release()
         assert storage.nbytes() == 0
         assert device.counters.live_bytes == 0
         live(chunk)
         assert device.counters.live_bytes == chunk.nbytes == storage.nbytes()
-        for slot, view in zip(chunk.slots, views, strict=True):
-            assert slot.twin.untyped_storage()._cdata == storage._cdata
-            assert torch.equal(view, slot.host.view(-1))
-    assert [slot.twin._version for slot in chunk.slots] == versions
+        for param, view in zip(chunk.params, views, strict=True):
+            assert param.device_param.untyped_storage()._cdata == storage._cdata
+            assert torch.equal(view, param.host.view(-1))
+    assert [param.device_param._version for param in chunk.params] == versions
     assert device.counters.uploads == 4
     assert device.counters.uploaded_bytes == 4 * chunk.nbytes
 
 
 def test_an_in_place_change_moves_the_version_once() -> None:
     chunk, device = chunk_of(nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4)))
-    first, second = live(chunk).slots
-    versions = first.twin._version, second.twin._version
+    first, second = live(chunk).params
+    versions = first.device_param._version, second.device_param._version
     chunk.release()
     with torch.no_grad():
         first.host.mul_(2)
     live(chunk)
-    assert (first.twin._version, second.twin._version) == (versions[0] + 1, versions[1])
+    assert (first.device_param._version, second.device_param._version) == (versions[0] + 1, versions[1])
     chunk.release()
     live(chunk)
-    assert first.twin._version == versions[0] + 1
+    assert first.device_param._version == versions[0] + 1
     assert device.counters.uploads == 3
 
 
 @pytest.mark.parametrize("moment", ["on the host", "under way", "live"])
 def test_a_use_in_forward_sees_a_change_made_at_any_moment(moment: str) -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
-    (slot,) = chunk.slots
+    (param,) = chunk.params
     if moment != "on the host":
         chunk.fetch()
     if moment == "live":
         chunk.wait(in_backward=False)
     with torch.no_grad():
-        slot.host.fill_(3.0)
-    assert torch.equal(live(chunk).slots[0].twin, torch.full((4,), 3.0))
+        param.host.fill_(3.0)
+    assert torch.equal(live(chunk).params[0].device_param, torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize("is_live", [True, False])
@@ -170,7 +170,7 @@ def test_a_change_between_forward_and_backward_is_refused(is_live: bool) -> None
     if not is_live:
         chunk.release()
     with torch.no_grad():
-        chunk.slots[0].host.add_(1)
+        chunk.params[0].host.add_(1)
     if not is_live:
         chunk.fetch()
     with pytest.raises(RuntimeError, match=r"'p0' was changed between .* \(version 1, the forward used 0\)"):
@@ -180,22 +180,22 @@ def test_a_change_between_forward_and_backward_is_refused(is_live: bool) -> None
 def test_data_pointed_elsewhere_is_followed() -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(2, 2)))
     other = torch.arange(4.0)
-    host = chunk.slots[0].host
+    host = chunk.params[0].host
     live(chunk).release()
     host.data = other
-    assert torch.equal(live(chunk).slots[0].twin, other)
+    assert torch.equal(live(chunk).params[0].device_param, other)
     assert host.data_ptr() != other.data_ptr()
     other.fill_(9)
     chunk.release()
-    assert torch.equal(live(chunk).slots[0].twin, torch.arange(4.0))
+    assert torch.equal(live(chunk).params[0].device_param, torch.arange(4.0))
     host.data.mul_(2)
     chunk.release()
-    assert torch.equal(live(chunk).slots[0].twin, 2 * torch.arange(4.0))
+    assert torch.equal(live(chunk).params[0].device_param, 2 * torch.arange(4.0))
 
 
 def test_data_pointed_elsewhere_in_inference_mode_can_be_trained_on() -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
-    host = chunk.slots[0].host
+    host = chunk.params[0].host
     host.data = torch.full((4,), 2.0)
     with torch.inference_mode():
         live(chunk).release()
@@ -223,7 +223,7 @@ def test_data_pointed_elsewhere_between_forward_and_backward_is_refused(plan: st
 @pytest.mark.parametrize("data", [torch.zeros(4).double(), torch.zeros(5), torch.zeros(4).bfloat16()])
 def test_another_dtype_or_shape_is_refused(data: Tensor) -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
-    chunk.slots[0].host.data = data
+    chunk.params[0].host.data = data
     with pytest.raises(RuntimeError, match=r"'p0' has become .* the plan placed it as torch.float32\[4\]"):
         chunk.fetch()
 
@@ -243,18 +243,18 @@ def test_every_parameter_has_a_host_storage_of_its_own(tmp_path: Path) -> None:
 
 def test_a_twin_changed_by_the_forward_is_written_back_once() -> None:
     chunk, device = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)))
-    first, second = live(chunk).slots
+    first, second = live(chunk).params
     chunk.write_back()
     assert device.counters.downloaded_bytes == 0
     with torch.no_grad():
-        first.twin.mul_(3)
+        first.device_param.mul_(3)
     chunk.write_back()
     chunk.write_back()
     assert device.counters.downloaded_bytes == first.host.nbytes
     assert torch.equal(first.host, torch.full((4,), 3.0))
     assert torch.equal(second.host, torch.ones(4))
     chunk.release()
-    assert torch.equal(live(chunk).slots[0].twin, torch.full((4,), 3.0))
+    assert torch.equal(live(chunk).params[0].device_param, torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
@@ -285,10 +285,10 @@ def test_detached_chunks_are_host_parameters_again() -> None:
 
 def test_a_twin_is_shown_without_reading_freed_memory() -> None:
     with applied.applied(Net()) as state:
-        slot = state.chunks[0].slots[0]
-        assert "not on the device at present" in repr(slot.twin)
-        assert "not on the device at present" in repr(slot)
+        param = state.chunks[0].params[0]
+        assert "not on the device at present" in repr(param.device_param)
+        assert "not on the device at present" in repr(param)
         shown: list[str] = []
-        state.model.inp.register_forward_hook(lambda module, *_: shown.append(repr(slot.twin)))
+        state.model.inp.register_forward_hook(lambda module, *_: shown.append(repr(param.device_param)))
         state.step(state.model, applied.batches()[0])
         assert shown[0].startswith("Parameter containing:\ntensor([[")

@@ -75,7 +75,7 @@ def run(
         runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
         state = Applied(model, plan, runtime, device)
         found = train(model, state, overlap, step=mixed(step), **options)
-        runtime.updates.finish_all()
+        runtime.async_step.finish_all()
         runtime.remove()
     return found, state
 
@@ -186,7 +186,7 @@ def test_a_step_that_writes_copies_spares_the_cast(
 ) -> None:
     casts: list[OffloadedParam] = []
     renew = OffloadedParam.renew_copy
-    monkeypatch.setattr(OffloadedParam, "renew_copy", lambda slot: (casts.append(slot), renew(slot))[1])
+    monkeypatch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param), renew(param))[1])
     torch.manual_seed(0)
     look = (lambda model, index: model.head.weight.data.sum()) if looks else None
     expected = train(Net(), step=mixed(mean_square), look=look)
@@ -269,12 +269,12 @@ def test_a_cast_waits_for_the_upload_of_its_own_copy_alone(waits: bool, monkeypa
         chunk.release()
         if not waits:
             monkeypatch.setattr(device, "land", lambda fence: None)
-            runtime.updates.copies.distrust(chunk.slots)
+            runtime.async_step.copies.invalidate(chunk.params)
             with pytest.raises(RaceError, match="up may still read"):
                 chunk.fetch()
             return
         other.fetch()
-        runtime.updates.copies.distrust(chunk.slots)
+        runtime.async_step.copies.invalidate(chunk.params)
         chunk.fetch()
         assert not other._fence.passed
         runtime.remove()

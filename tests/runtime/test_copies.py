@@ -30,7 +30,7 @@ def trusting(build: Callable[[], nn.Module] = Net) -> Iterator[tuple[Applied, li
     kinds = [type(parameter) for parameter in model.parameters()]
     renew = OffloadedParam.renew_copy
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadedParam, "renew_copy", lambda slot: (casts.append(slot.fqn), renew(slot))[1])
+        patch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param.fqn), renew(param))[1])
         yield Applied(model, plan, runtime, device), casts
     runtime.remove()
     assert [type(parameter) for parameter in model.parameters()] == kinds

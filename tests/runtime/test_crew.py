@@ -16,7 +16,7 @@ from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
 
 
 @pytest.fixture
-def crew() -> Iterator[ThreadPool]:
+def pool() -> Iterator[ThreadPool]:
     made = ThreadPool("test-crew")
     yield made
     made.close()
@@ -31,17 +31,17 @@ def is_other() -> bool:
     return threading.current_thread().name.startswith("test-crew")
 
 
-def run(crew: ThreadPool, works: list[Callable[[], None]], others: int) -> None:
+def run(pool: ThreadPool, works: list[Callable[[], None]], others: int) -> None:
     calls = WorkQueue()
     group = calls.add(works)
-    crew.join(calls, others)
+    pool.join(calls, others)
     calls.finish(group)
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])
 @pytest.mark.parametrize("numbers", [[0], [1], [100], [3, 0, 5, 40]])
 def test_everything_is_done_once_before_it_has_been_waited_for(
-    crew: ThreadPool, others: int, numbers: list[int]
+    pool: ThreadPool, others: int, numbers: list[int]
 ) -> None:
     for _ in range(20):
         calls, done = WorkQueue(), [list[int]() for _ in numbers]
@@ -49,18 +49,18 @@ def test_everything_is_done_once_before_it_has_been_waited_for(
             calls.add([partial(record.append, index) for index in range(number)])
             for record, number in zip(done, numbers, strict=True)
         ]
-        crew.join(calls, others)
+        pool.join(calls, others)
         for group, record, number in zip(groups, done, numbers, strict=True):
             calls.finish(group)
             assert sorted(record) == list(range(number))
 
 
-def test_calls_may_be_added_while_others_are_made(crew: ThreadPool) -> None:
+def test_calls_may_be_added_while_others_are_made(pool: ThreadPool) -> None:
     calls, done = WorkQueue(), list[int]()
     groups = []
     for index in range(200):
         groups.append(calls.add([partial(done.append, index)]))
-        crew.join(calls, 2)
+        pool.join(calls, 2)
         if index % 3 == 0:
             calls.finish(groups.pop())
     for group in groups:
@@ -77,7 +77,7 @@ def test_alone_nothing_is_done_before_its_turn() -> None:
         assert done == list(range(index + 1))
 
 
-def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: ThreadPool) -> None:
+def test_rather_than_wait_for_another_thread_a_later_call_is_made(pool: ThreadPool) -> None:
     taken, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -86,14 +86,14 @@ def test_rather_than_wait_for_another_thread_a_later_call_is_made(crew: ThreadPo
 
     calls = WorkQueue()
     first = calls.add([hold])
-    crew.join(calls, 1)
+    pool.join(calls, 1)
     assert taken.wait(60)
     calls.add([release.set])  # Who waits for the first group would wait forever if this were not called meanwhile.
     calls.finish(first)
     assert release.is_set()
 
 
-def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: ThreadPool) -> None:
+def test_all_threads_work_at_once_without_gradients_on_one_core_each(pool: ThreadPool) -> None:
     before, together = torch.get_num_threads(), threading.Barrier(3)
     seen: list[tuple[bool, int]] = []
 
@@ -102,20 +102,20 @@ def test_all_threads_work_at_once_without_gradients_on_one_core_each(crew: Threa
         seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
 
     with torch.no_grad():
-        run(crew, [work] * 3, 2)
+        run(pool, [work] * 3, 2)
     assert seen == [(False, 1)] * 3
     assert torch.get_num_threads() == before
 
 
-def test_only_as_many_threads_are_started_as_are_needed(crew: ThreadPool) -> None:
+def test_only_as_many_threads_are_started_as_are_needed(pool: ThreadPool) -> None:
     numbers = []
     for others in (0, 1, 1, 2, 1):
-        run(crew, [lambda: None], others)
+        run(pool, [lambda: None], others)
         numbers.append(len(names()))
     assert numbers == [0, 1, 1, 2, 2]
 
 
-def test_a_thread_that_is_too_late_is_not_waited_for(crew: ThreadPool) -> None:
+def test_a_thread_that_is_too_late_is_not_waited_for(pool: ThreadPool) -> None:
     """The only other thread is busy with the calls of somebody else."""
     release, busy = threading.Event(), threading.Event()
 
@@ -125,17 +125,17 @@ def test_a_thread_that_is_too_late_is_not_waited_for(crew: ThreadPool) -> None:
 
     theirs = WorkQueue()
     held = theirs.add([hold])
-    crew.join(theirs, 1)
+    pool.join(theirs, 1)
     assert busy.wait(60)
     here: list[bool] = []
-    run(crew, [lambda: here.append(is_other())] * 2, 1)
+    run(pool, [lambda: here.append(is_other())] * 2, 1)
     assert here == [False, False]
     release.set()
     theirs.finish(held)
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_an_error_is_raised_when_all_have_ended(crew: ThreadPool, where: str) -> None:
+def test_an_error_is_raised_when_all_have_ended(pool: ThreadPool, where: str) -> None:
     together, ended = threading.Barrier(2), []
 
     def work() -> None:
@@ -146,7 +146,7 @@ def test_an_error_is_raised_when_all_have_ended(crew: ThreadPool, where: str) ->
 
     for _ in range(2):  # The thread lives on.
         with pytest.raises(RuntimeError, match="out of luck"):
-            run(crew, [work] * 2, 1)
+            run(pool, [work] * 2, 1)
     assert ended == [where] * 2
 
 
@@ -165,7 +165,7 @@ def test_an_error_is_raised_to_who_waits_for_that_group() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: ThreadPool) -> None:
+def test_an_unexpected_error_is_raised_too_and_nothing_hangs(pool: ThreadPool) -> None:
     together = threading.Barrier(2)
 
     def work() -> None:
@@ -174,23 +174,23 @@ def test_an_unexpected_error_is_raised_too_and_nothing_hangs(crew: ThreadPool) -
             raise KeyError("a mistake")
 
     with pytest.raises(KeyError, match="a mistake"):
-        run(crew, [work] * 2, 1)
+        run(pool, [work] * 2, 1)
     done: list[int] = []
-    run(crew, [lambda: done.append(1)], 1)
+    run(pool, [lambda: done.append(1)], 1)
     assert done == [1]
 
 
-def test_several_callers_at_once(crew: ThreadPool) -> None:
+def test_several_callers_at_once(pool: ThreadPool) -> None:
     def one(seed: int) -> int:
         done: list[int] = []
-        run(crew, [partial(done.append, index) for index in range(seed, seed + 50)], 2)
+        run(pool, [partial(done.append, index) for index in range(seed, seed + 50)], 2)
         return sum(done)
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(one, range(60))) == [sum(range(seed, seed + 50)) for seed in range(60)]
 
 
-def test_nothing_is_held_when_it_is_done(crew: ThreadPool) -> None:
+def test_nothing_is_held_when_it_is_done(pool: ThreadPool) -> None:
     class Held:
         def work(self) -> None:
             pass
@@ -198,15 +198,15 @@ def test_nothing_is_held_when_it_is_done(crew: ThreadPool) -> None:
     held = Held()
     died = threading.Event()
     weakref.finalize(held, died.set)
-    run(crew, [held.work] * 4, 2)
+    run(pool, [held.work] * 4, 2)
     del held
     gc.collect()
     assert died.wait(60)
 
 
-def test_it_starts_again_after_it_was_closed(crew: ThreadPool) -> None:
+def test_it_starts_again_after_it_was_closed(pool: ThreadPool) -> None:
     for _ in range(2):
-        run(crew, [lambda: None], 2)
+        run(pool, [lambda: None], 2)
         assert len(names()) == 2
-        crew.close()
+        pool.close()
         assert names() == []

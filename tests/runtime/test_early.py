@@ -70,7 +70,7 @@ def test_as_many_uploads_as_without(make: Any, overlap: Overlap, monkeypatch: py
         model, device = Net(), SimulatedDevice()
         with applied(model, make, device) as state, device:
             train(model, state, overlap)
-            state.runtime.updates.finish_all()
+            state.runtime.async_step.finish_all()
             return device.counters.uploads
 
     early = uploads()
@@ -145,7 +145,7 @@ def run(step: StepFunction, make: Any, overlap: Overlap) -> tuple[dict[str, Tens
     model, device = Net(), SimulatedDevice()
     with applied(model, make, device) as state, device:
         found = train(model, state, overlap, step)
-        state.runtime.updates.finish_all()
+        state.runtime.async_step.finish_all()
         return found, state.runtime._executor._early._allowed[True]
 
 

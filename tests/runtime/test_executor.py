@@ -101,7 +101,7 @@ def test_training_goes_on_after_an_exception(mode: str, reset: bool, make: Any) 
             state.runtime.reset()
             assert state.num_live == 0
             assert state.device.counters.live_bytes == 0
-            assert all(slot.twin.grad is None for chunk in state.chunks for slot in chunk.slots)
+            assert all(param.device_param.grad is None for chunk in state.chunks for param in chunk.params)
         model.zero_grad()
         assert differences(expected, train(model, mean_square, state)) == []
 

@@ -100,10 +100,10 @@ def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> l
     seen: list[int] = []
     land = GradOffload._land
 
-    def counted(landing: GradOffload, slot: Any) -> None:
-        seen.append(sum(other.twin.grad is not None for chunk in state.chunks for other in chunk.slots))
-        land(landing, slot)
-        assert slot.twin.grad is None
+    def counted(landing: GradOffload, param: Any) -> None:
+        seen.append(sum(other.device_param.grad is not None for chunk in state.chunks for other in chunk.params))
+        land(landing, param)
+        assert param.device_param.grad is None
 
     monkeypatch.setattr(GradOffload, "_land", counted)
     return seen
@@ -115,7 +115,7 @@ def test_the_device_holds_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch
     with applied(Net(), make) as state:
         seen = one_gradient_at_a_time(monkeypatch, state)
         train(state.model, mean_square, state, accumulate=accumulate)
-        offloaded = sum(len(chunk.slots) for chunk in state.chunks)
+        offloaded = sum(len(chunk.params) for chunk in state.chunks)
         assert seen == [1] * 4 * offloaded
 
 
@@ -131,12 +131,14 @@ def test_downloads_are_counted_to_the_byte() -> None:
 def test_gradients_lie_on_the_host_like_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     chunk, device = chunk_of(parameter)
-    landing = GradOffload([chunk], device, lambda: None, AsyncStep([chunk], device), lambda index: True, lambda slot: 1)
-    live(chunk).slots[0].twin.square().sum().backward()
+    landing = GradOffload(
+        [chunk], device, lambda: None, AsyncStep([chunk], device), lambda index: True, lambda param: 1
+    )
+    live(chunk).params[0].device_param.square().sum().backward()
     landing.finish()
     assert parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, 2 * parameter)
-    assert chunk.slots[0].twin.grad is None
+    assert chunk.params[0].device_param.grad is None
 
 
 def test_memory_of_gradients_is_used_again() -> None:
@@ -292,10 +294,10 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
     updates = AsyncStep([chunk], device)
-    landing = GradOffload([chunk], device, lambda: None, updates, lambda index: True, lambda slot: 1, limit)
-    slots = live(chunk).slots
+    landing = GradOffload([chunk], device, lambda: None, updates, lambda index: True, lambda param: 1, limit)
+    params = live(chunk).params
     for factor in (1.0, 2.0, 3.0):
-        sum((factor * slot.twin).sum() for slot in slots).backward()
+        sum((factor * param.device_param).sum() for param in params).backward()
         assert sum(item.part.nbytes for item in landing._sums) <= limit
         landing.finish()
         assert not landing._sums

@@ -20,11 +20,11 @@ from lightning_protrain.runtime.grad_offload import DownloadBudget
 )
 def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) -> None:
     sizes = {"a": 30, "b": 10, "c": 10, "d": 5}
-    slots: dict[str, Any] = {name: object() for name in sizes}
+    params: dict[str, Any] = {name: object() for name in sizes}
     flight = DownloadBudget(list(sizes.values()))
     assert flight.hold_bytes == 10
-    assert [flight.land(slots[name], sizes[name]) for name in "abcd"] == [10] * 4
+    assert [flight.land(params[name], sizes[name]) for name in "abcd"] == [10] * 4
     flight.end()
-    assert [flight.land(slots[name], sizes[name]) for name in order] == allowed
+    assert [flight.land(params[name], sizes[name]) for name in order] == allowed
     flight.forget()
-    assert [flight.land(slots[name], sizes[name]) for name in "ab"] == [30, 30]
+    assert [flight.land(params[name], sizes[name]) for name in "ab"] == [30, 30]

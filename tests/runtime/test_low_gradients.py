@@ -215,8 +215,8 @@ def evaluated_before_the_step(model: nn.Module, state: Applied | None) -> dict[s
         if state is None:
             optimizer.step(whole)
             continue
-        state.runtime.updates.arm(optimizer, Overlap.FORWARD, lends=True)
-        with fused_host_step(optimizer, whole, "cpu", state.runtime.updates.launch) as final:
+        state.runtime.async_step.arm(optimizer, Overlap.FORWARD, lends=True)
+        with fused_host_step(optimizer, whole, "cpu", state.runtime.async_step.launch) as final:
             optimizer.step(final)
         state.runtime.refresh()
     return seen | {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -243,7 +243,7 @@ def test_a_plan_that_is_taken_off_before_the_step_leaves_gradients() -> None:
         layout = low_layout(model, mean_square)
         plan = low_plan(model, layout)
         runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
-        runtime.updates.arm(adam(model), Overlap.FORWARD, lends=lends)
+        runtime.async_step.arm(adam(model), Overlap.FORWARD, lends=lends)
         Applied(model, plan, runtime, device).step(mixed(mean_square), model, batches()[0], 0).backward()
         assert any(type(parameter.grad) is InPlaceGrad for parameter in model.parameters()) is lends
         runtime.remove()

@@ -38,17 +38,17 @@ class Shared:
 
     def __init__(self, shares: bool = True) -> None:
         self.mine, self.theirs = ([nn.Parameter(torch.zeros(2)) for _ in range(3)] for _ in range(2))
-        slots = [
+        params = [
             [SimpleNamespace(host=host, owned=owned) for host, owned in ((mine, True), (theirs, False))]
             for mine, theirs in zip(self.mine, self.theirs, strict=True)
         ]
         plan, share = SimpleNamespace(trainable=True), object() if shares else None
-        chunks: Any = [SimpleNamespace(slots=each, share=share, plan=plan) for each in slots]
+        chunks: Any = [SimpleNamespace(params=each, share=share, plan=plan) for each in params]
         self.published: list[Any] = []
         copies: Any = SimpleNamespace(publish=self.published.append)
-        self.turns = Turns(self.theirs)
-        turns: Any = self.turns if shares else None
-        self.publishing = StepPublisher(chunks, turns, copies, AccessGuard(lambda _: None), {1})
+        self.step_sync = Turns(self.theirs)
+        step_sync: Any = self.step_sync if shares else None
+        self.publishing = StepPublisher(chunks, step_sync, copies, AccessGuard(lambda _: None), {1})
 
 
 def test_what_others_step_is_published_before_a_hook_reads_it() -> None:
@@ -57,21 +57,21 @@ def test_what_others_step_is_published_before_a_hook_reads_it() -> None:
     shared.publishing.end_step()
     assert shared.theirs[0].grad is None
     assert shared.mine[0].tolist() == [0.0, 0.0]
-    assert shared.turns.announced == []
+    assert shared.step_sync.announced == []
     assert shared.theirs[2].tolist() == [7.0, 7.0]
-    assert shared.turns.announced == [[0, 2]]
-    assert shared.turns.waits == [0, 2]
+    assert shared.step_sync.announced == [[0, 2]]
+    assert shared.step_sync.waits == [0, 2]
     assert len(shared.published) == 2
     assert {type(each) for each in shared.theirs} == {nn.Parameter}
     shared.publishing.before_wait()
-    assert len(shared.turns.announced) == 1
+    assert len(shared.step_sync.announced) == 1
 
 
 def test_an_optimizer_may_look_at_what_it_does_not_step() -> None:
     shared = Shared()
     shared.publishing.begin()
     assert shared.theirs[0].tolist() == [0.0, 0.0]
-    assert shared.turns.announced == []
+    assert shared.step_sync.announced == []
     shared.publishing.publish()
     assert {type(each) for each in shared.theirs} == {nn.Parameter}
 
@@ -89,10 +89,10 @@ def test_nothing_is_published_in_the_middle_of_a_step() -> None:
     shared = Shared()
     shared.publishing.begin()
     shared.publishing.before_wait()
-    assert shared.turns.announced == []
+    assert shared.step_sync.announced == []
     shared.publishing.end_step()
     shared.publishing.before_wait()
-    assert shared.turns.announced == [[0, 2]]
+    assert shared.step_sync.announced == [[0, 2]]
 
 
 def test_other_threads_publish_nothing() -> None:
@@ -104,7 +104,7 @@ def test_other_threads_publish_nothing() -> None:
     thread.start()
     thread.join(timeout=20)
     assert found == [None, [0.0, 0.0]]
-    assert shared.turns.announced == []
+    assert shared.step_sync.announced == []
     shared.publishing.end()
 
 

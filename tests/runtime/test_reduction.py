@@ -38,43 +38,45 @@ class Rank:
 
     def __init__(self, case: Case, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
         self.rank = rank
-        self.slots: dict[tuple[int, int], OffloadedParam] = {}
+        self.params: dict[tuple[int, int], OffloadedParam] = {}
         self.past: set[int] = set()
         self.received: list[tuple[int, int]] = []
         chunks = []
         self.communicator = Communicator(network, rank, dtype)
         for index, shapes in enumerate(case.shapes):
-            slots = [self._slot(index, at, shape) for at, shape in enumerate(shapes)]
-            owners = case.owners[index] if case.owners is not None else [None] * len(slots)
-            by_slot = dict(zip(slots, owners, strict=True))
-            for slot, owner in by_slot.items():
-                slot.owned = owner in (None, self.communicator.ranks.local_rank)
-            chunks.append(SimpleNamespace(slots=slots, owner=by_slot.__getitem__, machine=lambda slot: None))
+            params = [self._slot(index, at, shape) for at, shape in enumerate(shapes)]
+            owners = case.owners[index] if case.owners is not None else [None] * len(params)
+            by_param = dict(zip(params, owners, strict=True))
+            for param, owner in by_param.items():
+                param.owned = owner in (None, self.communicator.ranks.local_rank)
+            chunks.append(SimpleNamespace(params=params, owner=by_param.__getitem__, machine=lambda param: None))
         self.reduction = GradReducer(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
 
     def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> OffloadedParam:
         host = nn.Parameter(torch.zeros(shape))
-        self.slots[index, at] = OffloadedParam(f"chunk{index}.weight{at}", host, nn.Parameter(host.detach().clone()), 0)
-        return self.slots[index, at]
+        self.params[index, at] = OffloadedParam(
+            f"chunk{index}.weight{at}", host, nn.Parameter(host.detach().clone()), 0
+        )
+        return self.params[index, at]
 
-    def _receive(self, slot: OffloadedParam, grad: Tensor) -> None:
-        self.received.append(next(place for place, other in self.slots.items() if other is slot))
-        if slot.host.grad is None:
-            slot.host.grad = grad.clone()
+    def _receive(self, param: OffloadedParam, grad: Tensor) -> None:
+        self.received.append(next(place for place, other in self.params.items() if other is param))
+        if param.host.grad is None:
+            param.host.grad = grad.clone()
         else:
-            slot.host.grad.add_(grad)
+            param.host.grad.add_(grad)
 
     def backward(self, gradients: dict[tuple[int, int], Tensor], order: list[tuple[int, int]], averages: bool) -> None:
         """One backward that makes gradients in some order, and may go beyond chunks before all of theirs are there."""
         if not averages:
             for place in order:
-                self._receive(self.slots[place], gradients[place])
+                self._receive(self.params[place], gradients[place])
             return
         self.past.clear()
         self.reduction.begin()
         left = list(order)
         for place in order:
-            self.reduction.add(place[0], self.slots[place], gradients[place].clone())
+            self.reduction.add(place[0], self.params[place], gradients[place].clone())
             left.remove(place)
             self.past.update({place[0]} - {other[0] for other in left})
             self.reduction.advance(lambda index: False)
@@ -155,7 +157,7 @@ def check(case: Case, used: list[list[set[tuple[int, int]]]], seed: int) -> None
     for rank in ranks:
         assert rank.communicator.sizes == sizes
         for index, at in case.places:
-            found, mean = rank.slots[index, at].host.grad, expected(case, used, (index, at))
+            found, mean = rank.params[index, at].host.grad, expected(case, used, (index, at))
             owned = case.owners is None or case.owners[index][at] == rank.rank
             assert (found is None) == (mean is None or not owned), f"{index, at} on rank {rank.rank}"
             if found is not None and mean is not None:
@@ -218,7 +220,7 @@ def test_gradients_are_sent_in_the_chosen_dtype(dtype: torch.dtype | None, nbyte
     used = [[{(0, 0)}]] * NUM_RANKS
     for rank in average(case, NUM_RANKS, used, dtype):
         assert rank.communicator.sizes == [(None, nbytes)]
-        found, mean = rank.slots[0, 0].host.grad, expected(case, used, (0, 0))
+        found, mean = rank.params[0, 0].host.grad, expected(case, used, (0, 0))
         assert found is not None
         assert mean is not None
         assert found.dtype is torch.float32
@@ -236,7 +238,7 @@ def test_what_has_been_averaged_before_is_not_divided_again() -> None:
         first, second = torch.randn(3), torch.randn(3)
         for grad in (first, second):
             rank.backward({(0, 0): grad}, [(0, 0)], averages=True)
-        found = rank.slots[0, 0].host.grad
+        found = rank.params[0, 0].host.grad
         assert found is not None
         assert torch.equal(found, second + first)
 
@@ -244,7 +246,7 @@ def test_what_has_been_averaged_before_is_not_divided_again() -> None:
 def test_a_chunk_is_sent_when_nothing_may_add_to_it() -> None:
     rank = one_rank(Case([[(2,)], [(2,)]]))
     rank.reduction.begin()
-    rank.reduction.add(1, rank.slots[1, 0], torch.ones(2))
+    rank.reduction.add(1, rank.params[1, 0], torch.ones(2))
     rank.reduction.advance(lambda index: False)
     assert rank.communicator.sizes == []  # Backward is still within the calls that read it.
     rank.past.add(1)
@@ -260,7 +262,7 @@ def test_a_chunk_is_sent_when_nothing_may_add_to_it() -> None:
 
 def test_what_was_frozen_with_a_gradient_keeps_it() -> None:
     rank = one_rank(Case([[(2,), (2,)]]))
-    frozen = rank.slots[0, 1].host
+    frozen = rank.params[0, 1].host
     frozen.grad = torch.full((2,), 3.0)
     frozen.requires_grad_(False)
     rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
@@ -271,18 +273,18 @@ def test_what_was_frozen_with_a_gradient_keeps_it() -> None:
 def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_been_sent() -> None:
     rank = one_rank(Case([[(2,), (3,)]]))
     rank.reduction._device = device = Copies()
-    for slot in rank.slots.values():
-        slot.host.grad = torch.full_like(slot.host, 3.0)
+    for param in rank.params.values():
+        param.host.grad = torch.full_like(param.host, 3.0)
     rank.reduction.begin()
-    rank.reduction.add(0, rank.slots[0, 1], torch.ones(3))
+    rank.reduction.add(0, rank.params[0, 1], torch.ones(3))
     assert device.log == ["upload", "upload", "wait"]
     rank.reduction.finish()
     assert device.log[:3] == ["upload", "upload", "wait"]
     assert device.log[-2:] == ["land", "land"]
     assert "land" not in device.log[:-2]
     expected = {(0, 0): torch.full((2,), 3.0), (0, 1): torch.full((3,), 4.0)}
-    for place, slot in rank.slots.items():
-        assert torch.equal(slot.host.grad, expected[place])  # type: ignore[arg-type]
+    for place, param in rank.params.items():
+        assert torch.equal(param.host.grad, expected[place])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("older", [True, False])
@@ -290,13 +292,13 @@ def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_
 def test_what_comes_to_the_host_after_its_chunk_has_begun_counts(older: bool, used: bool) -> None:
     """A weight that is used outside its block has a gradient there before that of the block."""
     rank = one_rank(Case([[(2,), (2,)]]))
-    host = rank.slots[0, 1].host
+    host = rank.params[0, 1].host
     host.grad = torch.full((2,), 3.0) if older else None
     rank.reduction.begin()
-    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
     host.grad = torch.full((2,), 5.0)
     if used:
-        rank.reduction.add(0, rank.slots[0, 1], torch.ones(2))
+        rank.reduction.add(0, rank.params[0, 1], torch.ones(2))
     rank.reduction.finish()
     assert torch.equal(host.grad, torch.full((2,), 5.0 + 3.0 * older + used))
 
@@ -304,44 +306,44 @@ def test_what_comes_to_the_host_after_its_chunk_has_begun_counts(older: bool, us
 def test_after_an_exception_no_upload_reads_what_the_host_has() -> None:
     rank = one_rank(Case([[(2,)]]))
     rank.reduction._device = device = Copies()
-    rank.slots[0, 0].host.grad = torch.ones(2)
+    rank.params[0, 0].host.grad = torch.ones(2)
     rank.reduction.begin()
-    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
     rank.reduction.forget()
     assert device.log == ["upload", "wait", "land"]
 
 
 def test_what_is_frozen_is_not_sent() -> None:
     rank = one_rank(Case([[(2,), (3,)], [(4,)]]))
-    rank.slots[0, 0].host.requires_grad_(False)
-    rank.slots[1, 0].host.requires_grad_(False)
+    rank.params[0, 0].host.requires_grad_(False)
+    rank.params[1, 0].host.requires_grad_(False)
     rank.backward({(0, 1): torch.ones(3)}, [(0, 1)], averages=True)
     assert rank.communicator.sizes == [(None, 16)]
 
 
 def test_strides_are_those_of_the_weight() -> None:
     rank = one_rank(Case([[(2, 3)]]))
-    slot = rank.slots[0, 0]
-    slot.host.data = torch.zeros(3, 2).t()
+    param = rank.params[0, 0]
+    param.host.data = torch.zeros(3, 2).t()
     rank.backward({(0, 0): torch.arange(6.0).view(2, 3)}, [(0, 0)], averages=True)
-    assert torch.equal(slot.host.grad, torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
+    assert torch.equal(param.host.grad, torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
 
 
 def test_a_sparse_gradient_is_refused() -> None:
     rank = one_rank(Case([[(4, 2)]]))
     rank.reduction.begin()
     with pytest.raises(RuntimeError, match=r"gradient of 'chunk0.weight0' is sparse, .* Use `sparse=False`"):
-        rank.reduction.add(0, rank.slots[0, 0], torch.eye(4, 2).to_sparse())
+        rank.reduction.add(0, rank.params[0, 0], torch.eye(4, 2).to_sparse())
 
 
 def test_a_gradient_that_comes_too_late_is_refused() -> None:
     rank = one_rank(Case([[(2,)]]))
     rank.past.add(0)
     rank.reduction.begin()
-    rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+    rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
     rank.reduction.advance(lambda index: False)
     with pytest.raises(RuntimeError, match=r"'chunk0.weight0' came after its chunk had been averaged"):
-        rank.reduction.add(0, rank.slots[0, 0], torch.ones(2))
+        rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
 
 
 def test_after_an_exception_nothing_is_under_way() -> None:
@@ -349,14 +351,14 @@ def test_after_an_exception_nothing_is_under_way() -> None:
     rank.past.add(1)
     rank.reduction.begin()
     for index in (1, 0):
-        rank.reduction.add(index, rank.slots[index, 0], torch.full((2,), 7.0))
+        rank.reduction.add(index, rank.params[index, 0], torch.full((2,), 7.0))
         rank.reduction.advance(lambda index: False)
     rank.reduction.forget()
     rank.reduction.finish()
     assert len(rank.communicator.sizes) == 1
     rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
-    assert torch.equal(rank.slots[0, 0].host.grad, torch.ones(2))  # type: ignore[arg-type]
-    assert rank.slots[1, 0].host.grad is None
+    assert torch.equal(rank.params[0, 0].host.grad, torch.ones(2))  # type: ignore[arg-type]
+    assert rank.params[1, 0].host.grad is None
 
 
 class Operations(TorchDispatchMode):
@@ -374,17 +376,17 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("filled", [0, 1, 2])
 def test_flags_are_made_on_the_device(filled: int) -> None:
     """A copy of them from the host would wait for everything that the device computes."""
-    slots = [slot for _, slot in sorted(one_rank(Case([[(3,), (2,)]])).slots.items())]
-    region = _Region(None, slots, CPU)
+    params = [param for _, param in sorted(one_rank(Case([[(3,), (2,)]])).params.items())]
+    region = _Region(None, params, CPU)
     with Operations() as operations:
-        region.end_filling(set(slots[:filled]))
+        region.end_filling(set(params[:filled]))
     assert not {name for name in operations.names if "copy" in name}
     assert region.flags() == [1.0] * filled + [0.0] * (2 - filled)
-    assert all(not region.view(slot).any() for slot in slots[filled:])
+    assert all(not region.view(param).any() for param in params[filled:])
 
 
 def test_a_second_dtype_is_sent_and_not_what_was_filled() -> None:
     rank = Rank(Case([[(3,)]]), Network(1), 0, torch.bfloat16)
     grad = torch.tensor([1.0, 1.0 + 2**-20, -3.0])
     rank.backward({(0, 0): grad}, [(0, 0)], averages=True)
-    assert torch.equal(rank.slots[0, 0].host.grad, grad.bfloat16().float())  # type: ignore[arg-type]
+    assert torch.equal(rank.params[0, 0].host.grad, grad.bfloat16().float())  # type: ignore[arg-type]

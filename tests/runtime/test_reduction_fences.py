@@ -23,18 +23,18 @@ def accumulate(order: tuple[int, ...]) -> SimulatedDevice:
     """A backward with averages on top of older gradients; those of the one chunk come in this order."""
     rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
     rank.reduction._device = device
-    for slot in rank.slots.values():
-        slot.host.grad = torch.full_like(slot.host, 3.0)
-        device.note_host(slot.host.grad)
+    for param in rank.params.values():
+        param.host.grad = torch.full_like(param.host, 3.0)
+        device.note_host(param.host.grad)
     gradients = {(0, at): torch.ones(SHAPES[at]) for at in order}
     with device:
         rank.reduction.begin()
         for place, gradient in gradients.items():
             device.set_place(gradient, "device")
-            rank.reduction.add(0, rank.slots[place], gradient)
+            rank.reduction.add(0, rank.params[place], gradient)
         rank.reduction.finish()
-    for place, slot in rank.slots.items():
-        assert torch.equal(slot.host.grad, torch.full(SHAPES[place[1]], 3.0 + (place[1] in order)))  # type: ignore[arg-type]
+    for place, param in rank.params.items():
+        assert torch.equal(param.host.grad, torch.full(SHAPES[place[1]], 3.0 + (place[1] in order)))  # type: ignore[arg-type]
     return device
 
 
@@ -67,18 +67,18 @@ def test_sending_what_is_not_there_yet_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_what_comes_to_the_host_behind_another_is_added_on_the_device(older: bool) -> None:
     rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
     rank.reduction._device = device
-    (slot, *_), gradient = rank.slots.values(), torch.ones(SHAPES[0])
+    (param, *_), gradient = rank.params.values(), torch.ones(SHAPES[0])
     found = [torch.full(SHAPES[0], value) for value in (3.0, 5.0)]
     for each in found:
         device.note_host(each)
     with device:
         rank.reduction.begin()
         device.set_place(gradient, "device")
-        slot.host.grad = found[0] if older else None
-        rank.reduction.add(0, slot, gradient)
-        slot.host.grad = found[1]
+        param.host.grad = found[0] if older else None
+        rank.reduction.add(0, param, gradient)
+        param.host.grad = found[1]
         rank.reduction.finish()
-    assert torch.equal(slot.host.grad, torch.full(SHAPES[0], 6.0 + 3.0 * older))
+    assert torch.equal(param.host.grad, torch.full(SHAPES[0], 6.0 + 3.0 * older))
 
 
 class Penalised(ranked.Case):

@@ -74,7 +74,7 @@ def test_at_rest_everything_is_on_the_host_and_lies_with_its_weight(kind: str) -
                 assert device.place(value) == "host", name
                 assert torch.equal(value, before[name]), name
         for chunk in state.chunks:
-            assert chunk.nbytes >= sum(packed_nbytes(slot.host) for slot in chunk.slots)
+            assert chunk.nbytes >= sum(packed_nbytes(param.host) for param in chunk.params)
     assert set(holders(model)) == set(before)
 
 
@@ -144,6 +144,6 @@ def test_another_parameter_of_the_same_memory_does_not_stay(kind: str, plan: str
     hosts = [block.base.weight for block in model.blocks]
     with applied(model, PLANS[plan]) as state:
         assert differences(expected, train(model, mean_square, state, optimizer=adam)) == []
-        streamed = {slot.host for chunk in state.chunks for slot in chunk.slots}
+        streamed = {param.host for chunk in state.chunks for param in chunk.params}
         for block, host in zip(model.blocks, hosts, strict=True):
             assert block.base.weight is host or host not in streamed

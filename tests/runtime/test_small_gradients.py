@@ -118,7 +118,7 @@ def test_parity(options: str, model: str, simulated: bool) -> None:
         else:
             with device:
                 found = train(made, state, overlap, **given)
-                state.runtime.updates.finish_all()
+                state.runtime.async_step.finish_all()
     assert differences(expected, found) == []
 
 

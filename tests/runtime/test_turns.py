@@ -58,13 +58,13 @@ class Attendance:
 
 def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[StepSync]]:
     memory: Any = Memory(num_ranks)
-    turns = []
+    step_sync = []
     for place in range(num_ranks):
         ranks: Any = SimpleNamespace(
-            local_rank=place, local_size=num_ranks, first_of_node=first, attendance=Attendance()
+            local_rank=place, local_size=num_ranks, first_of_node=first, rank_health=Attendance()
         )
-        turns.append(StepSync(memory, ranks, OWNERS, UNITS))
-    return memory, turns
+        step_sync.append(StepSync(memory, ranks, OWNERS, UNITS))
+    return memory, step_sync
 
 
 def waits(*actions: Callable[[], object]) -> list[bool]:
@@ -134,8 +134,8 @@ def test_steps_run_behind_backward_where_all_ranks_may(others: tuple[bool, ...],
         for each in (zero, *rest):
             each.begin(True)
     zero.begin(True)
-    for turns, behind in zip(rest, others, strict=True):
-        turns.begin(behind)
+    for step_sync, behind in zip(rest, others, strict=True):
+        step_sync.begin(behind)
     assert zero.all_behind_backward() is agreed
 
 
@@ -168,7 +168,7 @@ def test_who_is_missing_is_named_once_and_not_waited_for_again() -> None:
     with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
         zero.wait_until_stepped(BOTH, 4)
     assert caught.value is failure
-    assert len(zero._ranks.attendance.waits) == 1  # type: ignore[attr-defined]
+    assert len(zero._ranks.rank_health.waits) == 1  # type: ignore[attr-defined]
     one.announce([SECOND], 4)
     zero.wait_until_stepped(SECOND, 4)  # What has been done is done.
 

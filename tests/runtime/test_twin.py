@@ -35,10 +35,12 @@ def a_weight(*shape: int, seed: int = 0) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape or (4, 4), generator=torch.Generator().manual_seed(seed)))
 
 
-def twin_of(host: nn.Parameter, shown: bool = True) -> Any:
-    twin = torch.Tensor._make_subclass(low_precision_class(type(host)), host.detach().to(BF16), host.requires_grad)
-    twin.uses = ParamUses("block.weight", host, host.device, BF16, shown=shown)
-    return twin
+def device_param_of(host: nn.Parameter, shown: bool = True) -> Any:
+    device_param = torch.Tensor._make_subclass(
+        low_precision_class(type(host)), host.detach().to(BF16), host.requires_grad
+    )
+    device_param.uses = ParamUses("block.weight", host, host.device, BF16, shown=shown)
+    return device_param
 
 
 def x(*shape: int) -> Tensor:
@@ -70,7 +72,7 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], Callable[[Any], Tensor]]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_what_autocast_casts_passes(name: str) -> None:
     shape, use = PRODUCTS[name]
-    host, low = a_weight(*shape), twin_of(a_weight(*shape))
+    host, low = a_weight(*shape), device_param_of(a_weight(*shape))
     with autocast():
         expected, found = use(host), use(low)
         assert torch.equal(expected, found)
@@ -146,21 +148,21 @@ def test_anything_else_computes_with_the_whole_weight(name: str, casts: bool) ->
     use = OTHERS[name]
     with autocast(casts):
         with torch.no_grad():
-            expected, found = use(host), use(twin_of(host))
+            expected, found = use(host), use(device_param_of(host))
         assert expected.dtype is found.dtype
         assert torch.equal(expected, found)
         with torch.inference_mode():
-            assert torch.equal(expected, use(twin_of(host)))
-        assert torch.equal(expected, use(twin_of(frozen)))
+            assert torch.equal(expected, use(device_param_of(host)))
+        assert torch.equal(expected, use(device_param_of(frozen)))
         with pytest.raises(RuntimeError, match=r"'block\.weight' is streamed in torch\.bfloat16.*Now `torch.*in anoth"):
-            use(twin_of(host))
+            use(device_param_of(host))
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
 def test_outside_of_autocast_nothing_passes(name: str) -> None:
     shape, use = PRODUCTS[name]
     host = a_weight(*shape)
-    low = twin_of(host)
+    low = device_param_of(host)
     with autocast(), autocast(False):
         with torch.no_grad():
             assert torch.equal(use(host), use(low))
@@ -193,7 +195,7 @@ DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
 def test_what_describes_a_weight_is_said_of_the_weight(name: str) -> None:
     host = a_weight()
     host.grad = torch.ones(4, 4)
-    low = twin_of(host)
+    low = device_param_of(host)
     with autocast():
         for one, other in zip(*(tree_leaves(DESCRIPTIONS[name](weight)) for weight in (host, low)), strict=True):
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
@@ -202,10 +204,10 @@ def test_what_describes_a_weight_is_said_of_the_weight(name: str) -> None:
 
 
 def test_a_copy_of_a_weight_is_a_parameter() -> None:
-    copied = copy.deepcopy(twin_of(a_weight()))
+    copied = copy.deepcopy(device_param_of(a_weight()))
     assert type(copied) is nn.Parameter
     buffer = io.BytesIO()
-    torch.save(twin_of(a_weight()), buffer)
+    torch.save(device_param_of(a_weight()), buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer), a_weight())
 
@@ -223,7 +225,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_would_be_lost_is_refused(change: str) -> None:
-    low = twin_of(a_weight())
+    low = device_param_of(a_weight())
     with pytest.raises(RuntimeError, match=r"block\.weight.*(lost|lose precision|gradient of torch\.bfloat16)"):  # noqa: PT012
         with torch.no_grad(), autocast():
             CHANGES[change](low)
@@ -233,7 +235,7 @@ def test_what_would_be_lost_is_refused(change: str) -> None:
 
 
 def test_whole_weights_go_with_the_unit() -> None:
-    low = twin_of(a_weight())
+    low = device_param_of(a_weight())
     with torch.no_grad():
         low.norm()
         first = low.uses._whole
@@ -247,7 +249,7 @@ def test_whole_weights_go_with_the_unit() -> None:
 
 
 def test_it_is_shown_as_what_it_is() -> None:
-    low = twin_of(a_weight())
+    low = device_param_of(a_weight())
     assert "bfloat16" in repr(low)
     assert isinstance(low, nn.Parameter)
     assert isinstance(low, DeviceParam)
@@ -261,7 +263,7 @@ def test_a_class_of_the_user_is_kept() -> None:
     class Labelled(nn.Parameter):
         pass
 
-    low = twin_of(Labelled(torch.ones(4, 4)))
+    low = device_param_of(Labelled(torch.ones(4, 4)))
     assert isinstance(low, Labelled)
     assert low.dtype is torch.float32
     assert low_precision_class(nn.Parameter) is LowPrecisionParam
@@ -273,7 +275,7 @@ def recurrent(kind: type, fused: bool) -> tuple[nn.Module, list[Any]]:
     lows = []
     for name, host in list(module.named_parameters()):
         if fused or "_ih" in name:
-            low = twin_of(host)
+            low = device_param_of(host)
             lows.append(low)
             setattr(module, name, low)
     return module, lows
@@ -310,7 +312,7 @@ def attention() -> tuple[nn.Module, nn.Module]:
         for part in module.modules():
             for name, host in list(part._parameters.items()):
                 if low and host is not None:
-                    part._parameters[name] = twin_of(host)
+                    part._parameters[name] = device_param_of(host)
         made.append(module)
     return made[0], made[1]
 
@@ -346,7 +348,7 @@ class Foreign(Tensor):
 def test_other_classes_see_the_call_too() -> None:
     Foreign.seen.clear()
     with autocast():
-        found = F.linear(x().as_subclass(Foreign), twin_of(a_weight()))
+        found = F.linear(x().as_subclass(Foreign), device_param_of(a_weight()))
         assert torch.equal(found.as_subclass(Tensor), F.linear(x(), a_weight()))
     assert type(found) is Foreign
     assert F.linear in Foreign.seen
@@ -368,7 +370,7 @@ class Doubled(torch.autograd.Function):
 
 def test_functions_of_the_user_see_the_whole_weight() -> None:
     results = []
-    for weight in (a_weight(), twin_of(a_weight())):
+    for weight in (a_weight(), device_param_of(a_weight())):
         value = x().requires_grad_()
         Doubled.apply(value, weight).sum().backward()
         results.append(value.grad)
@@ -378,7 +380,7 @@ def test_functions_of_the_user_see_the_whole_weight() -> None:
 def test_a_recomputation_passes() -> None:
     """Non-reentrant checkpoints compare what is saved, and uses of the same call are counted once by the executor."""
     host = a_weight()
-    low = twin_of(host)
+    low = device_param_of(host)
     results = []
     for weight in (host, low):
         value = x().requires_grad_()

@@ -11,7 +11,7 @@ from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
 
 
-def slot_of(parameter: nn.Parameter, fqn: str = "weight") -> OffloadedParam:
+def param_of(parameter: nn.Parameter, fqn: str = "weight") -> OffloadedParam:
     return OffloadedParam(fqn, parameter, nn.Parameter(torch.zeros_like(parameter)), 0)
 
 
@@ -22,20 +22,20 @@ def unit_of(module: nn.Module, *sites: tuple[ParamLocation, OffloadedParam]) -> 
 def test_a_tied_parameter_is_one_slot_at_two_sites() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
-    slot = slot_of(module[0].weight)
-    unit = unit_of(module, (ParamLocation(module[0], "weight"), slot), (ParamLocation(module[1], "weight"), slot))
-    assert unit.slots == (slot,)
-    unit.register_twins()
-    assert module[0].weight is module[1].weight is slot.twin
+    param = param_of(module[0].weight)
+    unit = unit_of(module, (ParamLocation(module[0], "weight"), param), (ParamLocation(module[1], "weight"), param))
+    assert unit.params == (param,)
+    unit.register_device_params()
+    assert module[0].weight is module[1].weight is param.device_param
     unit.register_hosts()
-    assert module[0].weight is module[1].weight is slot.host
+    assert module[0].weight is module[1].weight is param.host
 
 
 def test_what_the_user_puts_at_a_site_stays() -> None:
     module = nn.Linear(2, 2, bias=False)
-    unit = unit_of(module, (ParamLocation(module, "weight"), slot_of(module.weight)))
+    unit = unit_of(module, (ParamLocation(module, "weight"), param_of(module.weight)))
     other = nn.Parameter(torch.ones(2, 2))
-    unit.register_twins()
+    unit.register_device_params()
     module.weight = other
     unit.register_hosts()
     assert module.weight is other
@@ -46,10 +46,10 @@ def test_a_tied_weight_that_is_shown_whole_goes_from_both_sites() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     host = module[0].weight
-    slot = OffloadedParam("weight", host, nn.Parameter(host.detach().bfloat16(), requires_grad=False), 0)
-    slot.copy = host.detach().bfloat16()
-    unit = unit_of(module, (ParamLocation(module[0], "weight"), slot), (ParamLocation(module[1], "weight"), slot))
-    unit.register_twins()
+    param = OffloadedParam("weight", host, nn.Parameter(host.detach().bfloat16(), requires_grad=False), 0)
+    param.copy = host.detach().bfloat16()
+    unit = unit_of(module, (ParamLocation(module[0], "weight"), param), (ParamLocation(module[1], "weight"), param))
+    unit.register_device_params()
     assert all(layer.weight is not host and torch.equal(layer.weight, host) for layer in module)
     unit.register_hosts()
     assert all(layer.weight is host for layer in module)
@@ -58,72 +58,74 @@ def test_a_tied_weight_that_is_shown_whole_goes_from_both_sites() -> None:
 def test_nothing_is_registered_where_one_weight_cannot_be_shown() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     hosts = [layer.weight for layer in module]
-    slots = [slot_of(host, f"{index}.weight") for index, host in enumerate(hosts)]
-    slots[1].copy = hosts[1].detach().bfloat16()
-    unit = unit_of(module, *((ParamLocation(layer, "weight"), slot) for layer, slot in zip(module, slots, strict=True)))
+    params = [param_of(host, f"{index}.weight") for index, host in enumerate(hosts)]
+    params[1].copy = hosts[1].detach().bfloat16()
+    unit = unit_of(
+        module, *((ParamLocation(layer, "weight"), param) for layer, param in zip(module, params, strict=True))
+    )
     with pytest.raises(RuntimeError, match=r"'1\.weight' is streamed in"):
-        unit.register_twins()
+        unit.register_device_params()
     assert all(layer.weight is host for layer, host in zip(module, hosts, strict=True))
 
 
 def test_to_register_hosts_again_is_safe() -> None:
     module = nn.Linear(2, 2, bias=False)
-    slot = slot_of(module.weight)
-    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
+    param = param_of(module.weight)
+    unit = unit_of(module, (ParamLocation(module, "weight"), param))
     unit.register_hosts()
-    unit.register_twins()
+    unit.register_device_params()
     unit.register_hosts()
     unit.register_hosts()
-    assert module.weight is slot.host
+    assert module.weight is param.host
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_flags_and_hooks_are_followed(own: bool) -> None:
     module = nn.Linear(2, 2, bias=False)
-    slot = slot_of(module.weight)
+    param = param_of(module.weight)
     if own:
-        slot.own_hook = slot.host.register_hook(lambda gradient: None).id
-    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
+        param.own_hook = param.host.register_hook(lambda gradient: None).id
+    unit = unit_of(module, (ParamLocation(module, "weight"), param))
     unit.follow()
-    assert not slot.mirrored
-    slot.host.requires_grad_(False)
+    assert not param.mirrored
+    param.host.requires_grad_(False)
     unit.follow()
-    assert not slot.twin.requires_grad
-    slot.host.requires_grad_(True)
+    assert not param.device_param.requires_grad
+    param.host.requires_grad_(True)
     seen: list[int] = []
-    first = slot.host.register_hook(lambda gradient: seen.append(1))
-    second = slot.host.register_hook(lambda gradient: seen.append(2))
+    first = param.host.register_hook(lambda gradient: seen.append(1))
+    second = param.host.register_hook(lambda gradient: seen.append(2))
     unit.follow()
-    slot.twin.sum().backward()
+    param.device_param.sum().backward()
     assert seen == [1, 2]
     first.remove()
     unit.follow()
-    slot.twin.sum().backward()
+    param.device_param.sum().backward()
     assert seen == [1, 2, 2]
     second.remove()
     unit.follow()
-    slot.twin.sum().backward()
+    param.device_param.sum().backward()
     assert seen == [1, 2, 2]
 
 
 def test_a_flag_that_a_forward_has_set_on_the_twin_is_set_back() -> None:
     module = nn.Linear(2, 2, bias=False)
-    slot = slot_of(module.weight)
-    unit = unit_of(module, (ParamLocation(module, "weight"), slot))
-    slot.twin.requires_grad_(False)
+    param = param_of(module.weight)
+    unit = unit_of(module, (ParamLocation(module, "weight"), param))
+    param.device_param.requires_grad_(False)
     unit.follow()
-    assert slot.twin.requires_grad
+    assert param.device_param.requires_grad
 
 
 def test_a_hook_in_place_of_the_own_one_is_followed() -> None:
     """As many hooks as before, but another one."""
     module = nn.Linear(2, 2, bias=False)
-    slot = slot_of(module.weight)
-    handle = slot.host.register_hook(lambda gradient: None)
-    slot.own_hook = handle.id
+    param = param_of(module.weight)
+    handle = param.host.register_hook(lambda gradient: None)
+    param.own_hook = handle.id
     handle.remove()
     seen: list[int] = []
-    slot.host.register_hook(lambda gradient: seen.append(1))
-    unit_of(module, (ParamLocation(module, "weight"), slot)).follow()
-    slot.twin.sum().backward()
+    param.host.register_hook(lambda gradient: seen.append(1))
+    unit_of(module, (ParamLocation(module, "weight"), param)).follow()
+    param.device_param.sum().backward()
     assert seen == [1]

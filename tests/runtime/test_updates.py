@@ -54,7 +54,7 @@ def running(model: nn.Module, make: Callable[[nn.Module], Plan], kind: str = "cp
     device = a_device(kind)
     with applied(model, make, device) as state, device if isinstance(device, SimulatedDevice) else nullcontext():
         yield state
-        state.runtime.updates.finish_all()
+        state.runtime.async_step.finish_all()
 
 
 def compare(
@@ -106,7 +106,7 @@ class Order:
 
     def __init__(self, state: Applied, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        updates = state.runtime.updates
+        updates = state.runtime.async_step
         submit, end = updates._submit, updates.end_backward
 
         def submitted(index: int, armed: Any, land: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_step_of_several_backwards_is_never_stepped_in_the_first(monkeypatch: 
         order = Order(state, monkeypatch)
         train(state.model, state, Overlap.BACKWARD, step=step, num_steps=3)
         assert order.events.index("inp") > 3
-        assert state.runtime.updates.torn is None
+        assert state.runtime.async_step.partially_stepped is None
 
 
 def test_a_second_backward_after_a_step_is_refused() -> None:
@@ -168,8 +168,8 @@ def test_a_second_backward_after_a_step_is_refused() -> None:
         with pytest.raises(RuntimeError, match="second backward"):
             train(state.model, state, Overlap.BACKWARD, step=changing)
         state.runtime.reset()
-        with pytest.raises(RuntimeError, match="torn"):
-            state.runtime.updates.refuse_torn()
+        with pytest.raises(RuntimeError, match="partially stepped"):
+            state.runtime.async_step.refuse_partially_stepped()
 
 
 def test_hooks_of_the_user_see_weights_before_the_step() -> None:
@@ -299,7 +299,7 @@ def test_an_optimizer_that_raises_tears_the_weights(
             train(state.model, state, overlap)
         state.runtime.reset()
         with pytest.raises(RuntimeError, match="the optimizer raised"):
-            state.runtime.updates.refuse_torn()
+            state.runtime.async_step.refuse_partially_stepped()
 
 
 def raise_in_backward(model: nn.Module, batch: Tensor, index: int) -> Tensor:
@@ -316,10 +316,10 @@ def test_an_exception_after_the_first_step_tears_the_weights() -> None:
         with pytest.raises(ZeroDivisionError):
             train(state.model, state, Overlap.BACKWARD, step=raise_in_backward)
         with pytest.raises(RuntimeError, match="can be neither saved nor trained on"):
-            state.runtime.updates.refuse_torn()
+            state.runtime.async_step.refuse_partially_stepped()
         state.runtime.reset()
         with pytest.raises(RuntimeError, match="an exception came"):
-            state.runtime.updates.arm(torch.optim.SGD(state.model.parameters()), Overlap.OFF)
+            state.runtime.async_step.arm(torch.optim.SGD(state.model.parameters()), Overlap.OFF)
         assert all(type(parameter) is nn.Parameter for parameter in state.model.parameters())
 
 
@@ -332,7 +332,7 @@ def test_an_exception_in_backward_changes_no_weight(overlap: Overlap) -> None:
         with pytest.raises(ZeroDivisionError):
             train(state.model, state, overlap, step=raise_in_backward)
         state.runtime.reset()
-        state.runtime.updates.refuse_torn()
+        state.runtime.async_step.refuse_partially_stepped()
         found = dict(state.model.state_dict())
         assert differences({name: expected[name] for name in found}, found) == []
 
@@ -353,7 +353,7 @@ def test_an_exception_in_forward_ends_the_step_before(overlap: Overlap, index: i
         with pytest.raises(KeyError, match="in forward"):
             train(state.model, state, overlap, step=break_off)
         state.runtime.reset()
-        state.runtime.updates.refuse_torn()
+        state.runtime.async_step.refuse_partially_stepped()
         found = dict(state.model.state_dict())
         assert differences({name: expected[name] for name in found}, found) == []
 

@@ -43,7 +43,7 @@ def run(
     model = build()
     with applied(model, make, device) as state, device:
         found = train(model, state, overlap, **options)
-        state.runtime.updates.finish_all()
+        state.runtime.async_step.finish_all()
         device.worker.close()  # What nobody has waited for runs late, but it runs.
     return found
 
@@ -66,7 +66,7 @@ def upload_at_once(self: StreamDevice, source: Tensor, target: Tensor, after: An
 def trust_the_worker(self: AsyncStep, index: int) -> None:
     update = self._pending.pop(index, None)
     if update is not None:
-        self._guard.leave(slot.host for slot in update.slots)
+        self._guard.leave(param.host for param in update.params)
 
 
 def forget_the_norms(self: AsyncStep) -> None:
@@ -142,7 +142,7 @@ def test_arming_waits_for_no_step_before() -> None:
     seen: list[tuple[int, int]] = []
     device, model = SimulatedDevice(), Net()
     with applied(model, PLANS["kept"], device) as state, device:
-        updates = state.runtime.updates
+        updates = state.runtime.async_step
 
         def arm_again(model: nn.Module, index: int) -> None:
             before = len(updates._pending)

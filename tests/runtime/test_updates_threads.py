@@ -44,7 +44,7 @@ def test_both_wait_for_its_end() -> None:
     with applied(Net(), partial(place, resident=lambda index: index > 0), device) as state:
 
         def look(model: nn.Module, index: int) -> Tensor:
-            updates, seen = state.runtime.updates, list[Tensor]()
+            updates, seen = state.runtime.async_step, list[Tensor]()
             threads = [begun(updates.finish_all), begun(lambda: seen.append(model.inp.weight.detach().clone()))]
             waiting = [thread.is_alive() for thread in threads]
             go.set()
@@ -60,7 +60,7 @@ def test_both_wait_for_its_end() -> None:
 def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, go, stepped = CPUDevice(torch.device("cpu")), threading.Event(), list[str]()
     note = OffloadedParam.note_step
-    monkeypatch.setattr(OffloadedParam, "note_step", lambda slot: (stepped.append(slot.fqn), note(slot))[1])
+    monkeypatch.setattr(OffloadedParam, "note_step", lambda param: (stepped.append(param.fqn), note(param))[1])
 
     def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
         go.clear()
@@ -72,7 +72,7 @@ def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypa
 
         def look(model: nn.Module, index: int) -> None:
             go.set()
-            state.runtime.updates.finish_all()
+            state.runtime.async_step.finish_all()
             if index:  # The first step is not overlapped behind backward.
                 assert stepped == [fqn for chunk in state.plan.chunks for fqn in chunk.parameters]
 
@@ -94,7 +94,7 @@ def test_what_comes_next_waits_for_every_step_before(what: str) -> None:
         return made[0]
 
     with applied(Net(), place, device) as state:
-        updates = state.runtime.updates
+        updates = state.runtime.async_step
 
         def look(model: nn.Module, index: int) -> None:
             if index == 0:  # The first step is not overlapped.

@@ -274,17 +274,17 @@ def _train_rank(
                 closure(case.accumulate - 1, step)
                 _average_resident(alone, ddp)
                 if case.clips:
-                    runtime.updates.clip_norm(model.parameters(), MAX_NORM)
+                    runtime.async_step.clip_norm(model.parameters(), MAX_NORM)
                 runtime.settle()
 
             for micro in range(case.accumulate - 1):
                 closure(micro)
-            runtime.updates.arm(optimizer, case.overlap, None, case.clips)
-            with fused_host_step(optimizer, last, "cpu", runtime.updates.launch) as final:
+            runtime.async_step.arm(optimizer, case.overlap, None, case.clips)
+            with fused_host_step(optimizer, last, "cpu", runtime.async_step.launch) as final:
                 optimizer.step(final)
             runtime.refresh()
             trained.ends.append(device.elapsed)
-        runtime.updates.finish_all()
+        runtime.async_step.finish_all()
         trained.values |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         runtime.remove()
         trained.values |= {name: value.detach().clone() for name, value in model.state_dict().items()}

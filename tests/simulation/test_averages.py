@@ -122,14 +122,14 @@ def frees_what_is_sent(self: GradReducer, index: int) -> None:
         self._device.resize(region.sent.untyped_storage(), 0)
 
 
-def adds_before_it_is_there(self: reduce._Bucket, slot: Any, gradient: Tensor) -> None:
-    view = self._places[slot].view(slot)
-    view.copy_(view + gradient if slot in self.filled else gradient)
-    self.filled.add(slot)
+def adds_before_it_is_there(self: reduce._Bucket, param: Any, gradient: Tensor) -> None:
+    view = self._places[param].view(param)
+    view.copy_(view + gradient if param in self.filled else gradient)
+    self.filled.add(param)
 
 
-def takes_the_same_memory(self: Any, owner: int | None, slots: Any, device: Any) -> None:
-    INIT(self, owner, slots, device)
+def takes_the_same_memory(self: Any, owner: int | None, params: Any, device: Any) -> None:
+    INIT(self, owner, params, device)
     same = vars(device).setdefault("same", {}).setdefault(self.flat.shape, self.flat)
     self.sent = self.flat = same
 

@@ -46,7 +46,7 @@ class RankMesh:
             of their own, which may be another one on each rank (`find_unused_parameters`). None: ranks only meet.
         node: The group of the ranks of this node; None: there is one node.
         peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
-        attendance: Who is still there.
+        rank_health: Who is still there.
         meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
             something else would read what is not meant for it.
     """
@@ -55,7 +55,7 @@ class RankMesh:
     world_size: int
     local_rank: int
     local_size: int
-    attendance: RankHealth
+    rank_health: RankHealth
     meeting: Any
     everyone: Any = None
     node: Any = None
@@ -93,7 +93,7 @@ class RankMesh:
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
         work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True)
-        self.attendance.wait(work, waits_for or what)
+        self.rank_health.wait(work, waits_for or what)
         if told[1] != -told[2]:
             places = [what] * self.world_size
             dist.all_gather_object(places, what, group=self.meeting)
@@ -177,9 +177,9 @@ class Collectives:
             return
         alone = self.ranks.local_size == 1
         members = None if owner is None or alone else self.ranks.on_node
-        self.ranks.attendance.wait(work, _SUMS, members)
+        self.ranks.rank_health.wait(work, _SUMS, members)
         if self._sums_between_nodes(owner) and not alone:
-            self.ranks.attendance.naming(lambda: self._begin_between_nodes(flat).wait())
+            self.ranks.rank_health.naming(lambda: self._begin_between_nodes(flat).wait())
 
     def _sums_between_nodes(self, owner: int | None) -> bool:
         return self.ranks.peers is not None and owner == self.ranks.local_rank
@@ -192,7 +192,7 @@ class Collectives:
         """The sum of small host tensors over the ranks of this node, in place."""
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
-        self.ranks.attendance.wait(work, "the other ranks of its node", self.ranks.on_node)
+        self.ranks.rank_health.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
 
     def meet(self) -> None:
@@ -239,7 +239,7 @@ def measure_collectives(
     seconds = [_seconds(begin, size, device, ranks) for begin in sums.values() for size in (_SMALL, large)]
     told = torch.tensor(seconds, dtype=torch.float64)
     work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
-    ranks.attendance.wait(work, "the rates of the network")
+    ranks.rank_health.wait(work, "the rates of the network")
     slowest = told.tolist()
     routes = {name: _route(slowest[2 * at], slowest[2 * at + 1], large) for at, name in enumerate(sums)}
     return Network(**routes, owners=ranks.local_size if shards else 1, element=element)
@@ -279,6 +279,6 @@ def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
 def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     for work in works:
         if flat.device.type == "cpu":
-            ranks.attendance.wait(work, "the rates of the network")
+            ranks.rank_health.wait(work, "the rates of the network")
         else:
             work.wait()  # Of the compute stream; what is read of the sum comes after it.

@@ -36,7 +36,7 @@ class _Region:
 
     Args:
         owner: As `local_rank`; None: all ranks.
-        slots: Whose gradients.
+        params: Whose gradients.
         device: Where they lie.
 
     Attributes:
@@ -45,32 +45,32 @@ class _Region:
         work: The sum that is under way.
     """
 
-    def __init__(self, owner: int | None, slots: Sequence[OffloadedParam], device: Device) -> None:
+    def __init__(self, owner: int | None, params: Sequence[OffloadedParam], device: Device) -> None:
         self.owner = owner
-        self.slots = tuple(slots)
-        ends = list(accumulate(slot.twin.numel() for slot in slots))
-        self._begins = dict(zip(slots, [0, *ends], strict=False))
+        self.params = tuple(params)
+        ends = list(accumulate(param.device_param.numel() for param in params))
+        self._begins = dict(zip(params, [0, *ends], strict=False))
         self._num_elements = ends[-1]
-        size, dtype = ends[-1] + len(slots), slots[0].host.dtype
+        size, dtype = ends[-1] + len(params), params[0].host.dtype
         flat = torch.empty(0, dtype=dtype, device=device.torch_device)
         device.resize(flat.untyped_storage(), size * dtype.itemsize)
         self.sent = self.flat = flat.as_strided((size,), (1,))
         self.work: Any = None
 
-    def view(self, slot: OffloadedParam) -> Tensor:
+    def view(self, param: OffloadedParam) -> Tensor:
         """The gradient of a parameter."""
-        shape = slot.twin.shape
+        shape = param.device_param.shape
         if not shape.numel():
             return self.flat.new_empty(shape)
-        return self.flat.as_strided(shape, slot.host.stride(), self._begins[slot])
+        return self.flat.as_strided(shape, param.host.stride(), self._begins[param])
 
     def end_filling(self, filled: Container[OffloadedParam]) -> None:
         """What has no gradient on this rank counts as zero."""
         # Filled on the device: a copy of flags from the host would wait for everything that computes.
         self.flat[self._num_elements :].fill_(1.0)
-        for at, slot in enumerate(self.slots, self._num_elements):
-            if slot not in filled:
-                self.view(slot).zero_()
+        for at, param in enumerate(self.params, self._num_elements):
+            if param not in filled:
+                self.view(param).zero_()
                 self.flat[at : at + 1].zero_()
 
     def flags(self) -> list[float]:
@@ -90,24 +90,24 @@ class _Bucket:
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
         self.filled: set[OffloadedParam] = set()
-        self._places = {slot: region for region in regions for slot in region.slots}
+        self._places = {param: region for region in regions for param in region.params}
         self._device = device
         self._arriving: dict[OffloadedParam, Any] = {}  # Fences that the compute stream has not waited for.
         self._uploaded: list[tuple[Tensor, Any]] = []
 
-    def upload(self, slot: OffloadedParam, older: Tensor) -> None:
+    def upload(self, param: OffloadedParam, older: Tensor) -> None:
         """Adds a gradient in host memory, which nobody writes to before `let_go`."""
-        self._wait_for(slot)
-        view = self._places[slot].view(slot)
-        if slot in self.filled:
+        self._wait_for(param)
+        view = self._places[param].view(param)
+        if param in self.filled:
             there = torch.empty_like(view)
             fence = self._device.upload(older, there)
             self._device.wait(fence)
             view.add_(there)
         else:
-            fence = self._arriving[slot] = self._device.upload(older, view)
+            fence = self._arriving[param] = self._device.upload(older, view)
         self._uploaded.append((older, fence))
-        self.filled.add(slot)
+        self.filled.add(param)
 
     def wait(self) -> None:
         """What has been uploaded is there for the compute stream."""
@@ -120,19 +120,19 @@ class _Bucket:
             self._device.land(fence)
         self._uploaded.clear()
 
-    def add(self, slot: OffloadedParam, gradient: Tensor) -> None:
+    def add(self, param: OffloadedParam, gradient: Tensor) -> None:
         """Adds a gradient to what is there."""
-        self._wait_for(slot)
-        view = self._places[slot].view(slot)
-        if slot in self.filled:
+        self._wait_for(param)
+        view = self._places[param].view(param)
+        if param in self.filled:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self.filled.add(slot)
+        self.filled.add(param)
 
-    def _wait_for(self, slot: OffloadedParam) -> None:
-        if slot in self._arriving:
-            self._device.wait(self._arriving.pop(slot))
+    def _wait_for(self, param: OffloadedParam) -> None:
+        if param in self._arriving:
+            self._device.wait(self._arriving.pop(param))
 
 
 class GradReducer:
@@ -170,16 +170,16 @@ class GradReducer:
         """The backward that follows ends with averages, on every rank."""
         self.runs = True
         trained = [
-            index for index, chunk in enumerate(self._chunks) if any(_takes_gradient(slot) for slot in chunk.slots)
+            index for index, chunk in enumerate(self._chunks) if any(_takes_gradient(param) for param in chunk.params)
         ]
         self._queue = deque(reversed(trained))
 
-    def add(self, index: int, slot: OffloadedParam, gradient: Tensor, on_host: bool = False) -> None:
+    def add(self, index: int, param: OffloadedParam, gradient: Tensor, on_host: bool = False) -> None:
         """A gradient of this backward.
 
         Args:
             index: Of its chunk.
-            slot: Of its parameter.
+            param: Of its parameter.
             gradient: On the device, unless `on_host`.
             on_host: Whether it lies there, and nobody writes to it before the average lands.
 
@@ -188,29 +188,29 @@ class GradReducer:
         """
         if gradient.is_sparse:
             raise RuntimeError(
-                f"The gradient of {slot.fqn!r} is sparse, and its chunk is streamed on several ranks: dense ones are "
+                f"The gradient of {param.fqn!r} is sparse, and its chunk is streamed on several ranks: dense ones are "
                 "averaged only. Use `sparse=False`, or make the chunk resident (`num_persistent_chunks`)."
             )
         if index not in self._queue:
-            raise _too_late(slot)
+            raise _too_late(param)
         bucket = self._bucket(index)
-        self._take_older(bucket, slot)
+        self._take_older(bucket, param)
         if on_host:
-            bucket.upload(slot, gradient)
+            bucket.upload(param, gradient)
         else:
-            bucket.add(slot, gradient)
+            bucket.add(param, gradient)
 
-    def refuse_mixing(self, slot: OffloadedParam) -> None:
+    def refuse_mixing(self, param: OffloadedParam) -> None:
         """Before a gradient of this rank is added on the host to what may be an average already.
 
         Raises:
             RuntimeError: It is one, of a parameter that this rank owns: the sum would be no part of any average.
         """
-        average = self._averages.pop(slot, None)
-        grad = slot.host.grad
+        average = self._averages.pop(param, None)
+        grad = param.host.grad
         if average is not None and grad is not None and average() is grad and bool(grad.any()):
             raise RuntimeError(
-                f"{slot.fqn!r} has a gradient that has been averaged over the ranks, and a backward follows that "
+                f"{param.fqn!r} has a gradient that has been averaged over the ranks, and a backward follows that "
                 'averages nothing: under sharding="shard" both cannot be added up. Call `zero_grad` between them, or '
                 'set sharding="replicate".'
             )
@@ -253,29 +253,29 @@ class GradReducer:
 
     def _new_bucket(self, chunk: Chunk) -> _Bucket:
         owners: dict[int | None, list[OffloadedParam]] = {}
-        for slot in chunk.slots:
-            if _takes_gradient(slot):
-                owners.setdefault(chunk.owner(slot), []).append(slot)
-        regions = [_Region(owner, slots, self._device) for owner, slots in owners.items()]
+        for param in chunk.params:
+            if _takes_gradient(param):
+                owners.setdefault(chunk.owner(param), []).append(param)
+        regions = [_Region(owner, params, self._device) for owner, params in owners.items()]
         bucket = _Bucket(regions, self._device)
-        for slot in reversed(chunk.slots):  # Gradients come in about that order, and each waits for its own upload.
-            if _takes_gradient(slot):
-                self._take_older(bucket, slot)
+        for param in reversed(chunk.params):  # Gradients come in about that order, and each waits for its own upload.
+            if _takes_gradient(param):
+                self._take_older(bucket, param)
         return bucket
 
-    def _take_older(self, bucket: _Bucket, slot: OffloadedParam) -> None:
+    def _take_older(self, bucket: _Bucket, param: OffloadedParam) -> None:
         """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
-        older = slot.host.grad
-        if older is None or (slot in self._averages and self._averages[slot]() is older):
+        older = param.host.grad
+        if older is None or (param in self._averages and self._averages[param]() is older):
             return
-        bucket.upload(slot, older)
-        slot.host.grad = None
+        bucket.upload(param, older)
+        param.host.grad = None
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
         del self._filling[index]
-        for slot in dict.fromkeys(chain.from_iterable(region.slots for region in bucket.regions)):
-            self._take_older(bucket, slot)
+        for param in dict.fromkeys(chain.from_iterable(region.params for region in bucket.regions)):
+            self._take_older(bucket, param)
         bucket.wait()
         for region in bucket.regions:
             region.end_filling(bucket.filled)
@@ -290,26 +290,26 @@ class GradReducer:
         for region in bucket.regions:
             self._communicator.end(region.work, region.sent, region.owner)
             # Those of a region have one owner: whether this rank is it says any of them.
-            if region.owner is None or region.slots[0].owned:
+            if region.owner is None or region.params[0].owned:
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)
                 self._land_region(bucket, region)
 
     def _land_region(self, bucket: _Bucket, region: _Region) -> None:
-        flags = region.flags() if any(slot not in bucket.filled for slot in region.slots) else []
-        for at, slot in enumerate(region.slots):
-            if slot in bucket.filled or flags[at]:
-                self._receive(slot, region.view(slot))
-                if region.owner is not None and slot.host.grad is not None:
-                    self._averages[slot] = weakref.ref(slot.host.grad)
+        flags = region.flags() if any(param not in bucket.filled for param in region.params) else []
+        for at, param in enumerate(region.params):
+            if param in bucket.filled or flags[at]:
+                self._receive(param, region.view(param))
+                if region.owner is not None and param.host.grad is not None:
+                    self._averages[param] = weakref.ref(param.host.grad)
 
 
-def _takes_gradient(slot: OffloadedParam) -> bool:
-    return slot.host.requires_grad
+def _takes_gradient(param: OffloadedParam) -> bool:
+    return param.host.requires_grad
 
 
-def _too_late(slot: OffloadedParam) -> RuntimeError:
+def _too_late(param: OffloadedParam) -> RuntimeError:
     return RuntimeError(
-        f"A gradient of {slot.fqn!r} came after its chunk had been averaged over the ranks: the weight is used outside "
-        "its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."
+        f"A gradient of {param.fqn!r} came after its chunk had been averaged over the ranks: the weight is used "
+        "outside its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."
     )

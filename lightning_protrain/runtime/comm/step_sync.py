@@ -200,7 +200,7 @@ class StepSync:
                 return numbers[place] >= value or self.failure is not None
 
             try:
-                self._ranks.attendance.wait_for_rank(rank, ends, is_there, what)
+                self._ranks.rank_health.wait_for_rank(rank, ends, is_there, what)
             except RuntimeError as failure:
                 self.failure = failure
         if self.failure is not None and numbers[place] < value:
@@ -212,7 +212,7 @@ class StepPublisher:
 
     Args:
         chunks: The offloaded ones.
-        turns: Of this rank; None: it shares nothing.
+        step_sync: Of this rank; None: it shares nothing.
         copies: Of the chunks.
         guard: Watches weights whose steps are pending.
         pending: Chunks whose steps are; as it is at any time.
@@ -221,18 +221,18 @@ class StepPublisher:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        turns: StepSync | None,
+        step_sync: StepSync | None,
         copies: ShadowCache,
         guard: AccessGuard,
         pending: Container[int],
     ) -> None:
         self._chunks = tuple(chunks)
-        self._turns = turns
+        self._step_sync = step_sync
         self._copies = copies
         self._pending = pending
         self._guard = AccessGuard(self._touched, NO_VALUES, beside=guard)
-        shared = [(at, slot) for at, chunk in enumerate(chunks) if chunk.share is not None for slot in chunk.slots]
-        self._theirs = [(at, slot.host) for at, slot in shared if not slot.owned and can_be_watched(slot.host)]
+        shared = [(at, param) for at, chunk in enumerate(chunks) if chunk.share is not None for param in chunk.params]
+        self._theirs = [(at, param.host) for at, param in shared if not param.owned and can_be_watched(param.host)]
         self._watched: list[Tensor] = []
         # The thread that has launched a step which is not published, and whether the optimizer's own code has run.
         self._thread: int | None = None
@@ -240,7 +240,7 @@ class StepPublisher:
 
     def begin(self) -> None:
         """The steps of some chunks are pending, and the optimizer is about to step the rest at once."""
-        if self._turns is None:
+        if self._step_sync is None:
             return
         self._thread, self._has_stepped = threading.get_ident(), False
         self._watched = [
@@ -256,16 +256,16 @@ class StepPublisher:
 
     def publish(self) -> None:
         """Says what has been stepped at once, and waits until it is there, of every rank."""
-        turns = self._turns
-        if turns is None:
+        step_sync = self._step_sync
+        if step_sync is None:
             return
         self.end()
         rest = [index for index in range(len(self._chunks)) if index not in self._pending]
         for index in rest:
             self._copies.publish(self._chunks[index])
-        turns.announce(rest, turns.number)
+        step_sync.announce(rest, step_sync.number)
         for index in rest:
-            turns.wait_until_stepped(index, turns.number)
+            step_sync.wait_until_stepped(index, step_sync.number)
 
     def before_wait(self) -> None:
         """This thread is about to wait for pending steps, because somebody reads a weight.

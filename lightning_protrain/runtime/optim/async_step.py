@@ -8,9 +8,9 @@ looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: ev
 after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
 same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Turns].
 
-[Note: Torn]
+[Note: Partial steps]
 When some weights have been stepped and others never will be (backward raises behind its first steps, or the optimizer
-does), the weights belong to no step. The run is *torn*: its state can be neither saved nor trained on.
+does), the weights belong to no step. They are *partially stepped*: its state can be neither saved nor trained on.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class ChunkStep:
     """The pending step of one chunk: the job that does it, and what it steps."""
 
     job: Job
-    slots: tuple[OffloadedParam, ...]
+    params: tuple[OffloadedParam, ...]
 
 
 def param_updates_of(
-    groups: Iterable[dict[str, Any]], slots: Sequence[OffloadedParam]
+    groups: Iterable[dict[str, Any]], params: Sequence[OffloadedParam]
 ) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
     """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
-    copies = {id(slot.host): slot.copy for slot in slots}
+    copies = {id(param.host): param.copy for param in params}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
         yield group, [ParamUpdate(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
@@ -119,7 +119,7 @@ def param_updates_of(
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
     """Whether the user has hooks on the gradient of some parameter."""
     with below_guard():  # or to ask would wait for every pending step
-        return any(slot.has_user_hooks for chunk in chunks for slot in chunk.slots)
+        return any(param.has_user_hooks for chunk in chunks for param in chunk.params)
 
 
 class AsyncStep:
@@ -131,14 +131,14 @@ class AsyncStep:
         communicator: Reaches the ranks that share chunks; None: there is one rank.
 
     Attributes:
-        torn: Why the weights belong to no step, see [Note: Torn]; None as long as they do.
+        partially_stepped: Why the weights belong to no step, see [Note: Partial steps]; None as long as they do.
         when_touched: Called when somebody has looked at a weight whose step was pending.
         copies: Trusts copies that steps have made.
         publishing: Tells other ranks of steps, see [Note: Publishing].
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Collectives | None = None) -> None:
-        self.torn: str | None = None
+        self.partially_stepped: str | None = None
         self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
@@ -154,10 +154,10 @@ class AsyncStep:
         self._in_step = False
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
-        self._turns = step_sync_of(chunks, self._sharing) if self._sharing is not None else None
-        self.publishing = StepPublisher(chunks, self._turns, self.copies, self._guard, self._pending)
+        self._step_sync = step_sync_of(chunks, self._sharing) if self._sharing is not None else None
+        self.publishing = StepPublisher(chunks, self._step_sync, self.copies, self._guard, self._pending)
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
-        self._steppable = {i for i in trained if all(can_be_watched(slot.host) for slot in chunks[i].slots)}
+        self._steppable = {i for i in trained if all(can_be_watched(param.host) for param in chunks[i].params)}
         self._steps_rest = len(self._steppable) < len(trained)
         self._has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
 
@@ -184,9 +184,9 @@ class AsyncStep:
             lends: Whether nobody looks at gradients, so that they may lie in the memory of copies.
 
         Raises:
-            RuntimeError: The weights are torn.
+            RuntimeError: The weights are partially stepped.
         """
-        self.refuse_torn()
+        self.refuse_partially_stepped()
         self._armed = None
         self._num_steps += 1
         first, lends = self._num_steps == 1, lends and self._has_copies
@@ -196,8 +196,8 @@ class AsyncStep:
                 overlap = Overlap.FORWARD
             take_norms = take_norms and not self._several_backwards
             self._armed = PendingStep(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
-        if self._turns is not None:
-            self._turns.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
+        if self._step_sync is not None:
+            self._step_sync.begin(self._armed is not None and self._armed.overlap is Overlap.BACKWARD)
         self._num_backwards = 0
         self._in_step = True
 
@@ -214,8 +214,8 @@ class AsyncStep:
             if armed.has_begun:
                 raise RuntimeError(f"A second backward begins after chunks were stepped in the first. {_LESS_OVERLAP}")
             armed.take_norms = False
-        elif self._turns is not None and armed is not None and armed.overlap is Overlap.BACKWARD:
-            armed.overlap = Overlap.BACKWARD if self._turns.all_behind_backward() else Overlap.FORWARD
+        elif self._step_sync is not None and armed is not None and armed.overlap is Overlap.BACKWARD:
+            armed.overlap = Overlap.BACKWARD if self._step_sync.all_behind_backward() else Overlap.FORWARD
         self.finish_all()
 
     @property
@@ -224,17 +224,17 @@ class AsyncStep:
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
-    def lends_copy(self, index: int, slot: OffloadedParam) -> bool:
+    def lends_copy(self, index: int, param: OffloadedParam) -> bool:
         """Whether a gradient may land in the memory of a copy: a step will write that again."""
         armed = self._armed
-        return armed is not None and armed.lends and index in self._steppable and armed.groups.has(slot.host)
+        return armed is not None and armed.lends and index in self._steppable and armed.groups.has(param.host)
 
     def wants(self, index: int) -> bool:
         """Whether the gradients of a chunk that are on their way should be given to `landed`."""
         armed = self._armed
         if armed is None or not self.takes_landings or index not in self._steppable:
             return False
-        return self._turns is None or armed.overlap is Overlap.FORWARD or index in armed.left
+        return self._step_sync is None or armed.overlap is Overlap.FORWARD or index in armed.left
 
     def leave(self, index: int) -> bool:
         """Before the gradients of a chunk are sent: if it is stepped behind backward, then from now on, by its owners.
@@ -243,11 +243,11 @@ class AsyncStep:
             Whether it is.
         """
         armed = self._armed
-        if self._turns is None or armed is None or armed.overlap is not Overlap.BACKWARD:
+        if self._step_sync is None or armed is None or armed.overlap is not Overlap.BACKWARD:
             return False
         if index in self._steppable and index not in armed.left:
             armed.left.add(index)
-            self._hand_on(self._slots_of(index, armed))
+            self._hand_on(self._params_of(index, armed))
         return index in armed.left
 
     def landed(self, index: int, land: Callable[[], None]) -> None:
@@ -262,7 +262,7 @@ class AsyncStep:
         if armed.overlap is Overlap.BACKWARD:
             self._submit(index, armed, land)
         else:
-            parameters = [slot.host for slot in self._chunks[index].slots]
+            parameters = [param.host for param in self._chunks[index].params]
             work = partial(take_norms, parameters, armed.norms, land, self._norm_scratch)
             armed.landings.append(self._device.worker.submit(work))
 
@@ -271,7 +271,7 @@ class AsyncStep:
         if self._armed is not None:
             while self._armed.landings:
                 self._armed.landings.pop(0).result()
-        if self._turns is None:
+        if self._step_sync is None:
             # They were given as backward left them, the one that forward needs first came last.
             self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
 
@@ -279,8 +279,8 @@ class AsyncStep:
         """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
         armed = self._armed
         known = armed.norms if armed is not None and armed.take_norms else None
-        later = {id(slot.host) for index in self._steppable for slot in self._chunks[index].slots}
-        shared = {id(slot.host) for chunk in self._chunks for slot in chunk.slots} if self._sharing else frozenset()
+        later = {id(param.host) for index in self._steppable for param in self._chunks[index].params}
+        shared = {id(param.host) for chunk in self._chunks for param in chunk.params} if self._sharing else frozenset()
         coefficient = bound_norm(list(parameters), max_norm, known, later, shared, self._sharing)
         if armed is not None:
             armed.coefficient = coefficient
@@ -292,7 +292,7 @@ class AsyncStep:
         if armed is not None and armed.lends:
             armed.late_bound = clip_value
         # Weights that this rank has left are watched, stepped here or not.
-        with below_guard() if self._turns is not None else nullcontext():
+        with below_guard() if self._step_sync is not None else nullcontext():
             clip_values([each for each in parameters if id(each) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
@@ -301,22 +301,22 @@ class AsyncStep:
         Returns:
             Identities of the parameters that are stepped here; the others are left to the caller.
         """
-        armed, turns = self._armed, self._turns
+        armed, step_sync = self._armed, self._step_sync
         self._in_step = False
-        if turns is not None:
+        if step_sync is not None:
             if armed is None:
                 self.finish_all()
             self._device.settle()  # The user's hooks may have called a block.
-            turns.leave()
+            step_sync.leave()
         if armed is not None:
             for index in sorted(self._steppable - armed.stepped):
                 self.finish(index)  # No forward has needed it since the step before.
                 self._submit(index, armed, None)
             self._armed = None
-        if turns is not None and (armed is None or self._steps_rest):
-            turns.wait_until_left(turns.number)  # The caller steps the rest at once.
+        if step_sync is not None and (armed is None or self._steps_rest):
+            step_sync.wait_until_left(step_sync.number)  # The caller steps the rest at once.
         self.publishing.begin()
-        self.copies.distrust_stepped()
+        self.copies.invalidate_stepped()
         return armed.parameters if armed is not None else set()
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class AsyncStep:
         error = update.job.exception() if update is not None else None
         if update is None or self._pending.pop(index, None) is None:
             return  # There is none, or another thread has waited for it, too.
-        self._guard.leave(slot.host for slot in update.slots)
+        self._guard.leave(param.host for param in update.params)
         self._chunks[index].note_step()
         if error is not None:
             self._note_failure(error, update)
@@ -361,26 +361,28 @@ class AsyncStep:
             self.finish(index)
 
     def abandon(self) -> None:
-        """After an exception: waits for what runs, raises nothing, and notes whether the weights are torn."""
+        """After an exception: waits for what runs, raises nothing, and notes whether the weights are partially stepped."""
         armed, self._armed = self._armed, None
         if armed is not None:
             for landing in armed.landings:
                 landing.exception()
             if armed.has_begun:
-                self.torn = self.torn or "an exception came when the first chunks of a step had been stepped"
-                if self._turns is not None:
-                    self._turns.give_up()
+                self.partially_stepped = (
+                    self.partially_stepped or "an exception came when the first chunks of a step had been stepped"
+                )
+                if self._step_sync is not None:
+                    self._step_sync.give_up()
             for index in armed.left:
-                self._guard.leave(slot.host for slot in self._chunks[index].slots)
+                self._guard.leave(param.host for param in self._chunks[index].params)
         self.publishing.end()
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
-            self._guard.leave(slot.host for slot in update.slots)
+            self._guard.leave(param.host for param in update.params)
             if error is not None:
                 self._note_failure(error, update)
-        if self._turns is not None and self._turns.failure is not None:
-            self.torn = self.torn or _MISSING
+        if self._step_sync is not None and self._step_sync.failure is not None:
+            self.partially_stepped = self.partially_stepped or _MISSING
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """A gradient that is not finite on the rank that owns it is one on every rank.
@@ -395,21 +397,21 @@ class AsyncStep:
         """Waits for what runs and ends the threads."""
         self.abandon()
         self._host_step.close()
-        if self._turns is not None:
-            self._turns.close()
+        if self._step_sync is not None:
+            self._step_sync.close()
 
-    def refuse_torn(self) -> None:
-        """Lets nobody save or train weights that belong to no step, see [Note: Torn].
+    def refuse_partially_stepped(self) -> None:
+        """Lets nobody save or train weights that belong to no step, see [Note: Partial steps].
 
         Raises:
             RuntimeError: They do not.
         """
         half_done = self._armed is not None and self._armed.has_begun and "the first chunks of a step have been stepped"
-        torn = self.torn or half_done
-        if torn:
+        why = self.partially_stepped or half_done
+        if why:
             raise RuntimeError(
-                f"The weights are torn: {torn}, so some are from before that step and some from after it. They "
-                f"can be neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
+                f"The weights are partially stepped: {why}, so some are from before that step and some from after it. They can be "
+                f"neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
             )
 
     def _touched(self, hosts: Sequence[Tensor]) -> None:
@@ -422,58 +424,58 @@ class AsyncStep:
             function()
 
     def _note_failure(self, error: BaseException, update: ChunkStep) -> None:
-        if self._turns is not None and error is self._turns.failure:
-            self.torn = self.torn or _MISSING
+        if self._step_sync is not None and error is self._step_sync.failure:
+            self.partially_stepped = self.partially_stepped or _MISSING
             return
-        name = update.slots[0].fqn
-        self.torn = self.torn or f"the optimizer raised {error!r} for {name!r}"
+        name = update.params[0].fqn
+        self.partially_stepped = self.partially_stepped or f"the optimizer raised {error!r} for {name!r}"
         error.add_note(f"It was raised by the optimizer, in the step of {name!r} on the host.")
 
-    def _slots_of(self, index: int, armed: PendingStep) -> tuple[OffloadedParam, ...]:
-        return tuple(slot for slot in self._chunks[index].slots if armed.groups.has(slot.host))
+    def _params_of(self, index: int, armed: PendingStep) -> tuple[OffloadedParam, ...]:
+        return tuple(param for param in self._chunks[index].params if armed.groups.has(param.host))
 
-    def _hand_on(self, slots: Sequence[OffloadedParam]) -> None:
+    def _hand_on(self, params: Sequence[OffloadedParam]) -> None:
         """From now on they may be written to, by the worker or by another rank."""
-        for slot in slots:
-            if not slot.owned and slot.host.requires_grad:
-                slot.step_elsewhere()
-        self._guard.watch(slot.host for slot in slots)
-        self.copies.watch(slots)
+        for param in params:
+            if not param.owned and param.host.requires_grad:
+                param.step_elsewhere()
+        self._guard.watch(param.host for param in params)
+        self.copies.watch(params)
 
     def _submit(self, index: int, armed: PendingStep, land: Callable[[], None] | None) -> None:
-        slots, turns = self._slots_of(index, armed), self._turns
+        params, step_sync = self._params_of(index, armed), self._step_sync
         with below_guard():
-            if any(is_aliased(slot.host) for slot in slots):  # Asked before the worker makes views of it.
+            if any(is_aliased(param.host) for param in params):  # Asked before the worker makes views of it.
                 self._aliased.add(index)
-        number = turns.number if turns is not None else 0
-        groups = armed.groups.of([slot.host for slot in slots])
+        number = step_sync.number if step_sync is not None else 0
+        groups = armed.groups.of([param.host for param in params])
         clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
         # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
-        portion = steps.add(lambda: param_updates_of(groups, slots), clip) if land is None else None
-        for slot in slots if land is None else ():
-            slot.begin_step()
+        portion = steps.add(lambda: param_updates_of(groups, params), clip) if land is None else None
+        for param in params if land is None else ():
+            param.begin_step()
 
         def work() -> None:
             with below_guard(), torch.no_grad():
                 if land is not None:
                     land()
-                    for slot in slots:
-                        slot.begin_step()
-                elif turns is not None:
-                    turns.wait_until_left(number)
-                steps.finish(portion or steps.add(lambda: param_updates_of(groups, slots), clip))
-                for slot in slots:
-                    slot.note_step()
-            if turns is not None:
-                turns.announce([index], number)
+                    for param in params:
+                        param.begin_step()
+                elif step_sync is not None:
+                    step_sync.wait_until_left(number)
+                steps.finish(portion or steps.add(lambda: param_updates_of(groups, params), clip))
+                for param in params:
+                    param.note_step()
+            if step_sync is not None:
+                step_sync.announce([index], number)
 
         if index not in armed.left:
-            self._hand_on(slots)
+            self._hand_on(params)
         armed.stepped.add(index)
-        armed.parameters.update(id(slot.host) for slot in slots)
+        armed.parameters.update(id(param.host) for param in params)
         job = self._device.worker.submit(work)
-        self._pending[index] = ChunkStep(job if turns is None else turns.behind(job, index, number), slots)
+        self._pending[index] = ChunkStep(job if step_sync is None else step_sync.behind(job, index, number), params)
 
 
 _MISSING = "another rank has not made its part of a step"

@@ -89,7 +89,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
     host = BlockwiseStep(optimizer)
-    crew = ThreadPool("protrain-moments")
+    pool = ThreadPool("protrain-moments")
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
         return host.config(optimizer.param_groups[index]["params"][at], group)
@@ -102,7 +102,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
         calls, threads = WorkQueue(), torch.get_num_threads()
         made = calls.add(host.calls(group, parameter, parameter.grad))
         if min(threads, made.number) > 1:
-            crew.join(calls, min(threads, made.number) - 1)
+            pool.join(calls, min(threads, made.number) - 1)
         calls.finish(made)
 
     attributes.update(update_step=update_step, get_config=get_config, _cpu_paged_warned=True)
@@ -110,7 +110,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         del attributes["update_step"], attributes["get_config"]
-        crew.close()
+        pool.close()
 
 
 def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -243,7 +243,7 @@ class HostStep:
         self._tile_bytes = tile_bytes
         self._walk = fused.without_lock(fused.walk)
         self._cut = fused.without_lock(fused.cut)
-        self._crew = ThreadPool("protrain-step")
+        self._pool = ThreadPool("protrain-step")
         self._own = _Scratch(max(tile_bytes, 8 * LINE))
 
     def step(
@@ -270,7 +270,7 @@ class HostStep:
 
     def close(self) -> None:
         """Ends the threads when they have done what they were given; a later step would start others."""
-        self._crew.close()
+        self._pool.close()
 
     def kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
         """The fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class does it."""
@@ -302,7 +302,7 @@ class HostStep:
         """Has other threads make calls, too, of which there are `number`."""
         others = min(self._num_threads or torch.get_num_threads(), number) - 1
         if others > 0:
-            self._crew.join(calls, others)
+            self._pool.join(calls, others)
 
     def _call(self, rule: FusedRule, part: list[TileRange], clip: Clip) -> Callable[[], None]:
         kind = part[0].kind
