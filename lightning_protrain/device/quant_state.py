@@ -55,7 +55,7 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
 
 
 def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
-    """Gives the device twin of a weight companions of its own, where `place` says; nothing is copied there.
+    """Gives the device parameter of a weight companions of its own, where `place` says; nothing is copied there.
 
     Autograd functions keep the objects that hold them, and find in backward what has been fetched by then.
     """

@@ -6,7 +6,7 @@ operation on one of them, an attribute such as `grad` or `data` included, waits 
 classes back and goes on; only what describes the parameter, such as its dtype, is read at once. The objects stay the
 same, so whoever holds them (optimizers, averages, callbacks) is covered, and nothing is paid where nobody looks. The
 worker itself and autograd's engine pass below it. Others watch for reasons of their own ([Note: Early],
-[Note: Distrust]); a parameter that several guards watch has one such class, which tells each of them.
+[Note: Shadow copies]); a parameter that several guards watch has one such class, which tells each of them.
 """
 
 from __future__ import annotations

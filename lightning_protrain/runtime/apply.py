@@ -120,7 +120,7 @@ def apply_plan(
     units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
     async_step = AsyncStep(chunks, device, communicator)
     capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
-    with below_guard():  # Twins in low precision say the dtype of their weights.
+    with below_guard():  # Device parameters in low precision say the dtype of their weights.
         swap = _make_swap(model, units, device, say, spare_host_bytes)
         executor = Executor(chunks, units, capacity, device, async_step, say, swap, communicator)
         if device.host.locks and communicator is None:

@@ -94,9 +94,9 @@ class Block:
         self._pairs = tuple((param, param.host, param.device_param) for param in self.params)
 
     def follow(self) -> None:
-        """Brings flags and gradient hooks of the host parameters to the twins, where they have changed."""
+        """Brings flags and gradient hooks of the host parameters to the device parameters, where they have changed."""
         behind = []
-        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
             for param, host, device_param in self._pairs:
                 hooks = host._backward_hooks
                 if (

@@ -2,25 +2,27 @@
 
 [Note: Two parameters]
 Every offloaded parameter is two `nn.Parameter` objects. The *host* one is the user's own object, registered whenever
-nobody computes: its data lies in host memory, it takes the gradient, optimizers and callbacks hold it. The *twin* is of
-the same tensor subclass, lies in the chunk's device storage and is registered only while its unit computes, so that
-autograd and every kernel see a device tensor. Both keep their identity from `apply_plan` to `Runtime.remove`.
+nobody computes: its data lies in host memory, it takes the gradient, optimizers and callbacks hold it. The *device
+parameter* is of the same tensor subclass, lies in the chunk's device storage and is registered only while its unit
+computes, so that autograd and every kernel see a device tensor. Both keep their identity from `apply_plan` to
+`Runtime.remove`.
 
 [Note: One storage]
-Autograd may keep views of a twin after its unit has ended (a transposed weight, a tensor on a custom function's `ctx`).
-A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again is `resize_(n)` and
-one copy, after which every saved view is right again. The copy goes through a tensor with a version counter of its own:
-the twins' counters do not move, or autograd would report an in-place change.
+Autograd may keep views of a device parameter after its unit has ended (a transposed weight, a tensor on a custom
+function's `ctx`). A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again
+is `resize_(n)` and one copy, after which every saved view is right again. The copy goes through a tensor with a version
+counter of its own: the device parameters' counters do not move, or autograd would report an in-place change.
 
 [Note: Low precision]
 A float32 weight that autocast would cast in its only use is cast on the host instead: a *copy* of it in the dtype of
-the twin is what is streamed, half the bytes. The host parameter keeps its own memory. The copy is made anew by whoever
-steps the parameter, else at the first fetch after an optimizer step or after a write, see [Note: Distrust].
+the device parameter is what is streamed, half the bytes. The host parameter keeps its own memory. The copy is made anew
+by whoever steps the parameter, else at the first fetch after an optimizer step or after a write:
+see [Note: Shadow copies].
 
 [Note: Versions]
-A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the twin's
-version moves as well, so that a graph made with the old values raises in backward exactly as it does without
-offloading. A fetch in backward must give the values of the forward: anything else raises here.
+A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the device
+parameter's version moves as well, so that a graph made with the old values raises in backward exactly as it does
+without offloading. A fetch in backward must give the values of the forward: anything else raises here.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ class Chunk:
         self._device.land(self._latest)
 
     def _looking(self) -> AbstractContextManager[None]:
-        """To look at weights is no touch of them where they are watched for long, see [Note: Distrust]."""
+        """To look at weights is no touch of them where they are watched for long, see [Note: Shadow copies]."""
         return nullcontext() if self._low_dtype is None else below_guard()
 
     def _renew_copies(self) -> None:
@@ -230,9 +232,9 @@ class Chunk:
                 param.renew_copy()
 
     def write_back(self) -> None:
-        """Copies twins that the forward changed, in place or by a new `data` (weights of limited norm), to the host."""
+        """Copies device parameters that the forward changed to the host: in place, or by a new `data`."""
         start = self._storage.data_ptr()
-        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
             changed = [
                 param
                 for param in self.params

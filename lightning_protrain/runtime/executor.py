@@ -175,7 +175,7 @@ class Executor:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Block) -> None:
-        """Brings the unit's chunks and registers the twins."""
+        """Brings the unit's chunks and registers the device parameters."""
         recomputing = in_backward()
         if unit.depth == 0:
             if self._shown is unit:
@@ -361,7 +361,7 @@ class Executor:
         self._cursor = self._orders[self._scope.training].behind(unit, self._cursor)
 
     def _register_device_params(self, unit: Block) -> None:
-        """Registers all twins of a unit or none, whatever comes in between; `reset` finds it either way."""
+        """Registers all device parameters of a unit or none, whatever comes in between; `reset` finds it either way."""
         running = self._residency.running
         running[unit] = None
         done = False

@@ -16,12 +16,12 @@ somebody keeps the whole block.
 Who looks at one gradient of a chunk waits for all that are on their way to it: to the eyes of the device a block is one
 piece of memory.
 
-[Note: Landing]
-Autograd accumulates into the twin; at once the gradient goes to `host.grad` and the twin's is dropped, so that it
-leaves the device as soon as it has landed. With an older gradient on the host (accumulation) the sum is made there, in
-the same order as autograd makes it. When all gradients of a chunk are on their way, waiting for them and adding them up
-is the work of the host's worker, by itself or as a part of the chunk's step: the main thread goes on with backward, and
-waits only for host memory.
+[Note: Gradient offload]
+Autograd accumulates into the device parameter; at once the gradient goes to `host.grad` and the device parameter's is
+dropped, so that it leaves the device as soon as it has landed. With an older gradient on the host (accumulation) the
+sum is made there, in the same order as autograd makes it. When all gradients of a chunk are on their way, waiting for
+them and adding them up is the work of the host's worker, by itself or as a part of the chunk's step: the main thread
+goes on with backward, and waits only for host memory.
 
 [Note: Small gradients]
 A copy of a small gradient takes less time than it takes the host to issue it, and there are hundreds of adapters. Those
@@ -200,7 +200,7 @@ class _Place:
 
 
 class GradOffload:
-    """Moves gradients from twins to host parameters, see [Note: Landing].
+    """Moves gradients from device parameters to host parameters, see [Note: Gradient offload].
 
     Args:
         chunks: The chunks whose gradients land.
@@ -354,7 +354,7 @@ class GradOffload:
     def _land(self, param: OffloadedParam) -> None:
         self._begin()
         device_param, host = param.device_param, param.host
-        with below_guard():  # Without it each costs a look at the class of the twin.
+        with below_guard():  # Without it each costs a look at the class of the device parameter.
             grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
             device_param.grad = None
         if grad is None or not trained:
@@ -500,7 +500,7 @@ class GradOffload:
         self._latest[index] = fence
 
     def _hand_over(self, index: int, param: OffloadedParam) -> None:
-        """Gives the gradients of the chunk to the worker, if this was the last of them, see [Note: Landing]."""
+        """Gives the gradients of the chunk to the worker if this was the last one, see [Note: Gradient offload]."""
         params = self._chunks[index].params
         missing = self._missing.get(index)
         if missing is None:

@@ -199,7 +199,7 @@ def refuse_weights(outputs: Any, unit: Block) -> None:
     """
     if not unit.params:
         return
-    with below_guard():  # Only descriptions are read; without it each costs a look at the class of the twin.
+    with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
         storages = {param.device_param.untyped_storage()._cdata for param in unit.params}
         for tensor in find_tensors(outputs):
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:

@@ -1,12 +1,12 @@
 """Device parameters in bf16, where their gradients lie, and which uses are exact.
 
-[Note: Low twins]
-A twin in low precision stands for a weight of which a step sees nothing but one cast by autocast. That was found by
-looking at one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
-a twin looks at every use, as [Note: Guard] does. What autocast casts passes. What describes the weight is said of the
-weight, its dtype included. Anything else computes with the *whole* weight, a copy of the host's on the device, and
-gives what it gives without offloading; only where a gradient would flow through the copy, or be summed in low
-precision, it raises. Autograd's engine and operations inside of C++ pass below.
+[Note: Low-precision uses]
+A device parameter in low precision stands for a weight of which a step sees nothing but one cast by autocast. That was
+found by looking at one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class
+of such a device parameter looks at every use, as [Note: Guard] does. What autocast casts passes. What describes the
+weight is said of the weight, its dtype included. Anything else computes with the *whole* weight, a copy of the host's
+on the device, and gives what it gives without offloading; only where a gradient would flow through the copy, or be
+summed in low precision, it raises. Autograd's engine and operations inside of C++ pass below.
 
 [Note: Low gradients]
 From the last use of a weight in backward to its optimizer step nobody needs the copy that is streamed in its place, see
@@ -78,7 +78,7 @@ _VIEWS = frozenset(
         *(torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten),
     ]
 )
-# The same of the twin and of the weight, or of the twin alone.
+# The same of the device parameter and of the weight, or of the device parameter alone.
 _SHARED = _attributes(
     *("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_sparse", "is_nested"),
     *("is_quantized", "is_mkldnn", "is_mps", "is_xpu", "requires_grad", "grad_fn", "retains_grad", "_version"),
@@ -96,7 +96,7 @@ _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_h
 
 
 class DeviceParam(nn.Parameter):
-    """A device twin that can be shown at any time: a debugger or a traceback must not read memory that was freed."""
+    """A device parameter that can be shown at any time: a debugger must not read memory that was freed."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with below_guard():
@@ -112,10 +112,10 @@ class ParamUses:
     Attributes:
         fqn: Its first fully qualified name.
         host: The weight.
-        device: Where its twin is.
-        dtype: Of its twin.
+        device: Where its device parameter is.
+        dtype: Of its device parameter.
         number: How often it has been used with gradients since they were last summed.
-        shown: Whether its twin is registered.
+        shown: Whether its device parameter is registered.
     """
 
     fqn: str
@@ -128,12 +128,12 @@ class ParamUses:
 
     @property
     def is_cast(self) -> bool:
-        """Whether autocast would cast the weight to the dtype of the twin now."""
+        """Whether autocast would cast the weight to the dtype of the device parameter now."""
         kind = self.device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
 
     def whole(self, requires_grad: bool) -> nn.Parameter:
-        """The weight in its own dtype on the device; kept while the twin is registered."""
+        """The weight in its own dtype on the device; kept while the device parameter is registered."""
         if self._whole is None:
             whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
             if not self.shown:
@@ -143,7 +143,7 @@ class ParamUses:
         return self._whole
 
     def end(self) -> None:
-        """Its twin is registered no more.
+        """Its device parameter is registered no more.
 
         Raises:
             RuntimeError: The whole weight has been written to, and the change would be lost.
@@ -186,11 +186,11 @@ _REMEDY = (
 
 
 class _Low:
-    """What twins in low precision and views of them have in common, see [Note: Low twins]."""
+    """What device parameters in low precision and views of them have in common, see [Note: Low-precision uses]."""
 
     __slots__ = ()
     uses: ParamUses
-    # What makes the view of the twin, from the first on: functions with what else they take.
+    # What makes the view of the device parameter, from the first on: functions with what else they take.
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
 
     @classmethod
@@ -229,16 +229,16 @@ class _Low:
 
 
 class LowPrecisionParam(_Low, DeviceParam):
-    """The twin of a plain parameter, in low precision."""
+    """The device parameter of a plain parameter, in low precision."""
 
 
 class _LowView(_Low, Tensor):
-    """A view of all elements of a twin."""
+    """A view of all elements of a device parameter."""
 
 
 @cache
 def low_precision_class(plain: type) -> type:
-    """The class of a low twin of a parameter of class `plain`."""
+    """The class of a low device parameter of a parameter of class `plain`."""
     if plain is nn.Parameter:
         return LowPrecisionParam
     return type(plain)(plain.__name__, (_Low, plain), {"__module__": plain.__module__})

@@ -119,7 +119,7 @@ class OffloadedParam:
         copy: What is streamed in place of the host parameter, see [Note: Low precision].
         copied_version: Version of `host` that the copy was made of.
         low_gradient: What may lie in the memory of the copy in its stead, see [Note: Low gradients].
-        uses: Looks at the uses of a twin in low precision, see [Note: Low twins].
+        uses: Looks at the uses of a device parameter in low precision, see [Note: Low-precision uses].
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `device_param`.
@@ -151,7 +151,7 @@ class OffloadedParam:
         return self.host._version
 
     def show(self, whole: bool = False) -> nn.Parameter:
-        """What its unit should compute with now: the twin, or outside of autocast a weight of full precision.
+        """What its unit should compute with now: the device parameter, or outside of autocast the whole weight.
 
         Args:
             whole: Whether it must be of full precision in evaluation.
@@ -239,7 +239,7 @@ class OffloadedParam:
         return self.version != known or self.host.data_ptr() != self.pointer
 
     def drop_gradient(self) -> None:
-        """Forgets a gradient of the twin that has not landed."""
+        """Forgets a gradient of the device parameter that has not landed."""
         with below_guard():
             self.device_param.grad = None
 
@@ -251,7 +251,7 @@ class OffloadedParam:
         return bool(host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
 
     def follow(self) -> None:
-        """Brings flags and gradient hooks that the user has set on the host parameter to the twin."""
+        """Brings flags and gradient hooks that the user has set on the host parameter to the device parameter."""
         host = self.host
         if host.requires_grad is not self.device_param.requires_grad:
             self.device_param.requires_grad_(host.requires_grad)

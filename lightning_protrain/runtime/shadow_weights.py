@@ -1,6 +1,6 @@
 """Which copies in low precision are still those of their weights.
 
-[Note: Distrust]
+[Note: Shadow copies]
 A copy in low precision is made anew when the version of its weight has changed; but code that writes through
 `weight.data` changes no version. So from when its copy is made, by a fetch or by a step, a weight is watched, see
 [Note: Guard]: whoever touches one, at any time and in whatever code, has it cast again by the next fetch. What neither
@@ -23,7 +23,7 @@ from lightning_protrain.runtime.param import OffloadedParam
 
 
 class ShadowCache:
-    """Trusts copies, or has them made anew, see [Note: Distrust].
+    """Trusts copies, or has them made anew, see [Note: Shadow copies].
 
     Args:
         chunks: The offloaded chunks.

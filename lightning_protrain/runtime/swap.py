@@ -282,7 +282,7 @@ class ActivationSwap:
 
     Args:
         device: Where activations come from and go back to.
-        weights: Tensors that stay wherever they are saved: all parameters, twins and buffers.
+        weights: Tensors that stay wherever they are saved: all parameters, device parameters and buffers.
         say: Takes a sentence for the user.
         spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
     """

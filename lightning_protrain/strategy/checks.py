@@ -46,8 +46,8 @@ def refuse_partially_stepped(module: nn.Module | None) -> None:
     reason = why_partially_stepped(module) if module is not None else None
     if reason is not None:
         raise RuntimeError(
-            f"The weights of this {type(module).__name__} are partially stepped by an earlier run: {reason}, so some are from "
-            "before that step and some from after it. They can be neither saved nor trained on: resume from a "
+            f"The weights of this {type(module).__name__} are partially stepped by an earlier run: {reason}, so some "
+            "are from before that step and some from after it. They can be neither saved nor trained on: resume from a "
             "checkpoint (`fit(..., ckpt_path=...)`), call `load_state_dict` of this module, or make it anew."
         )
 

@@ -48,7 +48,7 @@ class StatesStrategy(DataParallelStrategy):
         move_state_beside_parameters(self.optimizers)
 
     def _finish_async_step(self) -> None:
-        """Before weights or optimizer states are saved; raises where they belong to no step, see [Note: Partial steps]."""
+        """Before weights or states are saved; raises where they belong to no step, see [Note: Partial steps]."""
         refuse_partially_stepped(self.lightning_module)
         if self._runtime is not None:
             self._runtime.async_step.refuse_partially_stepped()  # Before it waits for what will never come.

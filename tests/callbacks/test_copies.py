@@ -254,17 +254,17 @@ def test_a_plan_that_is_not_searched_for_leaves_room_too(choice: str) -> None:
     assert copied.spare_host_bytes(plan) == found.spare_host_bytes(plan) - 1000
     least = host_bytes(found.layout, plan.chunks, found.state_bytes, plan.blocks)
     for made in (choice, plan):
-        exact = replace(copied.wishes, choice=made, host_memory=least + 1000)
-        assert replace(copied, wishes=exact).plan() == plan
+        exact = replace(copied.plan_request, choice=made, host_memory=least + 1000)
+        assert replace(copied, plan_request=exact).plan() == plan
         if least:
             with pytest.raises(ValueError, match=r"1000 bytes.* are the copy of the checkpoint"):
-                replace(copied, wishes=replace(exact, host_memory=least + 999)).plan()
+                replace(copied, plan_request=replace(exact, host_memory=least + 999)).plan()
             with pytest.raises(ValueError, match="host memory") as caught:
-                replace(copied, wishes=replace(exact, host_memory=least - 1)).plan()
+                replace(copied, plan_request=replace(exact, host_memory=least - 1)).plan()
             assert "copy" not in str(caught.value)
 
 
 def test_ranks_of_a_machine_share_one_copy() -> None:
     found = replace(case(GIB, host_memory=GIB), copied_bytes=1001)
-    shared = replace(found, wishes=replace(found.wishes, copies=4))
+    shared = replace(found, plan_request=replace(found.plan_request, copies=4))
     assert [each._checkpoint_copy for each in (found, shared)] == [1001, 251]

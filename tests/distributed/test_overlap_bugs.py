@@ -74,8 +74,8 @@ def test_behind_forward_it_is_read_in_time(cls: type[Module], tmp_path: Path) ->
 
 
 def announce_before_writing(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
-    assert updates._turns is not None
-    updates._turns.announce([index], updates._turns.number)
+    assert updates._step_sync is not None
+    updates._step_sync.announce([index], updates._step_sync.number)
     SUBMIT(updates, index, armed, land)
 
 

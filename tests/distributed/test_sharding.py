@@ -66,7 +66,7 @@ def choose(rank: int, networks: list[str], options: dict[str, Any]) -> list[tupl
     expected = train(rank, DDPStrategy)[0].state_dict()
     found = []
     for name in networks:
-        plan_session.gauge = lambda *_, name=name: NETWORKS[name]  # Of this process.
+        plan_session.measure_collectives = lambda *_, name=name: NETWORKS[name]  # Of this process.
         said = listen()
         module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
         taken = of(strategy, said, module)
@@ -106,7 +106,7 @@ def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, 
     """
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
-    plan_session.gauge = lambda *_: NETWORKS["shard"]
+    plan_session.measure_collectives = lambda *_: NETWORKS["shard"]
     plan_session.free_shared_bytes = lambda: rooms[rank]
     said = listen()
     module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
@@ -146,7 +146,7 @@ PLAIN = ("full", "lora", "tied", "head")
 def load(rank: int, kind: str, folder: Path) -> tuple[list[str], str, bool]:
     """What differs from a run in which every rank has loaded, what is taken, and whether this rank has loaded."""
     torch.set_num_threads(1)
-    plan_session.gauge = lambda *_: NETWORKS["replicate"]
+    plan_session.measure_collectives = lambda *_: NETWORKS["replicate"]
     options: dict[str, Any] = {"device_memory": "64KiB", "hardware": CPU, "monitor": False}
     before: Any = DDPStrategy if kind in PLAIN else partial(Everywhere, sharding="replicate", **options)
     ends = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.chunk import Chunk, ChunkState, Twin
+from lightning_protrain.runtime.chunk import Chunk, ChunkState, DeviceParam
 from tests.runtime import applied
 from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
 
@@ -73,7 +73,7 @@ def test_the_twin_is_like_the_parameter(kind: str) -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.zeros(3, dtype=host.dtype), requires_grad=host.requires_grad), host)
     param = live(chunk).params[1]
     assert param.host is host
-    assert type(param.device_param) is (Twin if type(host) is nn.Parameter else type(host))
+    assert type(param.device_param) is (DeviceParam if type(host) is nn.Parameter else type(host))
     assert isinstance(param.device_param, nn.Parameter)
     assert (param.device_param.dtype, param.device_param.requires_grad) == (values.dtype, host.requires_grad)
     assert torch.equal(param.device_param, values)

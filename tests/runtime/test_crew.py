@@ -186,8 +186,8 @@ def test_several_callers_at_once(pool: ThreadPool) -> None:
         run(pool, [partial(done.append, index) for index in range(seed, seed + 50)], 2)
         return sum(done)
 
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(one, range(60))) == [sum(range(seed, seed + 50)) for seed in range(60)]
+    with ThreadPoolExecutor(6) as executor:
+        assert list(executor.map(one, range(60))) == [sum(range(seed, seed + 50)) for seed in range(60)]
 
 
 def test_nothing_is_held_when_it_is_done(pool: ThreadPool) -> None:

@@ -89,7 +89,7 @@ def test_pending_steps_come_before_early_uploads(
 
     def watched(self: WarmupPrefetch, *given: Any) -> None:
         begin(self, *given)
-        pending.append(sum(self._updates.job(index) is not None for index in self._fetched))
+        pending.append(sum(self._async_step.job(index) is not None for index in self._fetched))
 
     monkeypatch.setattr(WarmupPrefetch, "begin", watched)
     torch.manual_seed(0)

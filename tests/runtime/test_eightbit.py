@@ -66,9 +66,11 @@ def test_tiles_change_no_bit(kind: str, dtype: torch.dtype) -> None:
 
 def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
-    real = bnb_optimizers.Crew.join
+    real = bnb_optimizers.ThreadPool.join
     monkeypatch.setattr(
-        bnb_optimizers.Crew, "join", lambda pool, calls, number: (joined.append(number), real(pool, calls, number))[1]
+        bnb_optimizers.ThreadPool,
+        "join",
+        lambda pool, calls, number: (joined.append(number), real(pool, calls, number))[1],
     )
     monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit._TILES_PER_CALL", 1)
     before, running = torch.get_num_threads(), threading.active_count()
@@ -85,7 +87,7 @@ def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) 
 def test_it_takes_as_many_threads_as_the_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as many as there were before: the main thread gets others for the step of host parameters."""
     joined: list[int] = []
-    monkeypatch.setattr(bnb_optimizers.Crew, "join", lambda pool, calls, number: joined.append(number))
+    monkeypatch.setattr(bnb_optimizers.ThreadPool, "join", lambda pool, calls, number: joined.append(number))
     monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit._TILES_PER_CALL", 1)
     optimizer = bnb.optim.AdamW8bit(parameters((4 * adam8bit.TILE + 5,)))
     before = torch.get_num_threads()

@@ -361,7 +361,7 @@ class AsyncStep:
             self.finish(index)
 
     def abandon(self) -> None:
-        """After an exception: waits for what runs, raises nothing, and notes whether the weights are partially stepped."""
+        """After an exception: waits for what runs, raises nothing, notes whether weights are partially stepped."""
         armed, self._armed = self._armed, None
         if armed is not None:
             for landing in armed.landings:
@@ -410,8 +410,9 @@ class AsyncStep:
         why = self.partially_stepped or half_done
         if why:
             raise RuntimeError(
-                f"The weights are partially stepped: {why}, so some are from before that step and some from after it. They can be "
-                f"neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
+                f"The weights are partially stepped: {why}, so some are from before that step and some "
+                f"from after it. They can be neither saved nor trained on: resume from the last checkpoint. "
+                f"{_LESS_OVERLAP}"
             )
 
     def _touched(self, hosts: Sequence[Tensor]) -> None:
