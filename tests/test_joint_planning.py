@@ -52,7 +52,7 @@ def jointly(
         asked.append(sharding)
         return network
 
-    monkeypatch.setattr(plan_session, "gauge", gauge)
+    monkeypatch.setattr(plan_session, "measure_collectives", gauge)
     monkeypatch.setattr(plan_session, "decide", lambda make: make())
     monkeypatch.setattr(plan_session, "least_memory", lambda mine, _: replace(mine, **shares))
     ranks: Any = Alone()

@@ -149,7 +149,7 @@ def test_what_a_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [torch.optim.SGD(parameters((8,)))]
     expected = SLOWDOWN if kind in WITH_TABLES else OWN_SLOWDOWN
     assert host_slowdown([*others, OPTIMIZERS[kind](parameters((8,)))]) == expected
-    monkeypatch.setattr(bnb_optimizers, "tables_of", lambda values: None)
+    monkeypatch.setattr(bnb_optimizers, "codebook_of", lambda values: None)
     assert host_slowdown([OPTIMIZERS[kind](parameters((8,)))]) == OWN_SLOWDOWN
     assert host_slowdown([]) == 1.0
 
