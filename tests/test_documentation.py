@@ -73,12 +73,30 @@ def dead_links(pages: Mapping[str, str]) -> list[str]:
     return dead
 
 
+def missing_files(pages: Mapping[str, str]) -> list[str]:
+    """Python files that a page names in backticks and that are neither in the repository nor in the package."""
+    package = ROOT / "lightning_protrain"
+    return [
+        f"{path}: {name}"
+        for path, text in pages.items()
+        for name in re.findall(r"`((?:[\w.-]+/)*\w+\.py)`", text)
+        if not (ROOT / name).exists() and not any(package.rglob(name))
+    ]
+
+
 def test_a_note_is_there_once() -> None:
     assert wrong_notes(SOURCES, PAGES) == []
 
 
 def test_links_lead_somewhere() -> None:
     assert dead_links(PAGES) == []
+
+
+def test_files_that_pages_name_are_there() -> None:
+    assert missing_files(PAGES) == []
+    assert missing_files({"page.md": "`runtime/chunk.py`, `tests/conftest.py`, `runtime/chunks.py`"}) == [
+        "page.md: runtime/chunks.py"
+    ]
 
 
 @pytest.mark.parametrize(
