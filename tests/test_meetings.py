@@ -9,14 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.distributed.meetings import MeetingStrategy
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 
 SAID = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
 KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy])
 
 
-def strategy_of_two(kind: type[MeetingStrategy], notes: list[str]) -> MeetingStrategy:
+def strategy_of_two(kind: type[ProTrainStrategy], notes: list[str]) -> ProTrainStrategy:
     """One that has met another rank, which is gone; `notes` becomes what it leaves for others."""
     strategy = kind()
     rank_health = SimpleNamespace(
@@ -25,7 +24,7 @@ def strategy_of_two(kind: type[MeetingStrategy], notes: list[str]) -> MeetingStr
         explain=lambda: SAID,
         has_explained=lambda error: "ends on rank 0" in str(error),
     )
-    strategy._ranks = SimpleNamespace(rank_health=rank_health)  # type: ignore[assignment]
+    strategy._sync.mesh = SimpleNamespace(rank_health=rank_health)  # type: ignore[assignment]
     return strategy
 
 
@@ -40,32 +39,32 @@ def strategy_of_two(kind: type[MeetingStrategy], notes: list[str]) -> MeetingStr
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_errors_of_collectives_are_explained(kind: type[MeetingStrategy], error: Any, is_of_collective: bool) -> None:
+def test_errors_of_collectives_are_explained(kind: type[ProTrainStrategy], error: Any, is_of_collective: bool) -> None:
     strategy = strategy_of_two(kind, [])
-    assert strategy.explain(error) is (SAID if is_of_collective else error)
-    with pytest.raises((RuntimeError, ValueError)) as raised, strategy.explaining():
+    assert strategy._sync.explain(error) is (SAID if is_of_collective else error)
+    with pytest.raises((RuntimeError, ValueError)) as raised, strategy._sync.explaining():
         raise error
     assert (raised.value, raised.value.__cause__) == ((SAID, error) if is_of_collective else (error, None))
-    strategy._ranks = None
-    assert strategy.explain(error) is error
-    with pytest.raises((RuntimeError, ValueError)) as raised, strategy.explaining():
+    strategy._sync.mesh = None
+    assert strategy._sync.explain(error) is error
+    with pytest.raises((RuntimeError, ValueError)) as raised, strategy._sync.explaining():
         raise error
     assert raised.value is error
 
 
 @KINDS
-def test_errors_are_explained_once(kind: type[MeetingStrategy]) -> None:
+def test_errors_are_explained_once(kind: type[ProTrainStrategy]) -> None:
     strategy = strategy_of_two(kind, [])
     first = RuntimeError(
         "Training at step 3 ends on rank 0: rank 1 failed with RuntimeError: Connection closed by peer"
     )
-    with pytest.raises(RuntimeError) as raised, strategy.explaining():
+    with pytest.raises(RuntimeError) as raised, strategy._sync.explaining():
         raise first
     assert raised.value is first
 
 
 @KINDS
-def test_a_rank_that_fails_says_where(kind: type[MeetingStrategy]) -> None:
+def test_a_rank_that_fails_says_where(kind: type[ProTrainStrategy]) -> None:
     notes: list[str] = []
     strategy = strategy_of_two(kind, notes)
     strategy.on_exception(KeyError("x"))
@@ -80,11 +79,11 @@ def test_a_rank_that_fails_says_where(kind: type[MeetingStrategy]) -> None:
 
 
 @KINDS
-def test_one_rank_meets_nobody(kind: type[MeetingStrategy]) -> None:
+def test_one_rank_meets_nobody(kind: type[ProTrainStrategy]) -> None:
     strategy = kind()
     assert strategy.ranks is None
     assert strategy.broadcast("x") == "x"
-    assert strategy._meet("anywhere", flag=True)
-    assert not strategy._meet("anywhere")
+    assert strategy._sync.meet("anywhere", flag=True)
+    assert not strategy._sync.meet("anywhere")
     strategy.barrier()
     strategy.on_exception(KeyError("x"))

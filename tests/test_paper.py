@@ -63,4 +63,4 @@ def test_what_is_planned_for_on_paper_is_forgotten() -> None:
     with strategy.planning_only({"": {Sharding.SHARD: CPU}}, 6, 2):
         assert (strategy._plan_request.ranks, strategy._plan_request.num_nodes) == (6, 3)
     assert strategy._plan_request == before
-    assert strategy._machines is None
+    assert strategy._dry_run is None

@@ -18,6 +18,7 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.comm.shared_memory import assign_owners
 from lightning_protrain.strategy import data_parallel
+from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.parallel_options import Parallelism
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
@@ -54,20 +55,20 @@ def test_resident_sharding_refuses_a_plan_that_offloads(plan: Any) -> None:
 )
 def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copies: int, sharers: int) -> None:
     strategy = strategy_with("auto", 4, 4)
-    plan_request = strategy.among_ranks(strategy._plan_request, sharding)
+    plan_request = strategy._among_ranks(sharding)
     assert plan_request == replace(strategy._plan_request, copies=copies, sharers=sharers, ranks=strategy.world_size)
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:
     strategy = ProTrainStrategy(sharding="resident")
-    assert strategy.allowed_plan("auto") == strategy.allowed_plan("resident") == "resident"
-    assert ProTrainStrategy().allowed_plan("auto") == "auto"
+    assert strategy._dp.allowed_plan("auto") == strategy._dp.allowed_plan("resident") == "resident"
+    assert ProTrainStrategy()._dp.allowed_plan("auto") == "auto"
 
 
 def strategy_with(sharding: Any, local_size: int, world_size: int, **options: Any) -> ProTrainStrategy:
     strategy = ProTrainStrategy(sharding=sharding, parallel_devices=[CPU] * local_size, **options)
     ranks: Any = SimpleNamespace(meet=lambda what, flag: flag)
-    strategy._ranks = ranks if world_size > 1 else None
+    strategy._sync.mesh = ranks if world_size > 1 else None
     return strategy
 
 
@@ -88,15 +89,16 @@ def test_weights_may_be_shared_where_a_machine_has_several_ranks(
     sharding: str, local_size: int, world_size: int, chosen: tuple[str, ...]
 ) -> None:
     strategy = strategy_with(sharding, local_size, world_size)
-    assert strategy.own_shardings() == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
+    assert (
+        strategy._dp.own_shardings(None, local_size) == strategy.shardings(local_size) == tuple(map(Sharding, chosen))
+    )
 
 
 def test_statistics_of_batches_over_ranks_are_refused() -> None:
     alone, strategy = strategy_with("shard", 1, 1), strategy_with("shard", 2, 2)
-    alone._layer_sync = strategy._layer_sync = TorchSyncBatchNorm()
-    assert alone.own_shardings()  # It has all of a batch.
+    assert alone._dp.own_shardings(None, 1, TorchSyncBatchNorm())  # It has all of a batch.
     with pytest.raises(ValueError, match="sync_batchnorm=True is not supported"):
-        strategy.own_shardings()
+        strategy._dp.own_shardings(None, 2, TorchSyncBatchNorm())
 
 
 @pytest.mark.parametrize("hook", [None, print])
@@ -106,15 +108,15 @@ def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytes
     strategy = strategy_with("auto", 2, 2, ddp_comm_hook=hook)
     module = Module("full").requires_grad_(False)
     module.model.layers[0].norm.requires_grad_(True)
-    strategy.replicate(module, preset(module, "resident"), None)
+    strategy._dp.replicate(module, preset(module, "resident"), CPU, None)
     assert wrapped == ([] if hook is None else [hook])
-    assert (strategy._flat is None) is (hook is not None)
+    assert (strategy._dp._flat is None) is (hook is not None)
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(data_parallel, "rank_zero_info", said.append)
-    strategy_with("shard", 1, 1).own_shardings()
+    strategy_with("shard", 1, 1)._dp.own_shardings(None, 1)
     assert said == ['sharding="shard": there is one rank, which holds everything, as under "replicate".']
 
 
@@ -139,8 +141,8 @@ def test_one_rank_meets_nobody() -> None:
     strategy = strategy_with("auto", 1, 1)
     assert strategy.broadcast("x") == "x"
     assert strategy.reduce(torch.ones(1)).item() == 1
-    assert strategy._meet("anywhere", flag=True)
-    assert not strategy.averages
+    assert strategy._sync.meet("anywhere", flag=True)
+    assert not strategy._dp.averages
     strategy.barrier()
 
 
@@ -235,7 +237,7 @@ def test_ranks_send_what_the_plan_says_and_once_in_a_step(tmp_path: Path) -> Non
 
 def _count_without_rest(rank: int, world_size: int) -> list[str]:
     """A mistake: every micro-batch ends with averages."""
-    ProTrainStrategy.averages = property(lambda self: self._ranks is not None)  # type: ignore[assignment, method-assign]
+    DataParallel.averages = property(lambda self: self._ranks is not None)  # type: ignore[assignment, method-assign]
     return _count(rank, world_size, [("full", "replicate", 3, False)])
 
 

@@ -21,7 +21,7 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.host import HostWorker
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed import launch
-from lightning_protrain.distributed.launch import ProcessStrategy
+from lightning_protrain.strategy import protrain
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
@@ -30,7 +30,7 @@ def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
 
 def test_one_process_is_not_distributed() -> None:
     strategy = trainer_with("protrain", devices=1).strategy
-    assert isinstance(strategy, ProcessStrategy)
+    assert isinstance(strategy, ProTrainStrategy)
     assert not strategy.is_distributed
     assert (strategy.num_processes, strategy.num_nodes, strategy.world_size) == (1, 1, 1)
     assert strategy.root_device == torch.device("cpu")
@@ -57,33 +57,28 @@ def test_several_processes_are_launched(devices: int, num_nodes: int) -> None:
         ("cpu:gloo,cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
     ],
 )
-def test_the_backend_sends_what_is_on_host_and_device(
-    chosen: str | None, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strategy = ProTrainStrategy(process_group_backend=chosen)
-    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
-    assert strategy._backend() == backend
+def test_the_backend_sends_what_is_on_host_and_device(chosen: str | None, kind: str, backend: str) -> None:
+    assert launch.choose_backend(chosen, kind) == backend
 
 
 @pytest.mark.parametrize(("chosen", "kind"), [("nccl", "cpu"), ("cuda:nccl", "cpu"), ("cpu:gloo", "cuda")])
-def test_another_backend_is_refused(chosen: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = ProTrainStrategy(process_group_backend=chosen)
-    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
+def test_another_backend_is_refused(chosen: str, kind: str) -> None:
     with pytest.raises(ValueError, match=f"process_group_backend='{chosen}' does not send what is on '{kind}'"):
-        strategy._backend()
+        launch.choose_backend(chosen, kind)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("cuda", 1), ("cpu", 0)])
 def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = trainer_with("protrain", devices=2).strategy
-    assert isinstance(strategy, ProcessStrategy)
-    monkeypatch.setattr(ProcessStrategy, "root_device", torch.device(kind))
+    assert isinstance(strategy, ProTrainStrategy)
+    monkeypatch.setattr(ProTrainStrategy, "root_device", torch.device(kind))
     monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
     monkeypatch.setattr(launch, "peers_found", lambda *_: nullcontext(PeerAccess("unknown")))
     connect, register = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(launch, "_init_dist_connection", connect)
     monkeypatch.setattr("atexit.register", register)
-    ProcessStrategy.setup_environment(strategy)
+    monkeypatch.setattr(protrain, "make_rank_mesh", lambda *_: None)
+    strategy.setup_environment()
     assert connect.call_count == 1
     assert register.call_args_list == told * [mock.call(launch._destroy_dist_connection)]
 
@@ -114,8 +109,8 @@ def test_collectives_of_one_process() -> None:
 
 def test_ranks_of_a_machine_share_out_the_cores_of_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = trainer_with("protrain", devices=2).strategy
-    assert isinstance(strategy, ProcessStrategy)
-    monkeypatch.setattr(ProcessStrategy, "local_rank", 1)
+    assert isinstance(strategy, ProTrainStrategy)
+    monkeypatch.setattr(ProTrainStrategy, "local_rank", 1)
     monkeypatch.setattr(launch, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     worker = strategy.open_device().worker
     assert (sorted(worker._cores), worker.threads) == ([4, 5, 6, 7], 3)  # One launches kernels.
@@ -126,9 +121,9 @@ def test_only_ranks_whose_gpus_hang_on_one_node_share_its_cores(
     rank: int, cores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = trainer_with("protrain", devices=4).strategy
-    assert isinstance(strategy, ProcessStrategy)
+    assert isinstance(strategy, ProTrainStrategy)
     strategy.parallel_devices = [torch.device("cuda", index) for index in range(4)]
-    monkeypatch.setattr(ProcessStrategy, "local_rank", rank)
+    monkeypatch.setattr(ProTrainStrategy, "local_rank", rank)
     monkeypatch.setattr(launch, "numa_node", lambda gpu: gpu.index // 2)
     monkeypatch.setattr(launch, "open_device", lambda *_: SimpleNamespace(worker=HostWorker(8, frozenset(range(8)))))
     assert sorted(strategy.open_device().worker._cores) == cores
@@ -140,8 +135,8 @@ def test_every_rank_says_what_only_its_device_refuses(
 ) -> None:
     """`rank_zero_info` would leave a refusal on another rank unsaid."""
     strategy = trainer_with("protrain", devices=devices).strategy
-    assert isinstance(strategy, ProcessStrategy)
-    monkeypatch.setattr(ProcessStrategy, "global_rank", devices - 1)
+    assert isinstance(strategy, ProTrainStrategy)
+    monkeypatch.setattr(ProTrainStrategy, "global_rank", devices - 1)
     monkeypatch.setattr(rank_zero_only, "rank", devices - 1)
 
     def refuse(torch_device: torch.device, say: Callable[[str], None]) -> Any:

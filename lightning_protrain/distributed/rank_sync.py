@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
+from lightning_protrain.distributed.finite import FiniteLosses, OnNonFinite
 from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.comm.rank_health import naming_wait
+from lightning_protrain.runtime.comm.rank_health import is_of_collective, naming_wait
 
 
 class SigtermNote:
@@ -72,6 +77,176 @@ class SigtermNote:
             self.received = True
         else:
             self._trainer._signal_connector.received_sigterm = True
+
+
+class RankSync:
+    """Knows who trains together, and whether all of them are still there.
+
+    A strategy lets ranks meet before each batch and behind the last one of an epoch; ranks that leave tell the others
+    why. Where there is one rank nobody is waited for.
+
+    Args:
+        on_nonfinite: What happens to losses that are not finite.
+        every_batch: Whether every batch has collectives, also those that end no step.
+
+    Attributes:
+        mesh: The ranks; None: there is one, or the processes have not met yet.
+        losses: Watches whether losses and weights are finite.
+        sigterm: Whether this rank has been told to end.
+    """
+
+    def __init__(self, on_nonfinite: OnNonFinite = "stop", every_batch: bool = False) -> None:
+        self.mesh: RankMesh | None = None
+        self.losses = FiniteLosses(on_nonfinite)
+        self.sigterm = SigtermNote()
+        self._every_batch = every_batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the other ranks: a process that is started meets its own."""
+        return {**vars(self), "mesh": None}
+
+    def meet(self, what: str, flag: bool = False) -> bool:
+        """Wait until all ranks are at the same point, and return whether one has a flag set; see [Note: Attendance]."""
+        return flag if self.mesh is None else self.mesh.meet(what, flag)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def begin_training(self, trainer: Trainer) -> None:
+        """Refuse epochs of different lengths before the first batch, and meet from then on."""
+        self.losses.begin(trainer)
+        if self.mesh is not None:
+            refuse_uneven(trainer.num_training_batches)
+            meet_in_epochs(trainer, functools.partial(self._meet_before_batch, trainer), self.meet)
+            self.sigterm.wait_for_others()
+
+    def _meet_before_batch(self, trainer: Trainer) -> None:
+        """Wait until all ranks are about to train the same batch; if one is told to end, all do.
+
+        Raises:
+            SIGTERMException: One is.
+            ValueError: Losses of some rank are not finite any more.
+        """
+        assert self.mesh is not None
+        batch = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
+        step = f"Training at step {trainer.global_step}"
+        self.mesh.rank_health.doing = f"{step} in {batch}" if self._every_batch else step
+        told_to_end, why = trainer.received_sigterm or self.sigterm.received, self.losses.why_to_stop()
+        if self.meet(batch, told_to_end or bool(why)):
+            self._stop_if(why, f"the reason to end at {batch}")
+            raise SIGTERMException
+
+    def check_losses(self) -> None:
+        """End a fit whose losses are not finite any more; several ranks have seen to it when they met.
+
+        Raises:
+            ValueError: They are not.
+        """
+        if self.mesh is None and (why := self.losses.why_to_stop()):
+            raise ValueError(why)
+
+    def end_training(self) -> None:
+        """Wait for the last epoch of all ranks.
+
+        Raises:
+            ValueError: Losses of some rank were not finite in the end.
+        """
+        self._stop_if(self.losses.why_to_stop(wait=True), "the end of training")
+        self.losses.end()
+
+    def refuse_spoiled(self, checkpoint: Mapping[str, Any], module: LightningModule | None) -> None:
+        """Refuse a checkpoint that would follow on good ones; every rank calls it.
+
+        Raises:
+            ValueError: In a fit, trained weights are not finite.
+        """
+        if module is not None and self.losses.watches:
+            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            self._stop_if(self.losses.why_not_to_save(checkpoint, trained), "a checkpoint")
+
+    def _stop_if(self, why: str, place: str) -> None:
+        """End the fit on all ranks if one of them has a reason in its losses or weights.
+
+        Args:
+            why: The reason of this rank; empty: it has none.
+            place: Where the ranks meet.
+
+        Raises:
+            ValueError: A rank has one.
+        """
+        if self.meet(place, bool(why)):
+            raise ValueError(why or "The loss or a trained weight of another rank is not finite. Training stops.")
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def each_once(self, dataloader: object, trainer: Trainer) -> object:
+        """Leave samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        return dataloader if self.mesh is None else each_once(dataloader, trainer)
+
+    def begin_evaluation(self, trainer: Trainer, together: bool = False) -> None:
+        """Begin a validation, test or prediction; see [Note: Each sample once] and [Note: Forwards together].
+
+        In a fit ranks wait for each other here: metrics do, and name nobody.
+
+        Args:
+            trainer: That evaluates.
+            together: Whether each batch has collectives, so that ranks need as many of them.
+        """
+        if place := validation_place(trainer):
+            self.meet(place)
+        if self.mesh is not None:
+            evaluate_each_once(trainer, self.mesh if together else None)
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Return who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
+        if self.mesh is None or not is_of_collective(error):
+            return error
+        return self.mesh.rank_health.explain()
+
+    @contextmanager
+    def explaining(self) -> Generator[None]:
+        """Within it a collective that fails names who was missing, once.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.mesh is None or self.mesh.rank_health.has_explained(error):
+                raise
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
+
+    def leave(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one is missing, and the user who was missing here."""
+        if self.mesh is None:
+            return
+        rank_health = self.mesh.rank_health
+        if is_of_collective(exception) and not rank_health.has_explained(exception):
+            exception.add_note(str(rank_health.explain()))  # Of a user's collective, or a metric's.
+        at = rank_health.doing[0].lower() + rank_health.doing[1:]
+        rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
+
+    def close(self, trainer: Trainer | None) -> None:
+        """After a run: the loops and the signals of the Trainer are as they were."""
+        self.sigterm.close()
+        self.losses.end()
+        if trainer is not None:
+            meet_no_more(trainer)
+            evaluate_as_ever(trainer)
+
+
+def for_mean(tensor: Any, reduce_op: Any) -> Any:
+    """Return what a mean over ranks is taken of: of integers it is a float64.
+
+    Lightning would round it down, and weighs what is logged by such means of sizes.
+    """
+    if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+        return tensor.double()
+    return tensor
 
 
 def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:

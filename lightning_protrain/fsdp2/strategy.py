@@ -43,8 +43,7 @@ from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.device.topology import PeerAccess, peers_found
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.finite import FiniteLosses, OnNonFinite
-from lightning_protrain.distributed.meetings import MeetingStrategy
+from lightning_protrain.distributed.finite import OnNonFinite
 from lightning_protrain.distributed.meta_init import (
     find_waiting,
     load_on_first,
@@ -53,6 +52,8 @@ from lightning_protrain.distributed.meta_init import (
     send_attributes,
 )
 from lightning_protrain.distributed.rank_sync import (
+    RankSync,
+    for_mean,
     least_memory,
     length_is_known,
     refuse_differences,
@@ -93,7 +94,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
-from lightning_protrain.runtime.comm.collectives import find_meeting
+from lightning_protrain.runtime.comm.collectives import RankMesh, find_meeting
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
 from lightning_protrain.strategy.precision import alpha_for_dtype
@@ -271,7 +272,7 @@ _STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and 
 
 
 @dataclass(frozen=True)
-class _Paper:
+class _DryRun:
     """Ranks that are planned for and are not here.
 
     Attributes:
@@ -287,7 +288,7 @@ class _Paper:
     answers: dict[str, FSDPMemory | ValueError]
 
 
-class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
+class ProTrainFSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all ranks with FSDP2, without the user's `configure_model`.
 
     No name of a parameter or module changes, and checkpoints are those of a plain Trainer.
@@ -348,9 +349,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._losses = FiniteLosses(on_nonfinite)
+        self._sync = RankSync(on_nonfinite, every_batch=True)
         self._memory: FSDPMemory | None = None
-        self._paper: _Paper | None = None
+        self._dry_run: _DryRun | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
         # Whether one rank of each node loads the model, see [Note: Outlines].
@@ -388,28 +389,28 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             A dict that the fit fills: what each rank takes, or why the model does not fit.
         """
         self._settings.meshes(num_nodes, ranks_per_node)
-        self._paper = _Paper(machines, num_nodes, ranks_per_node, {})
+        self._dry_run = _DryRun(machines, num_nodes, ranks_per_node, {})
         try:
-            yield self._paper.answers
+            yield self._dry_run.answers
         finally:
-            self._paper = None
+            self._dry_run = None
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         """Make weights in host memory, or none where it is only planned."""
-        nowhere = nullcontext() if self._paper is None else torch.device("meta")
+        nowhere = nullcontext() if self._dry_run is None else torch.device("meta")
         with super().tensor_init_context(empty_init), nowhere:
             yield
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
         self._has_outlines = True
-        if self._paper is not None:
+        if self._dry_run is not None:
             return outline()
         with returning_memory():
-            if self._ranks is None or self._ranks.local_size == 1:
+            if self.ranks is None or self.ranks.local_size == 1:
                 return load()
-            return load_on_first(self._ranks, load, outline)
+            return load_on_first(self.ranks, load, outline)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -421,7 +422,7 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        if self._paper is not None:  # Nobody else is there.
+        if self._dry_run is not None:  # Nobody else is there.
             super(ModelParallelStrategy, self).setup_environment()
             return
         self._settings.meshes(
@@ -432,9 +433,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         self._tensor_parallel_size = 1
         super().setup_environment()
         if self.world_size > 1:
-            self._ranks = find_meeting(self.local_rank, self.num_processes, self._timeout)
+            self._sync.mesh = find_meeting(self.local_rank, self.num_processes, self._timeout)
             if self.lightning_module is not None:
-                self._sigterm.listen(self.lightning_module.trainer)
+                self._sync.sigterm.listen(self.lightning_module.trainer)
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend in (None, "nccl") and self.root_device.type == "cuda":
@@ -486,9 +487,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         if not is_sharded:
             refuse_sharded(model)
             waiting = frozenset(name for name, _ in model.named_parameters())
-            if self._paper is None:
+            if self._dry_run is None:
                 refuse_other_models(describe_tensors(model))
-                waiting = find_waiting(model, self._ranks) if self._ranks is not None else frozenset()
+                waiting = find_waiting(model, self.ranks) if self.ranks is not None else frozenset()
             units = choose_units(model, self._settings.policy, self._settings.min_num_params)
             refuse_unshardable(model, units, waiting)
             self.precision_plugin.convert_module(model)
@@ -498,8 +499,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         meshes = self._settings.meshes(self.num_nodes, self.num_processes)
         if fitting and not is_sharded:
             problem = self._problem(trainer, model, names, units)
-            if self._paper is not None:
-                self._predict(trainer, problem, count, self._paper)
+            if self._dry_run is not None:
+                self._predict(trainer, problem, count, self._dry_run)
                 raise _TunerExitException
             self._memory = self._decide(trainer, problem, meshes, count)
         put_back = release_parameters(self.optimizers, model) if fitting else None
@@ -525,8 +526,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     ) -> FSDPProblem:
         """What is to be trained, with its optimizers; activations are not known yet."""
         layout = describe_model(model, list(names) or None)
-        on_paper = self._paper is not None and any(self._paper.machines.values())
-        on_gpu = on_paper or self.root_device.type != "cpu"
+        in_dry_run = self._dry_run is not None and any(self._dry_run.machines.values())
+        on_gpu = in_dry_run or self.root_device.type != "cpu"
         dtypes = {info.dtype for info in layout.parameters}
         return FSDPProblem(
             layout=layout,
@@ -550,9 +551,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         weights = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
         device = free_device_bytes(self.root_device) if limit is None else None
         free = FreeMemory(device, free_host_bytes() if offloads else None, weights)
-        if self._ranks is not None:
+        if self.ranks is not None:
             refuse_differences({"arguments of ProTrainFSDP2Strategy": str(self._settings)})
-            free = least_memory(free, self._ranks)
+            free = least_memory(free, self.ranks)
         is_open = count is None or len(meshes) > 1
         if limit is not None or (free.device is not None and is_open):
             problem = replace(problem, profile=self._profile(trainer, problem.layout))
@@ -577,11 +578,11 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         assert found is not None
         return found
 
-    def _predict(self, trainer: Trainer, problem: FSDPProblem, count: int | None, paper: _Paper) -> None:
+    def _predict(self, trainer: Trainer, problem: FSDPProblem, count: int | None, dry_run: _DryRun) -> None:
         """Fill in the answers for nodes that need not be here."""
         model = cast(LightningModule, self.lightning_module)
-        meshes = self._settings.meshes(paper.num_nodes, paper.ranks_per_node)
-        for name, machine in paper.machines.items():
+        meshes = self._settings.meshes(dry_run.num_nodes, dry_run.ranks_per_node)
+        for name, machine in dry_run.machines.items():
             context, kind = self.precision_plugin.train_step_context, capability(machine.name) if machine else None
             profile = profile_training_step(trainer, model, problem.layout, context, "A plan", kind)
             limit = self._settings.device_bytes
@@ -590,9 +591,9 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
                 limit = None if free is None else int(SHARE_OF_ALL * free)
             host_bytes = machine.host_bytes if machine is not None else free_host_bytes()
             try:
-                paper.answers[name] = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
+                dry_run.answers[name] = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
             except FSDPTooLarge as error:
-                paper.answers[name] = error
+                dry_run.answers[name] = error
 
     def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
         """What a training step does, on rank 0; every rank calls it. None: it is not known, or known elsewhere."""
@@ -625,6 +626,8 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
         """Gives blocks their forward back; weights stay sharded."""
         while self._undo:
             self._undo.pop()()
+        module = self.lightning_module
+        self._sync.close(module.trainer if module is not None and module._trainer is not None else None)
         super().teardown()
 
     def _shard(self, model: LightningModule, units: ShardUnits, ranks: FSDPRanks) -> None:
@@ -670,20 +673,53 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     # --- running ------------------------------------------------------------------------------------------------------
 
     @property
-    def evaluates_together(self) -> bool:
-        return isinstance(self.model, FSDPModule)
+    def ranks(self) -> RankMesh | None:
+        """Who trains together; None if there is one rank, or before the processes have met."""
+        return self._sync.mesh
 
     def on_train_start(self) -> None:
-        super().on_train_start()
         if self.lightning_module is not None:
-            self._is_open_ended = self._meet("the first epoch", not length_is_known(self.lightning_module.trainer))
+            trainer = self.lightning_module.trainer
+            self._sync.begin_training(trainer)
+            self._is_open_ended = self._sync.meet("the first epoch", not length_is_known(trainer))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._sync.check_losses()
+
+    def on_train_end(self) -> None:
+        self._sync.end_training()
+
+    def on_validation_start(self) -> None:
+        if self.lightning_module is not None:
+            self._sync.begin_evaluation(self.lightning_module.trainer, isinstance(self.model, FSDPModule))
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Leaves samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        return super().reduce(for_mean(tensor, reduce_op), group, reduce_op)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks."""
+        self._sync.meet("a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` has."""
+        self._sync.meet("a broadcast")
+        return super().broadcast(obj, src)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = cast(LightningModule, self.lightning_module).trainer
         if self._is_open_ended and (trainer.accumulate_grad_batches > 1 or trainer.num_training_batches < math.inf):
             # A rank steps with its last batch, where others may accumulate; up to a limit, it does not even know of it.
             batch = f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
-            self._meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
+            self._sync.meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
         return self._run(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -700,26 +736,25 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
 
     def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._has_stepped = True
-        with self.explaining(), explained():
+        with self._sync.explaining(), explained():
             return step(*args, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.explaining():
-            return super().backward(*args, **kwargs)
-
-    def _describe_step(self, trainer: Trainer, batch: str) -> str:
-        # Every batch has collectives, also those that end no step.
-        return f"{super()._describe_step(trainer, batch)} in {batch}"
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.lightning_module is not None:
+            self._sync.losses.watch(closure_loss, self.lightning_module.trainer)
+        with self._sync.explaining():
+            return super().backward(closure_loss, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._sync.leave(exception)
         # Left in the middle of a step, weights would be seen gathered, and the next step would take it for its own.
         reset = getattr(self.model, "reset_iter_state", None)  # Not before torch 2.12.
         if self._has_stepped and reset is not None:
             reset()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.explaining():  # A norm to clip by is one of all ranks.
+        with self._sync.explaining():  # A norm to clip by is one of all ranks.
             result = super().optimizer_step(*args, **kwargs)
         self._free()  # A forward between backward and step has gathered what is old now.
         return result
@@ -772,10 +807,10 @@ class ProTrainFSDP2Strategy(MeetingStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        self._sync.refuse_spoiled(checkpoint, self.lightning_module)
         if self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self.refuse_spoiled(checkpoint)
         path = self.broadcast(filepath)
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 

@@ -485,6 +485,21 @@ Machines = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
 Answers = dict[str, dict[Sharding, Plan | ValueError]]
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """Machines that are planned for and need not be here.
+
+    Attributes:
+        machines: Under the names that answers have, by who holds what; None: this one.
+        clusters: What each of them is one of, by its name, with which sums are timed; None: they are not.
+        answers: A plan for each machine under each sharding, or why there is none.
+    """
+
+    machines: Machines
+    clusters: Mapping[str, Cluster] | None
+    answers: Answers
+
+
 def plan_jointly(
     case: PlanSession,
     model: nn.Module,

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info, rank_zero_module
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.device.device import Device, TransferCounters
+from lightning_protrain.device.quant_state import accepting_companions
+from lightning_protrain.device.topology import PeerAccess
+from lightning_protrain.distributed import launch
 from lightning_protrain.distributed.ddp import DDPOptions, GradSync
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.finite import FiniteLosses, OnNonFinite
+from lightning_protrain.distributed.finite import OnNonFinite
 from lightning_protrain.distributed.launch import StartMethod
+from lightning_protrain.distributed.rank_sync import RankSync, for_mean, refuse_differences
 from lightning_protrain.planner.answers import REMOVED
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
+from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_partially_stepped
-from lightning_protrain.strategy.dry_run import DryRunStrategy
+from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import (
     OverlapChoice,
     OverlapPlan,
@@ -45,17 +57,45 @@ from lightning_protrain.strategy.overlap import (
     step_is_followed_by_forward,
 )
 from lightning_protrain.strategy.parallel_options import Parallelism, ShardingChoice, refuse_removed
-from lightning_protrain.strategy.plan_options import PlanChoice, make_plan_request, read_plan_spec
+from lightning_protrain.strategy.plan_options import PlanChoice, PlanRequest, make_plan_request, read_plan_spec
 from lightning_protrain.strategy.plan_session import (
+    Answers,
+    DryRun,
+    Machines,
     PlanSession,
     answers,
     describe_session,
     plan_jointly,
     say_if_one_block,
 )
+from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.strategy.states import ShardedStates
+
+_T = TypeVar("_T")
 
 
-class ProTrainStrategy(DryRunStrategy):
+def _number(name: str, alone: int) -> property:
+    """Make the property `name` of the strategy: a number that the cluster environment has where ranks are several.
+
+    A run of one process asks no environment, as in `SingleDeviceStrategy`: SLURM, say, need not have set its variables.
+
+    Args:
+        name: Of the property of `ParallelStrategy`.
+        alone: Its value in a run of one process, until it is set.
+    """
+
+    def read(strategy: ProTrainStrategy) -> int:
+        if name in strategy._numbers or not strategy.is_distributed:
+            return strategy._numbers.get(name, alone)
+        return int(getattr(ParallelStrategy, name).fget(strategy))
+
+    def write(strategy: ProTrainStrategy, number: int) -> None:
+        strategy._numbers[name] = number
+
+    return property(read, write)
+
+
+class ProTrainStrategy(ParallelStrategy):
     """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
 
     Args:
@@ -99,6 +139,12 @@ class ProTrainStrategy(DryRunStrategy):
     strategy_name = "protrain"
     removed_arguments = REMOVED
 
+    world_size = _number("world_size", 1)
+    global_rank = _number("global_rank", 0)
+    local_rank = _number("local_rank", 0)
+    node_rank = _number("node_rank", 0)
+    _has_trainer = False
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -135,25 +181,32 @@ class ProTrainStrategy(DryRunStrategy):
         **removed: object,
     ) -> None:
         refuse_removed(removed)
+        self._numbers: dict[str, int] = {}
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
+        self._num_nodes = 1
+        self._peers: PeerAccess | None = None
+        self._forward_redirection = _DDPForwardRedirection()
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
-        processes = parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend
-        parallelism = Parallelism(sharding, reduce_dtype, adapter_grad_sync, ddp)
-        super().__init__(parallelism, accelerator, *processes, timeout, start_method)
+        self._sync = RankSync(on_nonfinite)
+        self._dp = DataParallel(Parallelism(sharding, reduce_dtype, adapter_grad_sync, ddp), self._sync)
+        self._states = ShardedStates(self._sync)
         counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
         knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
-        choice = self.allowed_plan(read_plan_spec(plan))
+        choice = self._dp.allowed_plan(read_plan_spec(plan))
         self._plan_request = make_plan_request(
             choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware
         )
-        self._losses = FiniteLosses(on_nonfinite)
+        self._dry_run: DryRun | None = None
         self._monitor = PlanMonitor(log=False) if monitor else None
         check_choice(overlap_optimizer)
         self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
+        self._runtime: Runtime | None = None
         self._device: Device | None = None
         self._counters = TransferCounters()
         self._device_failed = False
@@ -189,17 +242,184 @@ class ProTrainStrategy(DryRunStrategy):
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
 
+    @property
+    def ranks(self) -> RankMesh | None:
+        """Who trains together; None if there is one rank, or before the processes have met."""
+        return self._sync.mesh
+
+    @property
+    def peers(self) -> PeerAccess | None:
+        """How the devices reach each other, see [Note: Peer-to-peer]; None where that is not known."""
+        return self._peers
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the device, the runtime and the other ranks."""
-        own = dict.fromkeys(("_device", "_runtime", "_ranks", "_flat"))
-        return {**super().__getstate__(), **own, "_handles": []}
+        return {**super().__getstate__(), "_device": None, "_runtime": None, "_handles": []}
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that the user asks for; None: the one of the device."""
+        return self._process_group_backend
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return self._own_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        # A Trainer reads this of a strategy object that it is given, before it complains of what another has set.
+        if self._has_trainer:
+            raise ValueError(
+                "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
+                'strategy="protrain".'
+            )
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        if isinstance(accelerator, MPSAccelerator):
+            raise ValueError(
+                'strategy="protrain" does not run on accelerator="mps": host and device share one memory there, so '
+                'nothing can be offloaded. Use accelerator="cpu", or strategy="auto" on MPS.'
+            )
+        self._own_accelerator = accelerator
+
+    @property
+    def precision_plugin(self) -> ProTrainPrecision:
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = as_protrain_precision(plugin)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of a data set is this rank's; the base class forgets the other nodes."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        self._has_trainer = True
+        self._launcher = launch.choose_launcher(self, self._start_method, self.num_nodes, self.num_processes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment which process of how many this is."""
+        processes = max(self.num_processes, 1)
+        rank = self.node_rank * processes + self.local_rank
+        launch.set_world_ranks(self.cluster_environment, rank, self.num_nodes * processes)
+
+    def setup_environment(self) -> None:
+        """Opens the device, and the process groups if there are several processes."""
+        super().setup_environment()
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        backend = launch.choose_backend(self._process_group_backend, self.root_device.type)
+        where = self.cluster_environment, self.global_rank, self.world_size, self.root_device, self.parallel_devices
+        self._peers = launch.connect(*where, backend, self._timeout) or self._peers
+        with naming_wait("the other ranks to make process groups"):
+            self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout)
+        if (module := self.lightning_module) is not None:
+            refuse_differences(self._dp.options.settings(module.trainer))
+            self._sync.sigterm.listen(module.trainer)
+
+    def open_device(self) -> Device:
+        """The device of this rank, with its part of the cores of the node."""
+        return launch.open_shared_device(self.root_device, self.parallel_devices, self.local_rank, self._say_of_rank)
+
+    def _say_of_rank(self, sentence: str) -> None:
+        """Says what is true of the node or the device of this rank, which others need not share."""
+        # To where `rank_zero_info` says what is true of all.
+        rank_zero_module.log.info(rank_prefixed_message(sentence, self.global_rank if self.is_distributed else None))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        if isinstance(tensor, Tensor) and group is None:
+            self._sync.meet("a reduction")
+        return launch.reduce(for_mean(tensor, reduce_op), group, reduce_op)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks."""
+        self._sync.meet("a barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` has."""
+        self._sync.meet("a broadcast")
+        return launch.broadcast(obj, src)
+
+    # --- plans without a run ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def planning_only(
+        self,
+        machines: Machines,
+        ranks: int = 1,
+        here: int = 1,
+        clusters: Mapping[str, Cluster] | None = None,
+    ) -> Generator[Answers]:
+        """Within it, a fit ends when its plan is made, and no weights are.
+
+        Args:
+            machines: What to plan for.
+            ranks: How many train together.
+            here: How many of them are on one node.
+            clusters: What each of `machines` is one of, by its name, with which sums are timed; None: they are not.
+
+        Yields:
+            A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
+        """
+        plan_request = self._plan_request
+        self._plan_request = plan_request.among(Sharding.REPLICATE, here, ranks)
+        self._dry_run = DryRun(machines, clusters, {})
+        try:
+            yield self._dry_run.answers
+        finally:
+            self._dry_run, self._plan_request = None, plan_request
+
+    def shardings(self, local_size: int) -> tuple[Sharding, ...]:
+        """Who may hold offloaded chunks where each node has so many ranks."""
+        return self._dp.shardings(local_size)
+
+    def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
+        """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
+        return self._dp.load_once(load, outline)
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Weights are made in host memory: the plan says later which of them the device ever sees.
-        nowhere = nullcontext() if self._machines is None else torch.device("meta")
+        nowhere = nullcontext() if self._dry_run is None else torch.device("meta")
         with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), nowhere:
             yield
 
@@ -221,75 +441,89 @@ class ProTrainStrategy(DryRunStrategy):
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
         self._counters = self._device.counters
-        shardings = self.own_shardings()
-        self.end_outlines(shardings[0])
+        shardings = self._dp.own_shardings(trainer, self.num_processes, self._layer_sync)
+        self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-        case = self._describe(trainer, model, shardings[0])
-        if self._machines is not None:
-            self._answers.update(answers(case, self._machines, self._clusters, self.reduce_dtype))
+        session = self._describe(trainer, model, shardings[0])
+        if self._dry_run is not None:
+            found = answers(session, self._dry_run.machines, self._dry_run.clusters, self._dp.reduce_dtype)
+            self._dry_run.answers.update(found)
             raise _TunerExitException
-        self.compare_ranks(case.layout, model, self._plan_request.choice)
-        case, plan = plan_jointly(case, model, self.ranks, shardings, self.root_device, self.reduce_dtype)
-        self._budget = case.budget()
-        say_if_one_block(plan, case.layout)
-        self.equalise(model, plan)
-        self._place(model, plan, case.layout, case.spare_host_bytes(plan))
+        settings = self.root_device.type, self.precision_plugin.precision, self._plan_request.choice
+        self._dp.compare(session.layout, model, settings, self.optimizers)
+        how = self.ranks, shardings, self.root_device, self._dp.reduce_dtype
+        session, plan = plan_jointly(session, model, *how)
+        self._budget = session.budget()
+        say_if_one_block(plan, session.layout)
+        self._dp.equalise(model, plan, self.root_device)
+        self._place(model, plan, session.layout, session.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
-            self.replicate(model, plan, self._runtime)
-            if self._monitor is not None:
-                self._monitor.join(trainer)
-            check_one_device(self.optimizers)
-            move_state_beside_parameters(self.optimizers)
-            for optimizer in self.optimizers:
-                self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_async_step()))
-            if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
-                rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
+            self._prepare_fit(trainer, model, plan)
+
+    def _prepare_fit(self, trainer: Trainer, model: LightningModule, plan: Plan) -> None:
+        """What only training needs, once the plan is applied."""
+        assert self._runtime is not None
+        assert self._device is not None
+        self._states.owners = self._runtime.owners
+        self.model = self._dp.replicate(model, plan, self.root_device, self._peers) or self.model
+        if self._monitor is not None:
+            self._monitor.join(trainer)
+        check_one_device(self.optimizers)
+        move_state_beside_parameters(self.optimizers)
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_async_step()))
+        if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
+            rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
     def _describe(self, trainer: Trainer, model: LightningModule, sharding: Sharding) -> PlanSession:
         """What the plan depends on, with the overlap that there may be."""
         assert self._device is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            on_gpus = any(any(under.values()) for under in (self._machines or {}).values())
+            machines = self._dry_run.machines if self._dry_run is not None else {}
+            on_gpus = any(any(under.values()) for under in machines.values())
             kind = "cuda" if on_gpus else self.root_device.type
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
-        optimizers, elsewhere = self.optimizers if fitting else None, self._machines is not None
-        plan_request = (
-            self._plan_request if self._machines is not None else self.among_ranks(self._plan_request, sharding)
-        )
+        optimizers, elsewhere = self.optimizers if fitting else None, self._dry_run is not None
+        plan_request = self._plan_request if elsewhere else self._among_ranks(sharding)
         how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         with failing_together("Profiling a training step"):  # Rank 0 does.
             return describe_session(plan_request, trainer, model, *how)
+
+    def _among_ranks(self, sharding: Sharding) -> PlanRequest:
+        """What the user says about a plan, for the ranks of this node: they share one copy, or each has its own."""
+        return self._plan_request.among(sharding, max(self.num_processes, 1), self.world_size)
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""
         while self._handles:
             self._handles.pop().remove()
         module = self.lightning_module
-        if module is not None and module._trainer is not None and self._monitor is not None:
-            self._monitor.leave(module.trainer)
+        trainer = module.trainer if module is not None and module._trainer is not None else None
+        if trainer is not None and self._monitor is not None:
+            self._monitor.leave(trainer)
         self.precision_plugin.attach(None)
-        if self._runtime is not None and self._device_failed:
-            # Nothing can be moved off such a device, and the error of trying would hide the cause.
-            with suppress(RuntimeError):
-                self._runtime.remove()
-            mark_partially_stepped(module, self._runtime.async_step.partially_stepped)
-            self._runtime, self._device_failed = None, False
-            with suppress(RuntimeError):
-                super().teardown()
-            return
+        # Nothing can be moved off a device that has failed, and the error of trying would hide the cause.
+        failed, self._device_failed = self._device_failed, False
+        quietly = suppress(RuntimeError) if failed else nullcontext()
         if self._runtime is not None:
-            self._runtime.remove()
+            with quietly:
+                self._runtime.remove()
             mark_partially_stepped(module, self._runtime.async_step.partially_stepped)
             self._runtime = None
         elif self._device is not None:
             self._device.close()
+        self._dp.close()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = module
+        self._sync.close(trainer)
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
             return
-        super().teardown()
+        with quietly:
+            super().teardown()
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int) -> None:
         assert self._device is not None
@@ -297,7 +531,7 @@ class ProTrainStrategy(DryRunStrategy):
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        how = self._device, rank_zero_info, not model.automatic_optimization, spare, self._ranks, self.reduce_dtype
+        how = self._device, rank_zero_info, not model.automatic_optimization, spare, self.ranks, self._dp.reduce_dtype
         self._runtime = apply_plan(model, plan, layout, *how)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
@@ -305,19 +539,28 @@ class ProTrainStrategy(DryRunStrategy):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.equalise_buffers()
+        self._dp.equalise_buffers(self.lightning_module, self.model)
         # A backward that the user calls in the step runs on this thread too, see [Note: One thread].
         with torch.autograd.set_multithreading_enabled(False):
             return self._run_step(super().training_step, args, kwargs, training=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(self.past_ddp("validation_step"), args, kwargs, training=False)
+        return self._run_step(self._past_ddp("validation_step"), args, kwargs, training=False)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(self.past_ddp("test_step"), args, kwargs, training=False)
+        return self._run_step(self._past_ddp("test_step"), args, kwargs, training=False)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step(self.past_ddp("predict_step"), args, kwargs, training=False)
+        return self._run_step(self._past_ddp("predict_step"), args, kwargs, training=False)
+
+    def _past_ddp(self, name: str) -> Callable[..., Any]:
+        """A step of evaluation: ranks may have different numbers of batches, and DDP would wait for them."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.forward_context():
+                return getattr(self.lightning_module, name)(*args, **kwargs)
+
+        return step
 
     def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         assert self._runtime is not None
@@ -330,17 +573,36 @@ class ProTrainStrategy(DryRunStrategy):
             RuntimeError: A weight was needed that the runtime could not know of.
         """
         assert self._runtime is not None
-        if self.averages:
+        assert self.lightning_module is not None
+        self._sync.losses.watch(closure_loss, self.lightning_module.trainer)
+        if self._dp.averages:
             self._runtime.begin_averages()
         try:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            with torch.autograd.set_multithreading_enabled(False):  # See [Note: One thread].
+                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except RuntimeError as error:
-            if (explained := explain_missing_weight(self.explain(error))) is error:
+            if (explained := explain_missing_weight(self._sync.explain(error))) is error:
                 raise
             raise explained from error
         self._runtime.end_backward()
-        self.average_resident()
+        self._dp.average_resident()
         return loss
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Under manual optimization DDP learns here that a backward follows."""
+        super().pre_backward(closure_loss)
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Within it nothing is averaged: the micro-batch does not end an optimizer step."""
+        with self._dp.block_sync(self.model):
+            yield
+
+    def model_to_device(self) -> None:
+        """Does nothing: the model is placed as the plan says."""
 
     def optimizer_step(
         self,
@@ -367,14 +629,84 @@ class ProTrainStrategy(DryRunStrategy):
         runtime.async_step.finish_aliased()
         return result
 
+    # --- meeting of ranks ---------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        if self.lightning_module is not None:
+            self._sync.begin_training(self.lightning_module.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._sync.check_losses()
+
+    def on_train_end(self) -> None:
+        self._sync.end_training()
+
+    def on_validation_start(self) -> None:
+        if self.lightning_module is not None:
+            self._sync.begin_evaluation(self.lightning_module.trainer)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Leaves samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
+
     def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one is missing, and gives the runtime up."""
         super().on_exception(exception)
+        self._sync.leave(exception)
         if self._runtime is not None:
             try:
                 self._runtime.reset()
             except RuntimeError as error:  # A device that has failed says so at every call: the first error counts.
                 exception.add_note(f"After it, the runtime could not be reset: {error}")
                 self._device_failed = True
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Writes a checkpoint whose trained weights are finite; every rank calls it."""
+        self._sync.refuse_spoiled(checkpoint, self.lightning_module)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What a checkpoint holds; before it is compared with the weights of this rank, it has them.
+
+        Raises:
+            ValueError: Lightning has not written it.
+        """
+        self._dp.end_outlines(self.lightning_module, self.root_device)
+        checkpoints = reader_of(checkpoint_path, self.checkpoint_io)
+        if checkpoints is not self.checkpoint_io:
+            return checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        content: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        if "pytorch-lightning_version" not in content:
+            keys = ", ".join(map(str, list(content)[:4]))
+            raise ValueError(f"{checkpoint_path} is no checkpoint of Lightning: it has the keys {keys}.")
+        return content
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        with accepting_companions(self.lightning_module):
+            super().load_model_state_dict(checkpoint, strict)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._finish_async_step()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
+        self._finish_async_step()
+        gathered = self._states.gather(optimizer)
+        return super().optimizer_state(optimizer) if gathered is None else gathered
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._states.load(self.optimizers, checkpoint["optimizer_states"], self._runtime is not None)
+
+    def _finish_async_step(self) -> None:
+        self._states.finish(self.lightning_module, self._runtime)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
