@@ -44,7 +44,7 @@ from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS, files_for, read_tensors
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 
 MEBIBYTE = 1 << 20
 PIECE = 4 * MEBIBYTE

@@ -41,7 +41,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from tests.support.simulated.device import Rates, SimulatedDevice
 
 HEADER = ("overlap", "clipped", "micro-batches", "host", "link", "step", "device busy", "host busy", "up", "down",
           "hidden", "of what fits", "step / bound", "met")  # fmt: skip

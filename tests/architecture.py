@@ -12,6 +12,9 @@ from pathlib import Path
 
 PACKAGE = "lightning_protrain"
 MAX_FUNCTION_LINES = 80
+# A shorter module with one importer is a part of that one, unless it is what one command or one keyword opens.
+CRUMB_LINES = 120
+ENTRY_POINTS = ("checkpoint.inspection",)
 
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
@@ -21,7 +24,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("profiler",),
     ("planner",),
-    ("simulation",),
     ("runtime",),
     ("distributed",),
     ("models",),
@@ -269,8 +271,8 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
 )
 
 
-def import_cycle(sources: Sequence[Source]) -> list[str]:
-    """Modules of one import cycle, or an empty list. Imports for type checking count too."""
+def _imported(sources: Sequence[Source]) -> dict[str, set[str]]:
+    """The modules of the package that each one imports. Imports for type checking count too."""
     modules = {source.module for source in sources}
     graph: dict[str, set[str]] = {}
     for source in sources:
@@ -283,8 +285,41 @@ def import_cycle(sources: Sequence[Source]) -> list[str]:
             target = inner if inner in modules else inner.rpartition(".")[0]
             if target != source.module and target in modules:
                 edges.add(target)
+    return graph
+
+
+def crumbs(sources: Sequence[Source]) -> list[str]:
+    """Short modules that one other module alone imports: they belong into that one."""
+    importers: dict[str, list[str]] = {source.module: [] for source in sources}
+    for module, imported in _imported(sources).items():
+        for name in imported:
+            importers[name].append(module)
+    short = (source for source in sources if not source.path.endswith("__init__.py"))
+    return [
+        f"{source.module} ({len(source.text.splitlines())} lines) belongs into {importers[source.module][0]}"
+        for source in short
+        if len(source.text.splitlines()) < CRUMB_LINES
+        and len(importers[source.module]) == 1
+        and source.module not in ENTRY_POINTS
+    ]
+
+
+def repeated_names(sources: Sequence[Source]) -> list[str]:
+    """Names of files and of classes that the package has twice."""
+    found: dict[str, list[str]] = {}
+    for source in sources:
+        if not source.path.endswith("__init__.py"):
+            found.setdefault(f"{Path(source.path).stem}.py", []).append(source.path)
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(f"class {node.name}", []).append(source.path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
+
+
+def import_cycle(sources: Sequence[Source]) -> list[str]:
+    """Modules of one import cycle, or an empty list."""
     try:
-        graphlib.TopologicalSorter(graph).prepare()
+        graphlib.TopologicalSorter(_imported(sources)).prepare()
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []

@@ -36,6 +36,11 @@ def test_the_package_has_no_import_cycle() -> None:
     assert architecture.import_cycle(PACKAGE_SOURCES) == []
 
 
+def test_the_package_has_no_crumbs_and_no_name_twice() -> None:
+    assert architecture.crumbs(PACKAGE_SOURCES) == []
+    assert architecture.repeated_names(PACKAGE_SOURCES) == []
+
+
 def _declared_packages() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -166,6 +171,37 @@ def test_what_is_allowed_is_no_finding(rule: Callable[[Source], Iterator[Finding
 def test_a_planted_cycle_is_found(texts: dict[str, str]) -> None:
     sources = [Source(f"{PACKAGE}/{name}.py", text) for name, text in texts.items()]
     assert set(architecture.import_cycle(sources)) == {source.module for source in sources}
+
+
+def test_a_planted_crumb_is_found() -> None:
+    texts = {
+        "a": "from lightning_protrain import b",
+        "b": "x = 1\n" * 119,
+        "c": "from lightning_protrain import d",
+        "d": "",
+    }
+    sources = [Source(f"{PACKAGE}/{name}.py", text) for name, text in texts.items()]
+    found = ["b (119 lines) belongs into a", "d (0 lines) belongs into c"]
+    assert architecture.crumbs(sources) == found
+    long = Source(f"{PACKAGE}/b.py", "x = 1\n" * 120)
+    twice = Source(f"{PACKAGE}/e.py", "from lightning_protrain import d")
+    assert architecture.crumbs([sources[0], long, *sources[2:], twice]) == []
+
+
+def test_a_planted_name_that_is_there_twice_is_found() -> None:
+    texts = {
+        "a": "class A: ...\nclass B: ...",
+        "data/a": "",
+        "data/b": "class B: ...",
+        "data/__init__": "",
+        "__init__": "",
+    }
+    sources = [Source(f"{PACKAGE}/{name}.py", text) for name, text in texts.items()]
+    found = [
+        "a.py: lightning_protrain/a.py, lightning_protrain/data/a.py",
+        "class B: lightning_protrain/a.py, lightning_protrain/data/b.py",
+    ]
+    assert architecture.repeated_names(sources) == found
 
 
 def test_a_planted_undeclared_import_is_found() -> None:

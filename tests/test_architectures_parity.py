@@ -42,7 +42,7 @@ BUDGETED = [
 ]
 BUDGETED += ["shared-module", "bert-tokens", "llama-classes", "llama-tokens", "swin", "llava-frozen-tower"]
 # What of the states fits beside the smallest plan; more where activations are the larger part.
-SHARES = {"mamba2": 2.0, "deberta": 1.5, "albert": 1.4, "swin": 0.4}
+SHARES = {"mamba2": 2.0, "deberta": 1.5, "albert": 1.4, "swin": 0.4, "zamba2": 0.95}
 # Blocks that change a product in place, which can be checkpointed as a whole alone.
 WRITTEN = ["gpt-oss"]
 LOW = ["llama-tied", "mixtral", "gpt-oss", "t5", "bert-tokens", "mamba", "bamba", "vit", "whisper", "llava"]

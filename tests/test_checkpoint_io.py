@@ -18,7 +18,7 @@ from lightning_protrain.checkpoint.consolidation import consolidate
 from lightning_protrain.checkpoint.io import Layout, ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.checkpoint.serialize import WEIGHTS
-from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from lightning_protrain.checkpoint.verification import read_manifest, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import content, flip, same
 from tests.models import ParityModule, fit, zoo

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain.planner.host import host_terms
-from lightning_protrain.planner.memory import memory_terms
+from lightning_protrain.planner.memory import host_terms, memory_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.optim import bnb_optimizers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.planner.host import host_terms
+from lightning_protrain.planner.memory import host_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelLayout

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.distributed.owned_states import drop_states, gather_states
 from lightning_protrain.runtime.comm.collectives import make_rank_mesh
+from lightning_protrain.strategy.sharded_states import drop_states, gather_states
 from tests.ranks import run_ranks, values
 
 # Owners of the parameters that ranks share; None: every rank has the state of its own.

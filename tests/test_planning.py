@@ -12,8 +12,7 @@ import torch
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.planner.host import host_terms
-from lightning_protrain.planner.memory import HostUse, host_bytes, memory_terms
+from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.problem import Training

@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.simulation.device import SimulatedDevice
 from lightning_protrain.strategy import overlap
 from lightning_protrain.strategy import protrain as strategy_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.models import ParityModule, fit, zoo
+from tests.support.simulated.device import SimulatedDevice
 
 MANY = 3
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -61,7 +61,7 @@ from lightning_protrain.checkpoint.manifest import (
     reserved_name,
     run_mark,
 )
-from lightning_protrain.checkpoint.verifying import open_regular
+from lightning_protrain.checkpoint.verification import open_regular
 
 # A file system answers so to a sync of a folder if it has no such thing; there is nothing else that could be done.
 NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})

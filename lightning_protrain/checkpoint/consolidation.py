@@ -15,7 +15,7 @@ from lightning_protrain.checkpoint.atomic import DraftFile, Files
 from lightning_protrain.checkpoint.manifest import check_name, check_run, reserved_name
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.serialize import files_for, join
-from lightning_protrain.checkpoint.verifying import Fault, read_manifest, verify
+from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify
 
 
 def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_protrain.checkpoint.manifest import Manifest, is_remains, parse_reserved, run_mark
-from lightning_protrain.checkpoint.verifying import Fault, read_manifest, verify_files
+from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify_files
 
 # How many letters of what is wrong a message has room for.
 _ROOM = 2000

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_protrain.checkpoint.atomic import leftovers
 from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
-from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from lightning_protrain.checkpoint.verification import read_manifest, verify
 
 # What is said of checkpoints that the newest one of their run does not continue from.
 ABANDONED = ", abandoned"

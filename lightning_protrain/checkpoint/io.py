@@ -43,7 +43,7 @@ from lightning_protrain.checkpoint.manifest import (
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import Payload, join, split
-from lightning_protrain.checkpoint.verifying import read_manifest
+from lightning_protrain.checkpoint.verification import read_manifest
 
 Layout = Literal["folder", "file"]
 # What a spawned process leaves for its parent, whose CheckpointIO may be another one: Lightning's name for it.

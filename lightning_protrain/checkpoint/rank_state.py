@@ -24,7 +24,7 @@ from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES
-from lightning_protrain.checkpoint.verifying import read_manifest
+from lightning_protrain.checkpoint.verification import read_manifest
 
 
 def capture(device: torch.device) -> dict[str, Any]:

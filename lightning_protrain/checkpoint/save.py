@@ -147,7 +147,7 @@ class Writer:
         return None if last is None else last.exception()
 
 
-class Place(NamedTuple):
+class SavePlace(NamedTuple):
     """Of a save in its run, see [Note: Lines]."""
 
     sequence: int
@@ -155,7 +155,7 @@ class Place(NamedTuple):
     lineage: tuple[tuple[int, int], ...]
 
 
-def next_place(listing: Listing, parent: Manifest | None) -> Place:
+def next_place(listing: Listing, parent: Manifest | None) -> SavePlace:
     """Where the next save belongs.
 
     Args:
@@ -168,9 +168,9 @@ def next_place(listing: Listing, parent: Manifest | None) -> Place:
     sequence = 1 + max((each.sequence for each in manifests), default=-1)
     newest = listing.found[0].manifest if listing.found else parent
     if parent is not None and newest is not None and parent.identity == newest.identity:
-        return Place(sequence, parent.branch, parent.lineage)
+        return SavePlace(sequence, parent.branch, parent.lineage)
     branch = 1 + max((each.branch for each in manifests), default=-1)
-    return Place(sequence, branch, () if parent is None else (*parent.lineage, (parent.branch, parent.step)))
+    return SavePlace(sequence, branch, () if parent is None else (*parent.lineage, (parent.branch, parent.step)))
 
 
 def save_folder(

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lightning_protrain.checkpoint.atomic import Draft, DraftFile
 from lightning_protrain.checkpoint.manifest import STATE
-from lightning_protrain.checkpoint.verifying import open_regular
+from lightning_protrain.checkpoint.verification import open_regular
 
 DTYPES = {
     torch.bool: "BOOL",

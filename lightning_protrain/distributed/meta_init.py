@@ -43,7 +43,7 @@ _LARGEST_THRESHOLD = 32 << 20
 _OWN_MAP_BYTES = 256 << 10
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """A tensor of a model, and where it is.
 
     Attributes:
@@ -209,17 +209,17 @@ def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
     broadcast_weights([place.tensor for place in others])
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module) -> Iterator[_TensorPlace]:
     """Every parameter, then every buffer, then what modules keep in attributes."""
     for fqn, parameter in model.named_parameters():
-        yield _Place(fqn, parameter)
+        yield _TensorPlace(fqn, parameter)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                yield _Place(f"{path}.{name}", buffer, partial(module._buffers.__setitem__, name))
+                yield _TensorPlace(f"{path}.{name}", buffer, partial(module._buffers.__setitem__, name))
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield _Place(f"{path}.{name}", value, partial(vars(module).__setitem__, name))
+                yield _TensorPlace(f"{path}.{name}", value, partial(vars(module).__setitem__, name))
 
 
 def _form_of(tensor: Tensor) -> _Form:

@@ -29,8 +29,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil
 
-from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import resident_bytes, sums_of, sums_of_all
+from lightning_protrain.planner.memory import host_terms, loading_terms, resident_bytes, sums_of, sums_of_all
 from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY

@@ -44,7 +44,7 @@ HALVED = 5
 RESOLUTION = 1e-9
 
 
-class Place(NamedTuple):
+class DescentPoint(NamedTuple):
     """Where the descent is: swapped blocks, recompute steps, offloaded chunks beyond about the fewest that fit."""
 
     num_swap: int
@@ -157,7 +157,7 @@ class _Search:
             for point in packing.points(self._knobs):
                 self._value(point)
             return
-        places = [] if start is None else [Place(start.num_swap, start.num_steps, 0)]
+        places = [] if start is None else [DescentPoint(start.num_swap, start.num_steps, 0)]
         known = [(value, place) for place in places if (value := self._at(place)) is not None]
         if not known:
             known = [(value, place) for place in self._grid() if (value := self._at(place)) is not None]
@@ -183,19 +183,19 @@ class _Search:
         """Return the plan of a candidate."""
         return self._packing.plan(value.point, value.buffers)
 
-    def _grid(self) -> Iterator[Place]:
+    def _grid(self) -> Iterator[DescentPoint]:
         """Yield numbers of swapped blocks and of steps all over what the knobs allow."""
         packing, knobs = self._packing, self._knobs
         if knobs.num_keep_offloaded_blocks is not None:
             # Few numbers of others leave just so many.
             pairs = [pair for pair in packing.policies_allowed(knobs) if packing.offloaded_range(*pair, knobs)]
-            yield from (Place(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
+            yield from (DescentPoint(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
             return
         for num_swap in spread(*packing.swap_range(knobs), SWAPS):
             for num_steps in spread(*packing.step_range(num_swap, knobs), STEPS):
-                yield Place(num_swap, num_steps, 0)
+                yield DescentPoint(num_swap, num_steps, 0)
 
-    def _descend(self, place: Place) -> None:
+    def _descend(self, place: DescentPoint) -> None:
         """Go downhill from a place, one coordinate after the other, with steps that are halved."""
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
@@ -206,7 +206,9 @@ class _Search:
         while any(steps) and self.evaluations < self._limit:
             moved = False
             for move in _moves(steps):
-                while (better := self._at(next_place := Place(*map(sum, zip(place, move, strict=True))))) is not None:
+                while (
+                    better := self._at(next_place := DescentPoint(*map(sum, zip(place, move, strict=True))))
+                ) is not None:
                     if not better.beats(value):
                         break
                     place, value, moved = next_place, better, True
@@ -223,7 +225,7 @@ class _Search:
             for more in (-self._slack, self._slack):
                 self._value(value.point._replace(offloaded=value.point.offloaded + more))
 
-    def _at(self, place: Place) -> Value | None:
+    def _at(self, place: DescentPoint) -> Value | None:
         """Return the candidate at a place; None: it is outside, or does not fit."""
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)

@@ -68,7 +68,7 @@ class Observer(Protocol):
         """Around one `scaled_dot_product_attention`."""
 
 
-class Source(Protocol):
+class FakeSource(Protocol):
     """A dispatch mode that knows what stands for what."""
 
     observer: Observer | None
@@ -90,7 +90,7 @@ class StandIns(TorchFunctionMode):
         source: What gives them.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FakeSource) -> None:
         super().__init__()
         self._source = source
 
@@ -285,12 +285,12 @@ class MetaMode(TorchDispatchMode):
         return stand_in
 
     def check_read(self, name: str, value: object) -> None:
-        """Part of `standins.Source`."""
+        """Part of `FakeSource`."""
         if isinstance(value, ShapeTensor):
             raise self.refuse(name, "reads the values of a tensor")
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Part of `standins.Source`."""
+        """Part of `FakeSource`."""
         if self._capability is None:
             return func(*args, **kwargs)
         call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)

@@ -58,25 +58,25 @@ PART = 4
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _ProbeSizes:
     """What is measured: bytes of a copy, bytes of each of three tensors of a sum, elements of an optimizer step."""
 
     copy: int
     sum: int
     elements: int
 
-    def within(self, free: int) -> _Sizes:
+    def within(self, free: int) -> _ProbeSizes:
         """The same, but for what `free` bytes have no room for."""
-        return _Sizes(
+        return _ProbeSizes(
             min(self.copy, free // PART**2), min(self.sum, free // PART**2), min(self.elements, free // PART // 16)
         )
 
 
 # The caches of a large GPU have more than 100 MiB; those that the cores of one chip of a CPU share, about 32 MiB. The
 # host of a GPU is measured with 1 GiB: its sockets may have several hundred MiB of caches, and its steps read far more.
-DEVICE_SIZES = _Sizes(64 * MIB, 128 * MIB, 16 << 20)
-CPU_SIZES = _Sizes(32 * MIB, 32 * MIB, 4 << 20)
-HOST_SIZES = _Sizes(64 * MIB, 384 * MIB, 64 << 20)
+DEVICE_SIZES = _ProbeSizes(64 * MIB, 128 * MIB, 16 << 20)
+CPU_SIZES = _ProbeSizes(32 * MIB, 32 * MIB, 4 << 20)
+HOST_SIZES = _ProbeSizes(64 * MIB, 384 * MIB, 64 << 20)
 
 
 def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareProfile:
@@ -177,7 +177,7 @@ def locks_memory(device: Device) -> bool:
         return memory.locked_bytes > 0
 
 
-def _copy_rates(device: Device, sizes: _Sizes) -> dict[str, float]:
+def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
     """Bytes per second of copies, by the names they have in a profile."""
     on_device, also, pageable = (
         torch.full((sizes.copy,), 1, dtype=torch.uint8, device=place)
@@ -245,20 +245,20 @@ def _normal(rows: int, dtype: torch.dtype, torch_device: torch.device, generator
     return torch.randn(rows, rows, device=torch_device, generator=generator).to(dtype)
 
 
-def _sum_rate(torch_device: torch.device, sizes: _Sizes, finish: Callable[[], None]) -> float:
+def _sum_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[[], None]) -> float:
     """Bytes per second that are read and written where two tensors are added."""
     left, right, result = (torch.full((sizes.sum // 4,), 1.0, device=torch_device) for _ in range(3))
     return 3 * left.nbytes / _seconds(lambda: torch.add(left, right, out=result), finish)
 
 
-def _step_rate(torch_device: torch.device, sizes: _Sizes, finish: Callable[[], None]) -> float:
+def _step_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[[], None]) -> float:
     """Elements per second of PyTorch's fused AdamW in float32."""
     weight = nn.Parameter(torch.full((sizes.elements,), 1.0, device=torch_device))
     weight.grad = torch.full_like(weight, 1e-3)
     return sizes.elements / _seconds(torch.optim.AdamW([weight], fused=True).step, finish)
 
 
-def _host_rates(device: Device, sizes: _Sizes) -> tuple[float, float]:
+def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
     """Elements per second of a step and bytes per second of sums, on the thread that does them in a run."""
     cpu, rates = torch.device("cpu"), []
 

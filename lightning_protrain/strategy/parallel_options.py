@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from lightning.pytorch import Trainer
 
 from lightning_protrain.distributed.ddp import DDPOptions, GradSync
-from lightning_protrain.planner.answers import REMOVED
+from lightning_protrain.planner.plan import REMOVED
 
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 

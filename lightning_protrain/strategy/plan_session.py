@@ -26,9 +26,8 @@ from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
-from lightning_protrain.planner.host import host_terms
 from lightning_protrain.planner.infeasible import COPY
-from lightning_protrain.planner.memory import HostTooSmall, HostUse, check_fits, format_bytes, memory_terms
+from lightning_protrain.planner.memory import HostTooSmall, HostUse, check_fits, format_bytes, host_terms, memory_terms
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, check_plan

@@ -37,9 +37,8 @@ from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.finite import OnNonFinite
 from lightning_protrain.distributed.launch import StartMethod
 from lightning_protrain.distributed.rank_sync import RankSync, for_mean, refuse_differences
-from lightning_protrain.planner.answers import REMOVED
 from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.plan import REMOVED, Plan, Sharding
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import Runtime, apply_plan
@@ -69,7 +68,7 @@ from lightning_protrain.strategy.plan_session import (
     say_if_one_block,
 )
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
-from lightning_protrain.strategy.states import ShardedStates
+from lightning_protrain.strategy.sharded_states import ShardedStates
 
 _T = TypeVar("_T")
 

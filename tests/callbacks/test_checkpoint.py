@@ -23,7 +23,7 @@ from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.serialize import WEIGHTS
-from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from lightning_protrain.checkpoint.verification import read_manifest, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip
 

@@ -26,7 +26,7 @@ from torch import nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_checkpoint_resume import BATCHES
 from tests.callbacks.test_preemption import Both, Validated

@@ -18,7 +18,7 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 from tests.callbacks.test_checkpoint import LOSSES, Counter
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values

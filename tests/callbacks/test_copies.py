@@ -21,8 +21,7 @@ from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import host_bytes
+from lightning_protrain.planner.memory import host_bytes, host_terms, loading_terms
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy

@@ -14,7 +14,7 @@ from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.manifest import MANIFEST
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
-from lightning_protrain.checkpoint.verifying import Fault
+from lightning_protrain.checkpoint.verification import Fault
 from tests.checkpoint.contents import content, flip
 from tests.ranks import run_ranks, values
 

@@ -16,7 +16,7 @@ from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.rank_state import capture, rescale, reshard_folder, state_of_rank, without_duplicates
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES
-from lightning_protrain.checkpoint.verifying import read_manifest, verify
+from lightning_protrain.checkpoint.verification import read_manifest, verify
 from tests.checkpoint.contents import content, flip, same
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of,
 from lightning_protrain.checkpoint.manifest import Manifest, parse_reserved, reserved_name
 from lightning_protrain.checkpoint.save import next_place
 from lightning_protrain.checkpoint.serialize import split
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 from tests.checkpoint.contents import RUN, content, load, same, save
 from tests.checkpoint.disks import Journal, Operation, crash_images, order_violations
 

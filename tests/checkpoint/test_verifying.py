@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_protrain.checkpoint import verifying
+from lightning_protrain.checkpoint import verification
 from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, Digest, FileEntry, Manifest, _sign
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
-from lightning_protrain.checkpoint.verifying import open_regular, read_manifest, verify
+from lightning_protrain.checkpoint.verification import open_regular, read_manifest, verify
 from tests.checkpoint.contents import content, flip, load, same, save
 
 FILES = (MANIFEST, "state.pt", TENSORS, WEIGHTS)
@@ -71,16 +71,16 @@ def test_files_of_one_checkpoint_may_have_different_digests(folder: Path) -> Non
 def test_what_is_read_in_pieces_is_compared_to_the_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, size: int
 ) -> None:
-    monkeypatch.setattr(verifying, "PIECE", 8)
+    monkeypatch.setattr(verify, "PIECE", 8)
     data = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(data)
     digest = Digest(algorithm)
     digest.update(data)
     entry = FileEntry(size, str(digest))
-    assert verifying._compare(tmp_path / "file", entry) is None
+    assert verification._compare(tmp_path / "file", entry) is None
     for bit in range(8 * size):
         flip(tmp_path / "file", bit)
-        assert "its content was changed" in str(verifying._compare(tmp_path / "file", entry))
+        assert "its content was changed" in str(verification._compare(tmp_path / "file", entry))
         flip(tmp_path / "file", bit)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
-from lightning_protrain.distributed import owned_states
+from lightning_protrain.strategy import sharded_states
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
 from tests.ranks import run_ranks, trainer_on_rank, values
 
@@ -121,7 +121,7 @@ def test_every_placement_resumes_what_any_other_has_saved(saver: str, tmp_path: 
 
 
 def test_states_of_one_owner_only_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned_states, "_owned", lambda optimizer, owners: {})
+    monkeypatch.setattr(sharded_states, "_owned", lambda optimizer, owners: {})
     wrong = resume_everywhere(tmp_path, "trainer")
     assert any("shard.ckpt has" in text for text in wrong)
     assert any(text.startswith("saved under shard, resumed under") for text in wrong)

@@ -18,7 +18,7 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.references import FROZEN
 from lightning_protrain.checkpoint.serialize import WEIGHTS
-from lightning_protrain.checkpoint.verifying import verify
+from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_frozen import Stop, adapted, one_bit
 from tests.distributed.test_parity import strategy_of

@@ -10,7 +10,7 @@ import torch
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.host import HostMemory
-from lightning_protrain.planner.host import host_terms
+from lightning_protrain.planner.memory import host_terms
 from lightning_protrain.profiler.blocks import describe_model
 from tests.distributed import test_parity
 from tests.distributed.test_parity import Module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_protrain.planner.answers import only_plan
+from lightning_protrain.planner.plan import only_plan
 
 PLAN = {"format": 1, "chunks": []}
 

@@ -7,8 +7,7 @@ from mmap import PAGESIZE
 
 import pytest
 
-from lightning_protrain.planner.host import host_terms, loading_terms
-from lightning_protrain.planner.memory import host_bytes, memory_terms
+from lightning_protrain.planner.memory import host_bytes, host_terms, loading_terms, memory_terms
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import OTHER_RANKS

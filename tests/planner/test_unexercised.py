@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.planner.unexercised import Reserve, without_gradients
+from lightning_protrain.planner.problem import Reserve, without_gradients
 from lightning_protrain.profiler.records import Pass
 from tests.planner.test_memory_timeline import LAYOUT, PROFILE, SEGMENTS, K
 

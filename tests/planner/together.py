@@ -16,10 +16,10 @@ from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.comm import step_sync
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.planner import virtual
 from tests.simulation import ranked
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.network import SimulatedNetwork
 
 
 def rates_of(case: virtual.Case, ratio: float) -> Rates:

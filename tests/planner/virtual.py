@@ -22,7 +22,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
+from tests.support.simulated.device import Rates, SimulatedDevice
 
 KEEP, CHECKPOINT, SWAP = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT, BlockPolicy.SWAP
 FLOPS, MEMORY = 1e9, 1e10

@@ -17,7 +17,7 @@ from lightning_protrain.profiler import hardware
 from lightning_protrain.profiler.hardware import cpu_name, free_bytes, implausible, profile_hardware
 from lightning_protrain.profiler.records import HardwareProfile
 
-SMALL = hardware._Sizes(1 << 16, 1 << 16, 1 << 12)
+SMALL = hardware._ProbeSizes(1 << 16, 1 << 16, 1 << 12)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_the_cpu_is_measured_as_it_is(cpu: CPUDevice) -> None:
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_host_of_a_gpu_is_measured_past_its_caches(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = hardware._Sizes(SMALL.copy, SMALL.sum + 1, SMALL.elements + 1)
+    large = hardware._ProbeSizes(SMALL.copy, SMALL.sum + 1, SMALL.elements + 1)
     monkeypatch.setattr(hardware, "HOST_SIZES", large)
-    measured: list[hardware._Sizes] = []
+    measured: list[hardware._ProbeSizes] = []
     monkeypatch.setattr(hardware, "_host_rates", lambda device, sizes: (measured.append(sizes), (1.0, 1.0))[1])
     device = LockingDevice(always) if asynchronous else CPUDevice(torch.device("cpu"))
     profile_hardware(device, [torch.float32])

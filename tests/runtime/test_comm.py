@@ -16,10 +16,10 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.comm import rank_health
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh
 from lightning_protrain.runtime.comm.rank_health import RankHealth
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.network import SimulatedNetwork
 from tests.ranks import run_ranks, values
 from tests.simulation.ranked import Case, ranks_of
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.network import SimulatedNetwork
 
 
 def _places(rank: int, local_size: int) -> Any:

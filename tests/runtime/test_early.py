@@ -13,11 +13,11 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.residency import WarmupPrefetch
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.plans import half, place
 from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, differences, mean_square
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 StepFunction = Callable[[nn.Module, Tensor, int], Tensor]
 

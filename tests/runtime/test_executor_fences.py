@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import PLANS, Block, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES, Case
+from tests.support.simulated.device import SimulatedDevice
 
 # Its step writes to weights whose upload may be under way. They are uploaded again, as their version has changed.
 WRITES_IN_THE_STEP = "weights change in the step"

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
-from lightning_protrain.simulation.device import SimulatedDevice
 from tests.quantised import WIDTH as QUANTISED_WIDTH
 from tests.quantised import linear_4bit
 from tests.runtime import swapped
 from tests.runtime.applied import PLANS, WIDTH, Net, applied, differences, mean_square, poison_released_memory, train
+from tests.support.simulated.device import SimulatedDevice
 
 RANK = 2
 EVERY_PLAN: dict[str, Callable[[nn.Module], Plan]] = {**PLANS, **swapped.PLANS}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.grad_offload import DownloadBudget, GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
 from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
@@ -28,6 +27,7 @@ from tests.runtime.applied import (
     train,
 )
 from tests.runtime.test_chunk import chunk_of, live
+from tests.support.simulated.device import Rates, SimulatedDevice
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 

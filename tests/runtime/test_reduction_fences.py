@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.runtime.comm.reduce import _Bucket
-from lightning_protrain.simulation.device import SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.sending import Network
 from tests.runtime.test_reduction import Case, Rank
 from tests.simulation import ranked
+from tests.support.simulated.device import SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 SHAPES = [(2,), (3, 2), (1,)]
 

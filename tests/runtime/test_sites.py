@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.quant_state import packed_nbytes
-from lightning_protrain.simulation.device import SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.quantised import LAYERS, AdaptedBlock, build
 from tests.runtime.applied import PLANS, applied, batches, differences, mean_square, poison_released_memory, train
+from tests.support.simulated.device import SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -16,10 +16,10 @@ from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.swap import CallSlabs, SlabPool
-from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import WIDTH, Applied, Net, applied, differences, mean_square, train
 from tests.runtime.cases import CASES
 from tests.runtime.swapped import engine_of, free_bytes, plans
+from tests.support.simulated.device import SimulatedDevice
 
 # What every call is planned to save, so that nearly all of it is growth, and what the host may give.
 PLANS = plans(PAGE)

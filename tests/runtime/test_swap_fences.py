@@ -13,10 +13,10 @@ from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, mean_square
 from tests.runtime.swapped import PLANS, SLAB, engine_of, plans
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
-from lightning_protrain.simulation.device import SimulatedDevice
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.support.simulated.device import SimulatedDevice
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),

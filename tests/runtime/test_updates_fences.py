@@ -23,12 +23,12 @@ from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.residency import WarmupPrefetch
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
 from tests.plans import STATE_BYTES, place
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
 from tests.runtime.swapped import PLANS as SWAPPED
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 
 def run(

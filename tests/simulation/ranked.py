@@ -22,12 +22,12 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import RankHealth
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
-from lightning_protrain.simulation.collectives import SimulatedGroup
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.network import SimulatedNetwork
-from lightning_protrain.simulation.streams import SimulatedWorker
 from tests.plans import kept
 from tests.runtime.applied import ROWS, WIDTH, Net
+from tests.support.simulated.collectives import SimulatedGroup
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.network import SimulatedNetwork
+from tests.support.simulated.streams import SimulatedWorker
 
 MAX_NORM = 0.5
 

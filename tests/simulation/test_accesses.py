@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.simulation.accesses import WHOLE, Accesses, Extent, extent_of
-from lightning_protrain.simulation.streams import Host, RaceError, SimulatedStream
+from tests.support.simulated.accesses import WHOLE, Accesses, Extent, extent_of
+from tests.support.simulated.streams import Host, RaceError, SimulatedStream
 
 
 def two() -> tuple[SimulatedStream, SimulatedStream]:

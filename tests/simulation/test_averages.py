@@ -19,11 +19,11 @@ from lightning_protrain.runtime.comm import reduce
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.simulation.device import Rates
-from lightning_protrain.simulation.streams import RaceError, SimulatedStream
 from tests.plans import alternating, half, place
 from tests.runtime.applied import ROWS, WIDTH, Block
 from tests.simulation.ranked import Case, Skipping, assert_exact, train
+from tests.support.simulated.device import Rates
+from tests.support.simulated.streams import RaceError, SimulatedStream
 
 SHARD = Sharding.SHARD
 CASES = {

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_protrain.simulation.collectives import SimulatedGroup
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.network import SimulatedNetwork
-from lightning_protrain.simulation.streams import RaceError
+from tests.support.simulated.collectives import SimulatedGroup
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.network import SimulatedNetwork
+from tests.support.simulated.streams import RaceError
 
 RATES = Rates(memory=1e6, network=1e3, latency=0.5)
 

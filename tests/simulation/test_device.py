@@ -17,8 +17,8 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import OperationCost
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.simulation.device import Rates, SimulatedDevice
-from lightning_protrain.simulation.streams import RaceError
+from tests.support.simulated.device import Rates, SimulatedDevice
+from tests.support.simulated.streams import RaceError
 
 WIDTH = 8
 

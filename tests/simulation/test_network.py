@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.simulation.network import SimulatedNetwork
+from tests.support.simulated.network import SimulatedNetwork
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

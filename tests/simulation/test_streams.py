@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.simulation.streams import Host, Link, SimulatedStream, SimulatedWorker
+from tests.support.simulated.streams import Host, Link, SimulatedStream, SimulatedWorker
 
 
 def test_clocks_grow_only_along_fences() -> None:

@@ -21,7 +21,7 @@ RECORD = "frozen"
 _OF_8BIT = ("SCB", "weight_format")
 
 
-class _Known(NamedTuple):
+class _KnownWeights(NamedTuple):
     """A fingerprint, and what it was made of: as long as that is the same, so is the fingerprint."""
 
     owner: weakref.ref[Tensor]
@@ -45,7 +45,7 @@ class FrozenWeights:
         if mode not in get_args(Frozen):
             raise ValueError(f"frozen={mode!r}: give one of {', '.join(map(repr, get_args(Frozen)))}.")
         self.mode = mode
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownWeights] = {}
         # By "auto": for which fingerprints the source was read, and those that it has.
         self._asked: set[str] = set()
         self._proven: set[str] = set()
@@ -162,7 +162,7 @@ class FrozenWeights:
         known = self._known.get(key)
         place, version, dtype = owner.data_ptr(), owner._version, str(tensor.dtype)
         if known is None or known.owner() is not owner or known[1:4] != (place, version, dtype):
-            known = self._known[key] = _Known(weakref.ref(owner), place, version, dtype, digest_of(tensor))
+            known = self._known[key] = _KnownWeights(weakref.ref(owner), place, version, dtype, digest_of(tensor))
         return known.digest
 
     def _in_source(

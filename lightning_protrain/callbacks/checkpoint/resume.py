@@ -49,7 +49,7 @@ from lightning_protrain.checkpoint.rank_state import (
 )
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.serialize import RANK_STATES
-from lightning_protrain.checkpoint.verifying import Fault, verify_files
+from lightning_protrain.checkpoint.verification import Fault, verify_files
 from lightning_protrain.device.quant_state import accept_companions
 
 # In the record of a checkpoint that was made between two steps.

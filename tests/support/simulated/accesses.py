@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_protrain.simulation.streams import RaceError, SimulatedStream
+from tests.support.simulated.streams import RaceError, SimulatedStream
 
 Extent = tuple[int, int]
 # Of a whole storage, whatever its size.

@@ -33,8 +33,8 @@ from torch.utils.flop_counter import flop_registry
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler.records import HardwareProfile
-from lightning_protrain.simulation.accesses import Accesses, extent_of, tensors_in
-from lightning_protrain.simulation.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
+from tests.support.simulated.accesses import Accesses, extent_of, tensors_in
+from tests.support.simulated.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 # Storages that are remembered before the dead ones are forgotten.
 _MANY = 10_000

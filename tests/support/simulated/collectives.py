@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_protrain.simulation.device import SimulatedDevice, poison
-from lightning_protrain.simulation.network import SimulatedNetwork
-from lightning_protrain.simulation.streams import SimulatedEvent, SimulatedStream
+from tests.support.simulated.device import SimulatedDevice, poison
+from tests.support.simulated.network import SimulatedNetwork
+from tests.support.simulated.streams import SimulatedEvent, SimulatedStream
 
 
 @dataclass(eq=False)
