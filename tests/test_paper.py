@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def planned(folder: Path, share: float, num_nodes: int = 2, here: int = 1, **how
             3.5,
             r'With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device and .* on the host of each',
         ),
-        (2, 0.5, r'With cpu_offload=True, strategy="protrain_fsdp2" does not fit either: .* on the host of each node'),
+        (2, 0.5, r'With cpu_offload=True, strategy="protrain_fsdp2" does not fit: .* on the host of each node'),
     ],
 )
 @pytest.mark.parametrize("how", [{}, {"plan": "offload"}], ids=["searched", "given"])
@@ -49,6 +50,16 @@ def test_what_no_node_holds_is_refused_with_what_fsdp2_would_take(
         how |= {"device_memory": "auto", "num_persistent_chunks": None}
     with pytest.raises(HostTooSmall, match=said):
         planned(tmp_path, share, num_nodes, **how)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_plan_for_several_nodes_says_what_fsdp2_would_take(num_nodes: int, tmp_path: Path) -> None:
+    plan = planned(tmp_path, 20.0, num_nodes)
+    assert plan is not None
+    assert plan.prediction is not None
+    said = [sentence for sentence in plan.prediction.advice if "protrain_fsdp2" in sentence]
+    assert len(said) == num_nodes - 1
+    assert all(re.match('With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device', it) for it in said)
 
 
 def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
     try:
         return fit_fsdp(problem, device_bytes, host_bytes).describe()
     except FSDPTooLarge as error:
-        return f'strategy="protrain_fsdp2" does not fit either: {error}'
+        return f'strategy="protrain_fsdp2" does not fit: {error}'
 
 
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:

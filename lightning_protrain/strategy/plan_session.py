@@ -198,12 +198,12 @@ class PlanSession:
         except HostTooSmall as error:
             if self.plan_request.ranks == 1:
                 raise
-            raise type(error)(f"{error} {self._sharded_instead(machine)}") from error
+            raise type(error)(f"{error} {self.under_fsdp2(machine)}") from error
         if plan.num_offloaded_chunks:
             refuse_without_host_step(self.optimizers)
         return plan
 
-    def _sharded_instead(self, machine: HardwareProfile | None) -> str:
+    def under_fsdp2(self, machine: HardwareProfile | None) -> str:
         """Return what the same ranks would take under FSDP2, which shards over nodes what no node holds."""
         plan_request = self.plan_request
         ranks = FSDPRanks(plan_request.num_nodes, plan_request.ranks // plan_request.num_nodes, cpu_offload=True)
@@ -594,7 +594,11 @@ def _answers(
     def make(sharding: Sharding) -> Plan:
         machine = under[sharding]
         network = cluster.network_under(sharding, element) if cluster is not None else None
-        return case.on(machine).plan_among(network, sharding, machine)
+        session = case.on(machine)
+        plan = session.plan_among(network, sharding, machine)
+        if plan.prediction is None or case.plan_request.num_nodes == 1:
+            return plan
+        return replace(plan, prediction=plan.prediction.with_advice(session.under_fsdp2(machine)))
 
     shardings = tuple(under)
     return plan_each(shardings if case.searches(under[shardings[0]]) else shardings[:1], make)

@@ -175,7 +175,7 @@ def test_hosts_that_are_too_small_are_refused() -> None:
     assert fit_fsdp(case, None, by_nodes - 1).ranks.divisor == 4
     with pytest.raises(FSDPTooLarge, match=rf"{whole} bytes\) on the host of each node.*Leave cpu_offload out"):
         fit_fsdp(case, None, whole - 1)
-    assert fsdp_sentence(case, None, whole - 1).startswith('strategy="protrain_fsdp2" does not fit either: FSDP2 over')
+    assert fsdp_sentence(case, None, whole - 1).startswith('strategy="protrain_fsdp2" does not fit: FSDP2 over')
 
 
 def test_ranks_hold_whole_copies() -> None:
