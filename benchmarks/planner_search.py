@@ -34,12 +34,11 @@ SIZES = {size.name: size for size in LLAMA}
 MODELS = {
     "32 blocks": (SIZES["Llama 2 7B"], 1),
     "80 blocks": (SIZES["Llama 3.1 70B"], 1),
-    "200 blocks": (replace(SIZES["Llama 3.1 70B"], layers=200), 1),
     "32 blocks, head used 8 times": (SIZES["Llama 2 7B"], 8),
 }
-# Bytes to divide weights into: the same models with weights in about 25 and 50 pieces to a block, which stand for many
-# experts, give about 2,000 and 10,000 chunks. Each piece is a parameter of its own, so that each chunk has one of them.
-DIVIDED = {"80 blocks": 76 << 20, "200 blocks": 32 << 20}
+# Bytes to divide weights into: the same model with weights in about 25 pieces to a block, which stand for many experts,
+# gives about 2,000 chunks. Each piece is a parameter of its own, so that each chunk has one of them.
+DIVIDED = {"80 blocks": 76 << 20}
 # The training loops that these are searched for: what the host's work runs behind, micro-batches, clipping.
 LOOPS = {
     "overlap off": Training("off"),

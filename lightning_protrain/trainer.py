@@ -322,8 +322,8 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
             continue
         copies, shards = answer.to_dict()["mesh"]
         blocks = f"{len(answer.checkpointed)} of {answer.num_blocks}"
-        sizes = short_bytes(answer.device_bytes), short_bytes(answer.node_host_bytes)
-        table.add_row(name or "this machine", f"{copies} x {shards}", *sizes, blocks, "yes")
+        device, host = short_bytes(answer.device_bytes), short_bytes(answer.node_host_bytes)
+        table.add_row(name or "this machine", f"{copies} x {shards}", device, host, blocks, "yes")
     console.print(table)
     for name, answer in answers.items():
         said = str(answer) if isinstance(answer, ValueError) else answer.describe()

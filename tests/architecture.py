@@ -199,6 +199,21 @@ def functions_are_short(source: Source) -> Iterator[Finding]:
             yield function.lineno, f"{function.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
 
 
+def arguments_are_written_out(source: Source) -> Iterator[Finding]:
+    """No tuple is made in a function to be handed on as `f(*these)`: it hides how many arguments `f` has."""
+    for function in _functions(source.tree):
+        assigned = (
+            node for node in ast.walk(function) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        )
+        made = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call):
+                names = (
+                    it.value.id for it in call.args if isinstance(it, ast.Starred) and isinstance(it.value, ast.Name)
+                )
+                yield from ((call.lineno, f"*{name} hides arguments: write them out") for name in names if name in made)
+
+
 def _defined_names(tree: ast.AST) -> Iterator[Finding]:
     for node in ast.walk(tree):
         match node:
@@ -264,6 +279,7 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     exceptions_are_named,
     imports_are_at_the_top,
     functions_are_short,
+    arguments_are_written_out,
     names_say_what_things_are,
     text_is_ascii,
     public_things_have_docstrings,

@@ -86,9 +86,8 @@ def connect(
     """
     reset_seed()
     starting = naming_wait(f"all {world_size} ranks to start", rank)
-    asked = environment, rank, world_size, device, devices, timeout
     device_id = device if device.type != "cpu" else None
-    with starting, peers_found(*asked) as found:
+    with starting, peers_found(environment, rank, world_size, device, devices, timeout) as found:
         _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
     if device.type == "cuda":
         # NCCL wants to be told of the end, and Lightning does so only for a backend called "nccl".

@@ -335,8 +335,16 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         device_mesh: tuple[int, int] | None = None,
         device_memory: str | int = "auto",
     ) -> None:
-        sharding = policy, min_num_params, activation_checkpointing, cpu_offload, sync_each_batch
-        self._settings = FSDPSettings(*sharding, sharding_strategy, device_mesh, device_memory)
+        self._settings = FSDPSettings(
+            policy=policy,
+            min_num_params=min_num_params,
+            activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
+            sync_each_batch=sync_each_batch,
+            sharding_strategy=sharding_strategy,
+            device_mesh=device_mesh,
+            device_memory=device_memory,
+        )
         if not isinstance(save_distributed_checkpoint, bool):
             raise ValueError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give True or False.")
         if cpu_offload and process_group_backend is not None and "gloo" not in process_group_backend:

@@ -268,8 +268,12 @@ def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Du
         ahead, back = segment.forward, segment.backward.operations
         shared = id(ahead.operations), id(ahead.recomputed), id(ahead.again_operations), id(back)
         if shared not in known:
-            again = hardware.seconds(ahead.recomputed), selective_seconds(segment, hardware)
-            known[shared] = Durations(hardware.seconds(ahead.operations), *again, hardware.seconds(back))
+            known[shared] = Durations(
+                forward=hardware.seconds(ahead.operations),
+                recomputed=hardware.seconds(ahead.recomputed),
+                selective=selective_seconds(segment, hardware),
+                backward=hardware.seconds(back),
+            )
         found.append(known[shared])
     return found
 

@@ -240,10 +240,20 @@ class _Pass:
             for counts in (self.costs, self.recomputed, self.again_others)
         )
         costs, recomputed, others = (seen.setdefault(operations, operations) for operations in each)
-        unsaved = self.without_casts, self.unsaved, self.unsaved_without_casts
-        selective = self.selective, self.selective_without_casts
-        again = self.again + products, self.again_without_casts + products
-        return Pass(self.live, self.peak, costs, *unsaved, *selective, *again, recomputed, others)
+        return Pass(
+            live_bytes=self.live,
+            peak_bytes=self.peak,
+            operations=costs,
+            peak_without_casts=self.without_casts,
+            unsaved_peak=self.unsaved,
+            unsaved_peak_without_casts=self.unsaved_without_casts,
+            selective_peak=self.selective,
+            selective_peak_without_casts=self.selective_without_casts,
+            again_peak=self.again + products,
+            again_peak_without_casts=self.again_without_casts + products,
+            recomputed_operations=recomputed,
+            again_operations=others,
+        )
 
 
 @dataclass(eq=False)

@@ -126,12 +126,9 @@ class ProTrainPrecision(Precision):
         Raises:
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
         """
-        how: tuple[Any, ...] = (self._device_type,)
-        if (async_step := self._async_step) is not None:
-            how = *how, async_step.launch, self._threads, async_step.publishing.end_step
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
-            with in_tiles(optimizer), fused_host_step(optimizer, prepared, *how) as final:
+            with in_tiles(optimizer), self._fused(optimizer, prepared) as final:
                 return optimizer.step(closure=final, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
@@ -149,11 +146,24 @@ class ProTrainPrecision(Precision):
         self._after_closure(model, optimizer)
         if skipped:
             return result
-        with in_tiles(optimizer), fused_host_step(optimizer, lambda: None, *how) as split:
+        with in_tiles(optimizer), self._fused(optimizer, lambda: None) as split:
             split()
             result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
+
+    def _fused(self, optimizer: Optimizer, closure: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
+        """Step host parameters with the fused kernel, but those that the asynchronous step has taken out."""
+        if (async_step := self._async_step) is None:
+            return fused_host_step(optimizer, closure, self._device_type)
+        return fused_host_step(
+            optimizer,
+            closure,
+            self._device_type,
+            stepped=async_step.launch,
+            threads=self._threads,
+            then=async_step.publishing.end_step,
+        )
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bounds the values of all gradients."""

@@ -190,8 +190,14 @@ class ProTrainStrategy(ParallelStrategy):
         self._sync = RankSync(on_nonfinite)
         self._dp = DataParallel(Parallelism(sharding, reduce_dtype, adapter_grad_sync, ddp), self._sync)
         self._states = ShardedStates(self._sync)
-        counts = num_swap_blocks, num_checkpoint_blocks, num_keep_offloaded_blocks
-        knobs = Knobs(num_persistent_chunks, num_chunk_buffers, *counts, chunk_bytes)
+        knobs = Knobs(
+            num_persistent_chunks,
+            num_chunk_buffers,
+            num_swap_blocks,
+            num_checkpoint_blocks,
+            num_keep_offloaded_blocks,
+            chunk_bytes,
+        )
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
         choice = self._dp.allowed_plan(read_plan_spec(plan))
@@ -343,9 +349,16 @@ class ProTrainStrategy(ParallelStrategy):
             return
         assert self.cluster_environment is not None
         self.set_world_ranks()
-        backend = launch.choose_backend(self._process_group_backend, self.root_device.type)
-        where = self.cluster_environment, self.global_rank, self.world_size, self.root_device, self.parallel_devices
-        self._peers = launch.connect(*where, backend, self._timeout) or self._peers
+        found = launch.connect(
+            self.cluster_environment,
+            self.global_rank,
+            self.world_size,
+            self.root_device,
+            self.parallel_devices,
+            launch.choose_backend(self._process_group_backend, self.root_device.type),
+            self._timeout,
+        )
+        self._peers = found or self._peers
         with naming_wait("the other ranks to make process groups"):
             self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout)
         if (module := self.lightning_module) is not None:
@@ -451,8 +464,7 @@ class ProTrainStrategy(ParallelStrategy):
             raise _TunerExitException
         settings = self.root_device.type, self.precision_plugin.precision, self._plan_request.choice
         self._dp.compare(session.layout, model, settings, self.optimizers)
-        how = self.ranks, shardings, self.root_device, self._dp.reduce_dtype
-        session, plan = plan_jointly(session, model, *how)
+        session, plan = plan_jointly(session, model, self.ranks, shardings, self.root_device, self._dp.reduce_dtype)
         self._budget = session.budget()
         say_if_one_block(plan, session.layout)
         self._dp.equalise(model, plan, self.root_device)
@@ -487,9 +499,17 @@ class ProTrainStrategy(ParallelStrategy):
             self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._dry_run is not None
         plan_request = self._plan_request if elsewhere else self._among_ranks(sharding)
-        how = self._device, self.precision_plugin, optimizers, self._overlap, elsewhere
         with failing_together("Profiling a training step"):  # Rank 0 does.
-            return describe_session(plan_request, trainer, model, *how)
+            return describe_session(
+                plan_request,
+                trainer,
+                model,
+                self._device,
+                self.precision_plugin,
+                optimizers,
+                self._overlap,
+                elsewhere,
+            )
 
     def _among_ranks(self, sharding: Sharding) -> PlanRequest:
         """What the user says about a plan, for the ranks of this node: they share one copy, or each has its own."""
@@ -530,8 +550,17 @@ class ProTrainStrategy(ParallelStrategy):
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        how = self._device, rank_zero_info, not model.automatic_optimization, spare, self.ranks, self._dp.reduce_dtype
-        self._runtime = apply_plan(model, plan, layout, *how)
+        self._runtime = apply_plan(
+            model,
+            plan,
+            layout,
+            self._device,
+            say=rank_zero_info,
+            manual=not model.automatic_optimization,
+            spare_host_bytes=spare,
+            ranks=self.ranks,
+            reduce_dtype=self._dp.reduce_dtype,
+        )
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 
