@@ -14,8 +14,8 @@ a model are never touched: where one is an argument, a stand-in takes its place 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +53,8 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.bfloat16,
 )
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
+# What PyTorch does with the arguments of every `torch.autograd.Function.apply`, whoever holds that method.
+_UNWRAP = "unwrap_dead_wrappers"
 
 
 class Observer(Protocol):
@@ -99,24 +101,54 @@ class StandIns(TorchFunctionMode):
         if observer is not None:
             for tensor in _asked_for_dtype(func, args):
                 observer.dtype_read(tensor)
-        args, kwargs = self._lifted(args), self._lifted(kwargs or {})
+        args, kwargs = self.lifted(args), self.lifted(kwargs or {})
         if func in _READS:
             self._source.check_read(_READS[func], args[0])
+        if func is torch.Tensor.backward:  # It would run without function modes, and kernels of backward unseen.
+            with self:
+                return _run_backward(*args, **kwargs)
         if func is F.scaled_dot_product_attention and observer is not None:
             with observer.attention():
                 return self._source.attend(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _lifted(self, value: Any) -> Any:
+    def lifted(self, value: Any) -> Any:
+        """Return a value with stand-ins for the tensors in it."""
         if isinstance(value, Tensor):
             # What `vmap` holds comes from inside, and has no memory that anybody may look at.
             held = torch._C._functorch.is_functorch_wrapped_tensor(value)
             return value if held else self._source.stand_in(value)
         if type(value) in (tuple, list):
-            return type(value)(map(self._lifted, value))
+            return type(value)(map(self.lifted, value))
         if type(value) is dict:
-            return {key: self._lifted(inner) for key, inner in value.items()}
+            return {key: self.lifted(inner) for key, inner in value.items()}
         return value
+
+
+def _run_backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what `Tensor.backward` does."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextmanager
+def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
+    """Give stand-ins to autograd functions too, whose `apply` no function mode sees; e.g. kernels of Triton.
+
+    The weight itself would get a gradient otherwise, and the kernel would read it on the wrong device.
+    """
+    module = torch.autograd.function._functorch.utils
+    unwrap = getattr(module, _UNWRAP)
+    setattr(module, _UNWRAP, lambda args: stand_ins.lifted(unwrap(args)))
+    try:
+        yield
+    finally:
+        setattr(module, _UNWRAP, unwrap)
 
 
 def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:

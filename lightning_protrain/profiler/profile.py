@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
-from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, lifting_functions
 from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
 from lightning_protrain.profiler.recorder import Recorder, in_backward
@@ -287,6 +287,7 @@ def _recorded_step(
         unchanged(model),
         _uncompiled(),
         mode,
+        lifting_functions(mode.lifted()),
         on_one_rank(),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),

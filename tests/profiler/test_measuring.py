@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -88,6 +89,57 @@ def test_a_model_without_weights_is_measured_too(block: Callable[[], nn.Module])
     assert all(buffer.is_meta for buffer in model.buffers())
     assert profile == measured(model, lambda: loss_of(model(batch)), "bf16-mixed")
     assert "head.weight" in castable(profile, "bfloat16")
+
+
+def launch(target: Tensor, *sources: Tensor) -> None:
+    """Write the product of two tensors, rows by a row, through their addresses, as a kernel of Triton does."""
+    views = [np.ctypeslib.as_array((ctypes.c_float * each.numel()).from_address(each.data_ptr())) for each in sources]
+    result = (ctypes.c_float * target.numel()).from_address(target.data_ptr())
+    np.ctypeslib.as_array(result)[:] = (views[0].reshape(-1, views[1].size) * views[1]).ravel()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, scale)
+        result = torch.empty_like(hidden)
+        launch(result, hidden, scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, scale = ctx.saved_tensors
+        result = torch.empty_like(hidden)
+        launch(result, gradient.contiguous(), scale)
+        return result, (hidden * gradient).sum((0, 1))
+
+
+class ScaledMlp(Mlp):
+    """Scales its output in a kernel that no dispatch mode sees, or by an operation."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.hides = hides
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return Scaled.apply(hidden, self.scale) if self.hides else hidden * self.scale
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kernels_that_read_addresses_are_measured(device: str) -> None:
+    """Without memory behind a weight such a kernel would read address zero."""
+    profiles = []
+    for hides in (True, False):
+        with torch.device(device):
+            model = LanguageModel([ScaledMlp(hides), ScaledMlp(hides)])
+        step = lambda: loss_of(model(tokens()))  # noqa: B023, E731
+        profiles.append(measured(model, step) if hides else both_ways(model, step, "32-true")[1])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    found, expected = profiles
+    assert found.measured.startswith("Tensor.data_ptr in 'blocks.0' reads the values")
+    assert [call.saved_bytes for call in found.calls] == [call.saved_bytes for call in expected.calls]
 
 
 TRACEABLE = ["llama-tied", "mixtral", "gpt2", "bert", "mamba", "lora", "lstm", "llava", "transformer"]

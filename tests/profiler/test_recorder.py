@@ -58,6 +58,28 @@ def test_how_a_weight_is_used(name: str) -> None:
     assert castable(profile, "bfloat16") == ({"w"} if name == "autocast" else set())
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight.t(), hidden.t() @ gradient
+
+
+def test_an_autograd_function_gives_the_weight_itself_no_gradient() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(4, 4))
+    apply = Product.apply
+    step = lambda: apply(torch.ones(4, 4), model.w).sum()  # noqa: E731
+    profile = profile_model(model, describe_model(model), step)
+    assert model.w.grad is None
+    assert profile.flops == 2 * 4**3
+
+
 def test_a_block_that_runs_twice_has_two_calls() -> None:
     module = zoo()["reused"]()
     profile = profile_model(module, describe_model(module), lambda: module.loss(tokens(), 0), PRECISIONS["bf16-mixed"])
