@@ -12,6 +12,7 @@ manual optimization, where backward and optimizers run inside of the step, they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -240,22 +241,23 @@ class Runtime:
         self._executor.reset()
 
     def remove(self) -> None:
-        """Take everything off the model; safe to call again, also after it has failed."""
-        try:
-            self.reset()
-            self.async_step.close()
-        except BaseException:
-            self._device.close()
-            raise
-        self._interceptions.remove()
-        for chunk in self._chunks:
-            chunk.detach()
-        self._device.close()
-        for chunk in self._chunks:
-            chunk.part()
-        if self._swap is not None:
-            self._swap.close()
-        self._chunks.clear()
+        """Take everything off the model; safe to call again.
+
+        A CUDA device that has failed raises its error at every call: everything is taken off all the same, and the
+        error that comes last is raised from those before it.
+        """
+        with ExitStack() as parts:  # They run from the last to the first, whatever the ones before them raise.
+            parts.callback(self._chunks.clear)
+            if self._swap is not None:
+                parts.callback(self._swap.close)
+            for chunk in self._chunks:
+                parts.callback(chunk.part)  # Nothing of it is page-locked any more.
+            parts.callback(self._device.close)
+            for chunk in self._chunks:
+                parts.callback(chunk.detach)
+            parts.callback(self._interceptions.remove)
+            parts.callback(self.async_step.close)
+            parts.callback(self.reset)
 
     def _with_root(self, root: Block, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor

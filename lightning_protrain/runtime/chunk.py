@@ -261,8 +261,7 @@ class Chunk:
             param.device_version = param.device_param._version
 
     def detach(self) -> None:
-        """Releases the storage for good and takes every hook off; the host parameters stay as they are."""
-        self.release()
+        """Takes every hook off and releases the storage for good; the host parameters stay as they are."""
         for param in self.params:
             for hook in (*param.hooks, *param.mirrored.values()):
                 hook.remove()
@@ -270,6 +269,7 @@ class Chunk:
             param.mirrored.clear()
             param.drop_gradient()
             param.forget_gradient()
+        self.release()
 
     def _make_param(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
         whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)

@@ -341,15 +341,17 @@ class Executor:
         self._backward_runs = False
         self._backward = None
         self._early.end()
-        self._landing.forget()
-        for chunk in self._chunks:
-            for param in chunk.params:
-                param.drop_gradient()
-                if param.uses is not None:
-                    param.uses.forget()
-        self.release_all()
-        self._async_step.copies.forget()
         self._scope = None
+        try:
+            self._landing.forget()
+            for chunk in self._chunks:
+                for param in chunk.params:
+                    param.drop_gradient()
+                    if param.uses is not None:
+                        param.uses.forget()
+            self.release_all()
+        finally:  # Also after an error of the device, no weight is watched any more.
+            self._async_step.copies.forget()
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

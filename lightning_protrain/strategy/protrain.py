@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -214,7 +214,8 @@ class ProTrainStrategy(ParallelStrategy):
         self._runtime: Runtime | None = None
         self._device: Device | None = None
         self._counters = TransferCounters()
-        self._device_failed = False
+        # What ends the run: an error while it is cleaned up is a note to it, see `_noting`.
+        self._failure: BaseException | None = None
         self._budget: int | None = None
 
     @property
@@ -259,7 +260,8 @@ class ProTrainStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the device, the runtime and the other ranks."""
-        return {**super().__getstate__(), "_device": None, "_runtime": None, "_handles": []}
+        own = dict.fromkeys(("_device", "_runtime", "_failure"))
+        return {**super().__getstate__(), **own, "_handles": []}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -445,6 +447,7 @@ class ProTrainStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert model is not None
         self.accelerator.setup(trainer)
+        self._failure = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_partially_stepped(model)
@@ -524,25 +527,44 @@ class ProTrainStrategy(ParallelStrategy):
         if trainer is not None and self._monitor is not None:
             self._monitor.leave(trainer)
         self.precision_plugin.attach(None)
-        # Nothing can be moved off a device that has failed, and the error of trying would hide the cause.
-        failed, self._device_failed = self._device_failed, False
-        quietly = suppress(RuntimeError) if failed else nullcontext()
-        if self._runtime is not None:
-            with quietly:
-                self._runtime.remove()
-            mark_partially_stepped(module, self._runtime.async_step.partially_stepped)
-            self._runtime = None
-        elif self._device is not None:
-            self._device.close()
         self._dp.close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
         self._sync.close(trainer)
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # It was refused, so nothing has been placed; moving it to the CPU would raise over the refusal.
+        try:
+            with self._noting():
+                self._remove()
+            if module is None or not any(parameter.is_meta for parameter in module.parameters()):
+                # Else it was refused, and nothing has been placed; moving it would raise over the refusal.
+                with self._noting():
+                    super().teardown()
+        finally:
+            self._failure = None
+
+    def _remove(self) -> None:
+        """Take the plan off the model, and close the device."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            if self._device is not None:
+                self._device.close()
             return
-        with quietly:
-            super().teardown()
+        try:
+            runtime.remove()
+        finally:
+            mark_partially_stepped(self.lightning_module, runtime.async_step.partially_stepped)
+
+    @contextmanager
+    def _noting(self) -> Generator[None]:
+        """Within it an error becomes a note to the exception that ends the run, if there is one.
+
+        A CUDA device that has failed says so at every call, and the first error tells the cause.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._failure is None:
+                raise
+            self._failure.add_note(f"Cleaning up after it raised {type(error).__name__}: {error}")
 
     def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int) -> None:
         assert self._device is not None
@@ -685,12 +707,10 @@ class ProTrainStrategy(ParallelStrategy):
         """Tells the other ranks why this one is missing, and gives the runtime up."""
         super().on_exception(exception)
         self._sync.leave(exception)
+        self._failure = exception
         if self._runtime is not None:
-            try:
+            with self._noting():
                 self._runtime.reset()
-            except RuntimeError as error:  # A device that has failed says so at every call: the first error counts.
-                exception.add_note(f"After it, the runtime could not be reset: {error}")
-                self._device_failed = True
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
