@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -22,18 +22,6 @@ pytestmark = pytest.mark.cuda
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 WIDTH = 512
 NUM_BLOCKS = 12
-
-
-@pytest.fixture(autouse=True)
-def _exact_matmul() -> Iterator[None]:
-    """TF32 would hide real errors below its own; cuDNN, which runs an LSTM, has a switch of its own that is on."""
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 = False
-    yield
-    for switch, allowed in zip(switches, before, strict=True):
-        switch.allow_tf32 = allowed
 
 
 @pytest.fixture(autouse=True)
@@ -157,9 +145,9 @@ class WideModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    def train_dataloader(self) -> list[Tensor]:
+    def train_dataloader(self) -> DataLoader:
         generator = torch.Generator().manual_seed(0)
-        return [torch.randn(4, WIDTH, generator=generator) for _ in range(6)]
+        return DataLoader([torch.randn(4, WIDTH, generator=generator) for _ in range(6)], batch_size=None)
 
 
 @pytest.mark.parametrize("plan", ["offload", "kept", "half"])
