@@ -362,7 +362,7 @@ class ProTrainStrategy(ParallelStrategy):
         )
         self._peers = found or self._peers
         with naming_wait("the other ranks to make process groups"):
-            self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout)
+            self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout, self.root_device)
         if (module := self.lightning_module) is not None:
             refuse_differences(self._dp.options.settings(module.trainer))
             self._sync.sigterm.listen(module.trainer)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +47,29 @@ def test_machines_are_nodes_with_peers(tmp_path: Path) -> None:
         (2, [2, 3], [[2, 3], [0, 2]], {7.0}),
         (2, [2, 3], [[2, 3], [1, 3]], {7.0}),
     ]
+
+
+def _connected(rank: int, local_size: int, kind: str) -> list[list[int]]:
+    """The ranks of each group in the order of first collectives; the CPU stands in for a device of `kind`."""
+    order, zeros = [], torch.zeros
+    reduce = dist.all_reduce
+
+    def reduced(tensor: torch.Tensor, *, group: Any) -> Any:
+        order.append(dist.get_process_group_ranks(group))
+        return reduce(tensor, group=group)
+
+    with mock.patch.object(dist, "all_reduce", reduced), mock.patch.object(torch, "zeros", lambda n, device: zeros(n)):
+        make_rank_mesh(rank % local_size, local_size, device=torch.device(kind))
+    return order
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_every_rank_connects_its_groups_in_one_order(kind: str, tmp_path: Path) -> None:
+    """A backend may connect a group at its first collective, and then wait for the other ranks of the group."""
+    everyone = [0, 1, 2, 3]
+    nodes, peers = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
+    expected = [[everyone, everyone, node, others] for node, others in zip(nodes, peers, strict=True)]
+    assert values(run_ranks(_connected, 4, tmp_path, 2, kind)) == (expected if kind == "cuda" else [[]] * 4)
 
 
 def _sums(rank: int, local_size: int) -> Any:

@@ -102,22 +102,38 @@ class RankMesh:
         return bool(told[0])
 
 
-def make_rank_mesh(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
+def make_rank_mesh(
+    local_rank: int, local_size: int, timeout: timedelta | None = None, device: torch.device | None = None
+) -> RankMesh:
     """Makes the groups of a run; every rank calls it, after the group of all is there.
 
     Args:
         local_rank: Of this process on its node.
         local_size: Processes of every node; they have consecutive ranks.
         timeout: The longest that a collective may take; None: what PyTorch gives it.
+        device: Where gradients are averaged; None: on the CPU.
     """
     ranks = replace(find_meeting(local_rank, local_size, timeout), everyone=dist.new_group(timeout=timeout))
-    if local_size == ranks.world_size:
-        return ranks
-    first_ranks = range(0, ranks.world_size, local_size)
-    # Every rank makes every group: making one is a collective of all.
-    nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
-    peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
-    return replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
+    if local_size < ranks.world_size:
+        first_ranks = range(0, ranks.world_size, local_size)
+        # Every rank makes every group: making one is a collective of all.
+        nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
+        peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
+        ranks = replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
+    if device is not None and device.type != "cpu":  # Gloo connects a group where it is made.
+        connect_groups(ranks, device)
+    return ranks
+
+
+def connect_groups(ranks: RankMesh, device: torch.device) -> None:
+    """Run a first collective in every group of this rank, in one order on all ranks.
+
+    NCCL may connect a group at its first collective, which waits for the other ranks of the group on the host. Ranks
+    that used two groups in different orders for the first time would wait for each other.
+    """
+    for group in (dist.group.WORLD, ranks.everyone, ranks.node, ranks.peers):
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
