@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -52,6 +53,10 @@ class HasPlan(Protocol):
     @property
     def measured_peak_bytes(self) -> int | None:
         """The most that the device had allocated since `setup`; None where it does not count."""
+
+    @property
+    def allocator_stats(self) -> Mapping[str, int]:
+        """Reserved bytes at their peak and allocation retries, by name; empty where the device does not count."""
 
     @property
     def budget(self) -> int | None:
@@ -149,6 +154,7 @@ class PlanMonitor(Callback):
         if self._log and trainer.loggers and _is_written(trainer, pl_module):
             logged = device_bytes(strategy.plan, strategy.counters)
             logged["waited_seconds"] = strategy.counters.waited_seconds
+            logged |= {name: float(value) for name, value in strategy.allocator_stats.items()}
             if self._step_seconds is not None:
                 logged["step_seconds"] = self._step_seconds
             if prediction is not None:

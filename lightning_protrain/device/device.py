@@ -229,13 +229,12 @@ class Device(ABC):
         """The most that was allocated on it since `forget_peak`, or None where nobody counts."""
         return None
 
-    def reserved_peak_bytes(self) -> int | None:
-        """Return the most that the allocator has taken from the device since `forget_peak`; None if nobody counts."""
-        return None
+    def allocator_stats(self) -> dict[str, int]:
+        """Return the most that the allocator has taken since `forget_peak`, and its retries; empty: nobody counts.
 
-    def num_alloc_retries(self) -> int | None:
-        """Return how often the allocator had to give memory back before an allocation succeeded; None if unknown."""
-        return None
+        An allocation is retried after cached memory has been given back, which waits for the device.
+        """
+        return {}
 
     def forget_peak(self) -> None:
         """Counts the peak anew from what is allocated now."""
@@ -500,11 +499,9 @@ class CUDADevice(StreamDevice):
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
-    def reserved_peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_reserved(self.torch_device)
-
-    def num_alloc_retries(self) -> int | None:
-        return int(torch.cuda.memory_stats(self.torch_device)["num_alloc_retries"])
+    def allocator_stats(self) -> dict[str, int]:
+        retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)
+        return {"reserved_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device), "alloc_retries": retries}
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

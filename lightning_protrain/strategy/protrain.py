@@ -244,6 +244,11 @@ class ProTrainStrategy(ParallelStrategy):
         return self._device.peak_bytes() if self._device is not None else None
 
     @property
+    def allocator_stats(self) -> Mapping[str, int]:
+        """Reserved bytes at their peak and allocation retries, by name; empty where the device does not count."""
+        return self._device.allocator_stats() if self._device is not None else {}
+
+    @property
     def num_hooks(self) -> int:
         """Places where the model is attached to; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0

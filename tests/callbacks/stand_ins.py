@@ -59,6 +59,7 @@ class PlannedStrategy(SingleDeviceStrategy):
         self.overlap = overlap or OverlapPlan()
         self.peers = None
         self.measured_peak_bytes: int | None = None
+        self.allocator_stats: dict[str, int] = {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.counters.uploaded_bytes += 3000

@@ -6,7 +6,7 @@ import csv
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -263,6 +263,7 @@ def _fit_predicted(folder: Path, measured: int | None) -> list[dict[str, str]]:
     strategy = PlannedStrategy(replace(LLAMA, prediction=PREDICTION), 16 * MIB)
     strategy.measured_peak_bytes = measured
     strategy.counters.waited_seconds = 0.5
+    strategy.allocator_stats = {} if measured is None else {"reserved_peak_bytes": measured, "alloc_retries": 3}
     logger = CSVLogger(folder, name="run", version=0)
     fit(LoggingSpeaker(), chat_data(folder), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
     with (folder / "run" / "version_0" / "metrics.csv").open() as lines:
@@ -274,6 +275,7 @@ class PlannedRanks(DDPStrategy):
 
     plan, budget, counters, overlap = LLAMA, 16 * MIB, TransferCounters(), OverlapPlan()
     measured_peak_bytes: int | None = None
+    allocator_stats: ClassVar[dict[str, int]] = {}
     peers = None
 
 
@@ -315,6 +317,8 @@ def test_what_was_predicted_stands_beside_what_is_measured(tmp_path: Path) -> No
     rows = _fit_predicted(tmp_path, 8 * MIB)
     assert {float(row["protrain/predicted_peak_bytes"]) for row in rows} == {8 * MIB}
     assert {float(row["protrain/measured_peak_bytes"]) for row in rows} == {8 * MIB}
+    assert {float(row["protrain/reserved_peak_bytes"]) for row in rows} == {8 * MIB}
+    assert {float(row["protrain/alloc_retries"]) for row in rows} == {3}
     assert {float(row["protrain/predicted_step_seconds"]) for row in rows} == {2.5}
     assert {float(row["protrain/waited_seconds"]) for row in rows} == {0.5}
     # The first step has no step before it.
