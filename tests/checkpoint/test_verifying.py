@@ -71,7 +71,7 @@ def test_files_of_one_checkpoint_may_have_different_digests(folder: Path) -> Non
 def test_what_is_read_in_pieces_is_compared_to_the_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, size: int
 ) -> None:
-    monkeypatch.setattr(verify, "PIECE", 8)
+    monkeypatch.setattr(verification, "PIECE", 8)
     data = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(data)
     digest = Digest(algorithm)
