@@ -164,7 +164,7 @@ def expected_traffic(plan: Plan, module: nn.Module, steps: int, clips: bool, wor
         nbytes += sum(p.nbytes + p.itemsize for p, _ in trained)  # A flag behind each gradient.
     norms = clips and shards and bool(chunks)
     told = 16 * sum(p.requires_grad for chunk in chunks for p in chunk) if norms else 0
-    # One meeting when the plan is applied; turns are taken without a word, see [Note: Turns].
+    # One meeting when the plan is applied; turns are taken without a word, see [Note: Step sync].
     return 1 + steps * (regions + norms), 4 + steps * (nbytes + told)
 
 

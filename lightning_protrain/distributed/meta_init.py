@@ -1,6 +1,6 @@
 """Models of which one rank of a machine has the values, and the others names and shapes until weights are placed.
 
-[Note: Outlines]
+[Note: Meta init]
 Ranks that share their offloaded weights need one of them to load a model. The others make an *outline* of it: the same
 modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans, and
 nobody takes a tensor without values for one with them: what reads it raises. When all ranks have the plan, an outline
@@ -85,7 +85,7 @@ def returning_memory() -> Iterator[None]:
 
 
 def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], T]) -> T:
-    """What the first rank of a machine loads, on its others an outline; every rank calls it, see [Note: Outlines].
+    """What the first rank of a machine loads, on its others an outline; every rank calls it, see [Note: Meta init].
 
     Ranks that begin with the same random state end with the same one, as if all had loaded.
 

@@ -106,7 +106,7 @@ class RankSync:
         return {**vars(self), "mesh": None}
 
     def meet(self, what: str, flag: bool = False) -> bool:
-        """Wait until all ranks are at the same point, and return whether one has a flag set; see [Note: Attendance]."""
+        """Wait until all ranks are at the same point; return whether one has a flag set, see [Note: Rank health]."""
         return flag if self.mesh is None else self.mesh.meet(what, flag)
 
     # --- training -----------------------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self._dry_run: _DryRun | None = None
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
-        # Whether one rank of each node loads the model, see [Note: Outlines].
+        # Whether one rank of each node loads the model, see [Note: Meta init].
         self._has_outlines = False
         # Reads the weights of a checkpoint once the model is sharded.
         self._waiting: Callable[[], None] | None = None

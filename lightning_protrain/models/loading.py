@@ -5,8 +5,8 @@ transformers renames, splits and stacks the tensors of a checkpoint until they a
 tensors that are read from their file when it asks for them, with plain reads: mapped pages would count as memory of the
 process beside the weights they are cast to, and weights that stay mapped would change with their file. Before that it
 is given the same names and shapes without values, on the meta device, so that a checkpoint of another model is refused
-while nothing has been allocated. What that gives is the outline that ranks take which do not load, see [Note: Outlines]
-in distributed/meta_init.py.
+while nothing has been allocated. What that gives is the outline that ranks take which do not load, see [Note: Meta
+init] in distributed/meta_init.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ While an update is pending, the class of its parameters is a subclass that overr
 operation on one of them, an attribute such as `grad` or `data` included, waits for every pending update, gives the
 classes back and goes on; only what describes the parameter, such as its dtype, is read at once. The objects stay the
 same, so whoever holds them (optimizers, averages, callbacks) is covered, and nothing is paid where nobody looks. The
-worker itself and autograd's engine pass below it. Others watch for reasons of their own ([Note: Early],
+worker itself and autograd's engine pass below it. Others watch for reasons of their own ([Note: Warm-up prefetch],
 [Note: Shadow copies]); a parameter that several guards watch has one such class, which tells each of them.
 """
 

@@ -405,7 +405,7 @@ class Executor:
         return self._last_uses.get(index, self._backward_end) >= self._backward_end
 
     def _leave(self, index: int) -> None:
-        """Gradients of a chunk are sent: a rank that shares it may step it from now on, see [Note: Turns]."""
+        """Gradients of a chunk are sent: a rank that shares it may step it from now on, see [Note: Step sync]."""
         if self._async_step.leave(index) and index in self._residency.live - self._residency.pinned():
             self._residency.release([index])
 

@@ -1,6 +1,6 @@
 """Decides which chunks are live, pinned and prefetched, and when a buffer is given to another.
 
-[Note: Early]
+[Note: Warm-up prefetch]
 What a scope needs first is fetched when it begins: the user's own code and layers that are resident run before the
 first unit. That code may write to weights, as code may at any time: averages take the place of weights for a validation
 step, the weights of a critic are clipped before a training step, and much of it goes through `weight.data`, of which no
@@ -27,7 +27,7 @@ from lightning_protrain.runtime.prefetch_schedule import Capacity, Timeline, cho
 
 
 class WarmupPrefetch:
-    """Fetches ahead of the first unit of a scope, see [Note: Early].
+    """Fetches ahead of the first unit of a scope, see [Note: Warm-up prefetch].
 
     Args:
         chunks: The offloaded chunks.

@@ -1,6 +1,6 @@
 """Who is still there: ranks leave notes for each other beside their collectives.
 
-[Note: Attendance]
+[Note: Rank health]
 A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
 nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for and for
 whom, and reads there now and then: where two wait for each other in different things, neither will come. Where a rank

@@ -306,7 +306,7 @@ def owners_in_chunks(
 
 
 def num_counters(num_chunks: int, num_ranks: int) -> int:
-    """How many numbers the ranks of a node share, see [Note: Turns].
+    """How many numbers the ranks of a node share, see [Note: Step sync].
 
     Args:
         num_chunks: That they share.

@@ -1,6 +1,6 @@
 """Tells the ranks of a node who may write which weight, and when.
 
-[Note: Turns]
+[Note: Step sync]
 For every step of an optimizer three kinds of numbers go up in memory that the ranks of a node share, each written by
 one rank only: that of the step which a rank has begun, that of the step for which it has *left* all weights, and, for
 each chunk, that of the step which its owner has made of its part. Who reads a chunk next (an upload, the guard, a
@@ -62,7 +62,7 @@ def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync
 
 
 class StepSync:
-    """The numbers of one rank, and what it sees of others, see [Note: Turns].
+    """The numbers of one rank, and what it sees of others, see [Note: Step sync].
 
     Args:
         memory: Has them, all 0.

@@ -6,7 +6,8 @@ starts when all gradients are known (clipping needs their norm, which is taken a
 forward, the first-needed chunk first. In both a chunk waits for its own step only, when it is needed next; whoever else
 looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: every forward computes with the weights
 after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
-same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Turns].
+same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Step
+sync].
 
 [Note: Partial steps]
 When some weights have been stepped and others never will be (backward raises behind its first steps, or the optimizer
@@ -72,7 +73,7 @@ class PendingStep:
         steps: Those that have been submitted; None: none yet.
         stepped: Chunks whose steps have been submitted.
         parameters: Identities of what they step.
-        left: Chunks that other ranks may be stepping, see [Note: Turns].
+        left: Chunks that other ranks may be stepping, see [Note: Step sync].
         lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients].
         late_bound: Bound of gradient values that steps have still to apply, as gradients lie there.
     """
