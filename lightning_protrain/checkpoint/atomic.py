@@ -1,28 +1,23 @@
 """Writes a checkpoint beside its name and publishes it as a whole; locks, free space and removal.
 
-[Note: Durability]
-What a program has written is in the page cache until `sync`, and a new, renamed or removed name is nowhere but there
-until `sync_directory` of the folder that holds it. After a power cut the disk has what was synced; of the rest it has
-anything: all, nothing, zeros, a later change without an earlier one. A rename by itself is all or nothing. A killed
-process loses nothing of what it has done. So a folder is published by: every file synced, then the folder, then the
-rename, then the folder that holds the name.
-
-[Note: Lock]
-The lock is a file that is created, never opened: who has created it has the run, and its text says who that is. It is
-stale if its process is gone, or if the machine has been started anew since; of a process on another machine nobody can
-tell, so that lock is never taken away. The folder itself is locked for the moment in which a stale lock is replaced,
-where the file system can do that.
+Writes become durable in two steps. Written bytes are in the page cache until `sync`. A new, renamed or removed name is
+only there until `sync_directory` of its folder. After a power cut the disk has everything that was synced. Of
+everything else it may have all, nothing, zeros, or a later change without an earlier one; only a rename is atomic by
+itself. A killed process loses nothing that it has written. So a folder is published in this order: sync every file,
+sync the folder, rename the folder, sync its parent.
 
 [Note: Commit]
-1. A folder with a name of [Note: States] is made in the folder of the target. TMPDIR, links and locks play no part.
-2. Each file is created, never opened, written once, and digested while it is written; the disk begins on what is
-   written at once.
-3. The manifest is the last file. When it is written, all are synced, so that a journal may take them together; then the
-   folder is, then the folder's own name.
-4. What has the target's name is renamed to its `.old` name, and that is synced. Both are whole now.
-5. The folder is renamed to the target, and that is synced. The checkpoint is published: the save has succeeded.
-6. What was replaced is removed, its manifest first. Nothing that fails from 5 on is an error of the save.
-A crash between 4 and 5 leaves the old one under its `.old` name, where it is found, and put back by `sweep`.
+1. A folder with a name of [Note: States] is made beside the target. TMPDIR, links and locks play no part.
+2. Each file is created, never opened, and written once. It is digested while it is written, and the system starts to
+   bring it to the disk at once.
+3. The manifest is the last file. When it is written, all files are synced, so that a journal may commit them together.
+   Then the folder and the folder's own name are synced.
+4. If the target's name is in use, its folder is renamed to its `.old` name, and that is synced. Both are whole now.
+5. The new folder is renamed to the target, and that is synced. The checkpoint is published: the save has succeeded.
+6. The replaced checkpoint is removed, its manifest first. A failure after step 5 is no error of the save.
+
+A crash between steps 4 and 5 leaves the old checkpoint under its `.old` name, where it is found and where `sweep` puts
+it back.
 """
 
 from __future__ import annotations
@@ -63,45 +58,48 @@ from lightning_protrain.checkpoint.manifest import (
 )
 from lightning_protrain.checkpoint.verification import open_regular
 
-# A file system answers so to a sync of a folder if it has no such thing; there is nothing else that could be done.
+# Errors with which a file system answers that it cannot sync a folder; then there is nothing else to do.
 NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 
 class Files:
-    """The file system, as checkpoints use it; tests put in one that counts, fails or records."""
+    """The file system as checkpoints use it; tests replace it by one that counts, fails or records."""
 
     def make_directory(self, path: Path) -> None:
-        """A new, empty folder; FileExistsError if there is anything of that name."""
+        """Make a new, empty folder; raise FileExistsError if there is anything of that name."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """A new, empty file, open for writing; FileExistsError if there is anything of that name, a link included."""
+        """Create an empty file and open it for writing.
+
+        Raise FileExistsError if there is anything of that name, even a link.
+        """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """All of `data`, a view of bytes, however many calls the system makes of it."""
+        """Write all of `data`, a view of bytes, in as many system calls as it takes."""
         while data.nbytes:
             data = data[os.write(descriptor, data) :]
 
     def start_sync(self, descriptor: int, begin: int, size: int) -> None:
-        """The system may begin to bring these bytes to the disk, beside what is done next; it promises nothing.
+        """Advise the system to start writing these bytes to the disk and to drop them from the page cache.
 
-        They are not wanted again, and need not push anything else out of the page cache.
+        The system promises nothing.
         """
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # A file system that takes no advice.
+            with contextlib.suppress(OSError):  # The file system takes no advice.
                 os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, descriptor: int) -> None:
-        """What was written is on the disk when it returns; an error is final, the data may be gone, never try again."""
+        """Bring everything written to the disk. An error is final: the data may be gone, so never try again."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Gives the descriptor back; says nothing about the disk."""
+        """Close the descriptor; this says nothing about the disk."""
         os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """The names in the folder are on the disk when it returns."""
+        """Bring the names in the folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -112,27 +110,27 @@ class Files:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Within one folder. A file at `target` is replaced, a folder that is not empty is an error."""
+        """Rename within one folder. A file at `target` is replaced; a folder that is not empty is an error."""
         os.rename(source, target)
 
     def remove(self, path: Path) -> None:
-        """A file or a link."""
+        """Remove a file or a link."""
         os.unlink(path)
 
     def remove_directory(self, path: Path) -> None:
-        """An empty folder."""
+        """Remove an empty folder."""
         os.rmdir(path)
 
 
-# What a checkpoint takes besides its content: folder, manifest, and the file system's own books.
+# Disk space of a checkpoint besides its content: folder, manifest, and the file system's own metadata.
 RESERVE_BYTES = 64 << 10
 
 
 def check_writable(root: Path, run: str, files: Files) -> None:
-    """Makes the folder if it is not there, and proves that a checkpoint can be staged in it.
+    """Make the folder if it does not exist, and prove that a checkpoint can be staged in it.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: If the folder cannot be written to.
     """
     probe = root / reserved_name("probe", run, "staged")
     try:
@@ -146,10 +144,10 @@ def check_writable(root: Path, run: str, files: Files) -> None:
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Whether `needed` bytes more fit on the disk of `root`.
+    """Raise OSError if `needed` more bytes do not fit on the disk of `root`.
 
     Raises:
-        OSError: They do not (ENOSPC), with the numbers.
+        OSError: With ENOSPC and the numbers.
     """
     free = free_bytes(root)
     if free < needed + RESERVE_BYTES:
@@ -162,28 +160,33 @@ def check_space(root: Path, needed: int) -> None:
 
 
 def free_bytes(root: Path) -> int:
-    """What this process may still write to the disk of `root`."""
+    """Return the bytes that this process may still write to the disk of `root`."""
     disk = os.statvfs(root)
     return disk.f_bavail * disk.f_frsize
 
 
 def in_gib(size: int) -> str:
-    """For messages."""
+    """Format a size for messages."""
     return f"{size / (1 << 30):.3f} GiB ({size} bytes)"
 
 
 _MOST_OWNER_BYTES = 4096
-# Seconds to wait for another process that is replacing a lock at this moment.
+# Seconds to wait for another process that is replacing a lock right now.
 _PATIENCE = 5.0
 
 
 class RunLock:
-    """Holds a run from `take` to `release`, or within a `with` block; see [Note: Lock].
+    """The lock of a run, held from `take` to `release` or within a `with` block.
+
+    The lock is a file that is created, never opened: the process that created it holds the run, and the file's text
+    names that process. The lock is stale if the process is gone or the host was rebooted since. Nobody can tell that of
+    a process on another host, so its lock is never removed. While a stale lock is replaced, the folder itself is
+    locked, if the file system can do that.
 
     Args:
-        root: The folder of the checkpoints.
+        root: Folder of the checkpoints.
         run: Name of the run.
-        files: What writes.
+        files: File system to write with.
     """
 
     def __init__(self, root: Path, run: str, files: Files) -> None:
@@ -193,11 +196,11 @@ class RunLock:
         self._text: bytes | None = None
 
     def take(self) -> None:
-        """Takes the run.
+        """Take the run.
 
         Raises:
-            ValueError: Another process has it; the message says which one.
-            OSError: The disk.
+            ValueError: If another process holds the run; the message names the process.
+            OSError: If the disk fails.
         """
         assert self._text is None
         text = json.dumps({**_owner(), "token": secrets.token_hex(8)}).encode()
@@ -205,7 +208,7 @@ class RunLock:
             held = _read(self.path)
             if held is not None:
                 owner = _parse(held)
-                # Where nobody can be kept out, a text without an owner may be one that is being written.
+                # If the folder cannot be locked, a text without an owner may still be being written.
                 if not is_stale(owner) or (owner is None and not alone):
                     raise ValueError(
                         f"Run {self._run!r} in {self.path.parent} is being written by {_name(owner)}. Give this run "
@@ -223,14 +226,14 @@ class RunLock:
         self._text = text
 
     def release(self) -> None:
-        """Gives the run back; nothing happens if it is not held, or is another one's by now."""
+        """Release the run; do nothing if it is not held, or if another process holds it by now."""
         text, self._text = self._text, None
         if text is not None and _read(self.path) == text:
             self._files.remove(self.path)
 
     @property
     def is_held(self) -> bool:
-        """Whether this object has the run."""
+        """True if this object holds the run."""
         return self._text is not None
 
     def __enter__(self) -> RunLock:
@@ -244,8 +247,8 @@ class RunLock:
 
 
 def is_stale(owner: dict[str, Any] | None) -> bool:
-    """Whether the process that wrote a lock is gone for certain."""
-    if owner is None:  # A text that was never finished: its writer was killed, or the power was cut.
+    """Return True if the process that wrote a lock is certainly gone."""
+    if owner is None:  # The text was never finished: its writer was killed, or the power was cut.
         return True
     mine = _owner()
     if owner["host"] != mine["host"]:
@@ -266,7 +269,7 @@ def _boot() -> str:
 
 
 def _birth(process: int) -> str | None:
-    # In clock ticks since the machine was started: setting the clock changes nothing.
+    # In clock ticks since the host was booted, so setting the clock changes nothing.
     try:
         after_name = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         fields = after_name.split()
@@ -318,7 +321,7 @@ def _alone(root: Path) -> Iterator[bool]:
                 if time.monotonic() > end:
                     raise ValueError(f"{root} is being locked by another process; try again.") from error
                 time.sleep(0.02)
-            except OSError:  # This file system has no such locks.
+            except OSError:  # The file system cannot lock folders.
                 alone = False
                 break
         yield alone
@@ -327,10 +330,10 @@ def _alone(root: Path) -> Iterator[bool]:
 
 
 def retire(path: Path, run: str, files: Files) -> None:
-    """Removes a checkpoint: it is under its name and whole, or not there at all, whenever the power is cut.
+    """Remove a checkpoint. Whenever the power is cut, it is either whole under its name or gone.
 
     Raises:
-        OSError: The disk; what is left has no name of a checkpoint any more, or all is as it was.
+        OSError: If the disk fails; either nothing has changed, or the remains no longer have a checkpoint's name.
     """
     reserved = parse_reserved(path.name)
     removed = path.parent / reserved_name(reserved.name if reserved else path.name, run, "removed")
@@ -340,10 +343,10 @@ def retire(path: Path, run: str, files: Files) -> None:
 
 
 def erase(path: Path, files: Files) -> None:
-    """Removes a file, a link, or the folder of a checkpoint, its manifest first; follows no link.
+    """Remove a file, a link, or the folder of a checkpoint, its manifest first; follow no link.
 
     Raises:
-        OSError: The disk.
+        OSError: If the disk fails.
     """
     if path.is_dir() and not path.is_symlink():
         _remove_tree(path, files)
@@ -352,16 +355,16 @@ def erase(path: Path, files: Files) -> None:
 
 
 def sweep(root: Path, run: str, files: Files) -> list[str]:
-    """Clear away what interrupted saves and removals of `run` have left; only who holds the lock of the run may.
+    """Clear away what interrupted saves and removals of `run` have left; the caller must hold the lock of the run.
 
-    A checkpoint under its `.old` name whose successor was never published gets its name back. What the disk does not
-    let go is named in a warning, and tried again next time.
+    A checkpoint under its `.old` name whose successor was never published gets its name back. Remains that cannot be
+    removed are named in a warning, and the next save tries again.
 
     Returns:
-        Names of what was cleared away or put back.
+        Names that were cleared away or put back.
 
     Raises:
-        OSError: The folder cannot be read.
+        OSError: If the folder cannot be read.
     """
     done = []
     for entry, reserved in sorted(_remains(root, run)):
@@ -382,8 +385,8 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
 def leftovers(root: Path) -> list[tuple[Path, str, int]]:
     """Return what interrupted saves and removals have left in `root`: path, mark of its run, size in bytes.
 
-    A save that goes on at this moment looks the same. A checkpoint under its `.old` name whose successor was never
-    published is a checkpoint, and not among them.
+    A save that is under way looks the same. A checkpoint under its `.old` name whose successor was never published
+    counts as a checkpoint, and is not returned.
     """
     found = []
     for entry in sorted(os.listdir(root)):
@@ -397,16 +400,16 @@ def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], b
     """Remove the checkpoints that no run continues from, and what interrupted saves and removals have left.
 
     Args:
-        root: The folder of the checkpoints.
-        files: What writes.
-        dry_run: Whether it is only said what would be removed.
+        root: Folder of the checkpoints.
+        files: File system to write with.
+        dry_run: True only reports what would be removed.
 
     Returns:
-        One line for each, and whether all of them could be removed.
+        One line for each removal, and True if all of them succeeded.
 
     Raises:
-        ValueError: There is no checkpoint, or a process is writing one of the runs.
-        OSError: The folder cannot be read.
+        ValueError: If there is no checkpoint, or a process is writing one of the runs.
+        OSError: If the folder cannot be read.
     """
     listing = find_checkpoints(root)
     if not listing.found:
@@ -426,7 +429,7 @@ def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], b
             if mark == run_mark(run)
         ]
         with nullcontext() if dry_run else RunLock(root, run, files):
-            files.sync_directory(root)  # What has taken the place of an `.old` one may not be on the disk yet.
+            files.sync_directory(root)  # The successor of an `.old` checkpoint may not be on the disk yet.
             for path, why, nbytes in gone:
                 try:
                     if not dry_run:
@@ -476,17 +479,17 @@ def _remove_tree(folder: Path, files: Files) -> None:
     files.remove_directory(folder)
 
 
-# Bytes that are handed to the system at once, right after they are digested: then they are in the processor's cache.
+# Bytes that are written in one call, right after they are digested, while they are in the processor's cache.
 PIECE = 4 << 20
 
 
 class DraftFile:
-    """One file of a draft, for whoever writes: small pieces are gathered, all are digested.
+    """One file of a draft, with the interface of a writable file: gathers small pieces and digests all of them.
 
     Args:
-        files: What writes.
-        descriptor: Of the new file.
-        algorithm: Of its digest.
+        files: File system to write with.
+        descriptor: Descriptor of the new file.
+        algorithm: Digest algorithm, see `Digest`.
     """
 
     def __init__(self, files: Files, descriptor: int, algorithm: str = DEFAULT) -> None:
@@ -497,7 +500,7 @@ class DraftFile:
         self._size = 0
 
     def write(self, data: Any) -> int:
-        """Takes any object with bytes, as a file does; how many they are."""
+        """Write any object with bytes, as a file does, and return their number."""
         view = memoryview(data).cast("B")
         if len(self._pending) + view.nbytes < PIECE:
             self._pending += view
@@ -508,19 +511,19 @@ class DraftFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Hands what was gathered to the system."""
+        """Write the gathered pieces to the file."""
         if self._pending:
             self._put(memoryview(self._pending))
             self._pending = bytearray()
 
     def finish(self) -> FileEntry:
-        """Nothing more will be written, and everything is on the disk when it returns."""
+        """Finish the file and bring it to the disk."""
         entry = self.end()
         self._files.sync(self._descriptor)
         return entry
 
     def end(self) -> FileEntry:
-        """Nothing more will be written; whether it is on the disk is another question."""
+        """Finish the file without a sync."""
         self.flush()
         return FileEntry(self._size, str(self._digest))
 
@@ -535,11 +538,11 @@ class Draft:
     """A checkpoint that is being written, see [Note: Commit].
 
     Args:
-        folder: The staged folder, which is there.
-        target: What it will be called, in the same folder.
-        run: The run that writes it.
-        files: What writes.
-        digest: Algorithm, see `Digest`.
+        folder: Staged folder, which exists.
+        target: Final path of the checkpoint, in the same parent folder.
+        run: Name of the run that writes the checkpoint.
+        files: File system to write with.
+        digest: Digest algorithm, see `Digest`.
     """
 
     def __init__(self, folder: Path, target: Path, run: str, files: Files, digest: str = DEFAULT) -> None:
@@ -551,23 +554,26 @@ class Draft:
         self.entries: dict[str, FileEntry] = {}
         self._files = files
         self._digest = digest
-        # Of files that are written and not synced.
+        # Descriptors of files that are written but not synced.
         self._open: list[int] = []
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[DraftFile]:
-        """A new file of the checkpoint, in `entries` when the block ends, and durable with all others."""
+        """Create a file of the checkpoint.
+
+        It is in `entries` when the block ends, and durable when the draft is published.
+        """
         assert name not in {MANIFEST, *self.entries}
         file = self._create(check_file(name))
         yield file
         self.entries[name] = file.end()
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes it the checkpoint of its target's name; on an error everything is as it was, but for the draft.
+        """Publish the draft under its target's name. On an error everything else is as it was before.
 
         Raises:
-            ValueError: Something that is no checkpoint has that name.
-            OSError: The disk.
+            ValueError: If something that is no checkpoint has that name.
+            OSError: If the disk fails.
         """
         refuse_foreign(self.target)
         parent = self.target.parent
@@ -589,11 +595,11 @@ class Draft:
                 self._files.sync_directory(parent)
             raise
         self._files.sync_directory(parent)
-        with contextlib.suppress(OSError):  # Published is published; `sweep` tries again.
+        with contextlib.suppress(OSError):  # The save has succeeded; `sweep` removes the old one later.
             retire(old, self.run, self._files)
 
     def discard(self) -> None:
-        """Removes what was written, as far as the disk lets it; `sweep` does the rest later."""
+        """Remove the draft as far as the disk allows; `sweep` removes the rest later."""
         self._close()
         with contextlib.suppress(OSError):
             erase(self.folder, self._files)
@@ -618,17 +624,17 @@ class Draft:
 
 @contextlib.contextmanager
 def open_draft(target: Path, run: str, files: Files, digest: str = DEFAULT) -> Iterator[Draft]:
-    """A draft for `target`, removed again if the block raises.
+    """Open a draft for `target`, and remove it again if the block raises.
 
     Args:
-        target: What the checkpoint will be called; its folder is there.
+        target: Path of the checkpoint to be; its parent folder exists.
         run: Name of the run.
-        files: What writes.
-        digest: Algorithm, see `Digest`.
+        files: File system to write with.
+        digest: Digest algorithm, see `Digest`.
 
     Raises:
-        ValueError: A name that cannot be one, or something that is no checkpoint has it.
-        OSError: The disk.
+        ValueError: If a name is not allowed, or something that is no checkpoint has it.
+        OSError: If the disk fails.
     """
     check_name(target.name)
     check_run(run)
@@ -646,10 +652,10 @@ def open_draft(target: Path, run: str, files: Files, digest: str = DEFAULT) -> I
 
 
 def refuse_foreign(target: Path) -> None:
-    """Nothing but a checkpoint, a file, a link or an empty folder may be replaced.
+    """Raise ValueError if `target` is a folder with files that is no checkpoint: it must not be replaced.
 
     Raises:
-        ValueError: `target` is something else.
+        ValueError: If `target` is neither absent, a checkpoint, a file, a link, nor an empty folder.
     """
     if target.is_symlink() or not target.is_dir() or not any(target.iterdir()) or is_remains(target):
         return

@@ -1,4 +1,4 @@
-"""A checkpoint as one stock file, and stock files as safely as checkpoints."""
+"""Writes a checkpoint as one stock file, and writes and loads stock files as safely as checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_protrain.checkpoint.verification import Fault, read_manifest, ver
 
 
 def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
-    """The content of a checkpoint, every byte of which was checked; the arguments are those of `join`.
+    """Return the content of a checkpoint after checking every byte of it; the arguments are those of `join`.
 
     Raises:
-        ValueError: It is not good; the message names the files.
+        ValueError: If the checkpoint is not good; the message names the files.
     """
     faults = verify(folder) if rank is None else verify_rank(folder, rank)
     if faults:
@@ -31,7 +31,7 @@ def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank
 
 
 def verify_rank(folder: Path, rank: int) -> list[Fault]:
-    """What is wrong with those files that a rank reads, by `files_for`; every byte of them is checked."""
+    """Return the faults of the files that a rank reads (see `files_for`); every byte of them is checked."""
     try:
         names = read_manifest(folder).files
     except ValueError:
@@ -40,17 +40,18 @@ def verify_rank(folder: Path, rank: int) -> list[Fault]:
 
 
 def consolidate(folder: Path, target: Path, files: Files | None = None, source: Path | None = None) -> None:
-    """Writes a checkpoint as a stock file that any Trainer resumes from.
+    """Write a checkpoint as a stock file that any Trainer can resume from.
 
     Args:
         folder: The checkpoint; it is verified before anything is written.
-        target: The file, `.ckpt` by custom; replaced as a whole if it is there.
-        files: What writes.
-        source: Where frozen weights are that it only refers to; None: where they were loaded from.
+        target: The file, by convention with the suffix `.ckpt`; an existing file is replaced as a whole.
+        files: File system to write with.
+        source: Folder of the model whose frozen weights the checkpoint refers to; None means where they were loaded
+            from.
 
     Raises:
-        ValueError: The checkpoint is not good, the target is a folder, or the source is gone or another one.
-        OSError: The disk.
+        ValueError: If the checkpoint is not good, the target is a folder, or the source is gone or has other weights.
+        OSError: If the disk fails.
     """
     content = load_folder(folder)
     fill(content, str(folder), source)
@@ -58,11 +59,11 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
 
 
 def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = "stock") -> None:
-    """Writes what `torch.save` writes, to a new file that takes the name when it is on the disk.
+    """Write with `torch.save` to a new file that takes the target's name once it is on the disk.
 
     Raises:
-        ValueError: The target is a folder, or cannot be called so.
-        OSError: The disk; then `target` is as it was.
+        ValueError: If the target is a folder, or its name is not allowed.
+        OSError: If the disk fails; then `target` is as it was.
     """
     check_name(target.name)
     check_run(run)
@@ -86,15 +87,15 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
 
 
 def load_stock(path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """What `torch.save` wrote; the checksums that its archive has are compared first.
+    """Load a file of `torch.save`, after checking the checksums in its archive.
 
     Args:
         path: The file.
         map_location: As in `torch.load`.
-        weights_only: False executes what the file says; None is True.
+        weights_only: False executes code that the file contains; None means True.
 
     Raises:
-        ValueError: It is torn or changed, or holds more than weights and plain values.
+        ValueError: If the file is torn or changed, or holds more than weights and plain values.
     """
     try:
         if zipfile.is_zipfile(path):

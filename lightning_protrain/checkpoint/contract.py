@@ -1,10 +1,10 @@
-"""What a resumed run has to share with the one that was saved, and where they differ: plain values in, differences out.
+"""Compares a resumed run with the run that was saved: plain values in, differences out.
 
 [Note: Contract]
-Moments, schedules and positions mean something for one model, one optimizer, one order of the data. A run that goes on
-under other terms does not fail: it trains something else, and nobody sees it. So the terms are saved with every
-checkpoint, and compared as a whole: each of them that has changed is named, with what was and what is. A term that one
-of the two does not know is not compared.
+Moments, schedules and positions only have a meaning for one model, one optimizer, and one order of the data. A run that
+resumes under other terms does not fail: it trains something else, and nobody notices. So every checkpoint stores the
+*terms* of its run. On resume, every changed term is named with its saved and its current value. A term that only one of
+the two runs knows is not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What may be compared, with what it takes to change it on purpose.
+# Terms that are compared, with their meaning.
 TERMS = {
     "model": "names and shapes of the weights",
     "dtype": "dtypes of the weights",
@@ -24,7 +24,7 @@ TERMS = {
     "data": "what the training data is known by",
     "lr_schedule": "learning rate schedules, with the horizon they were made for",
 }
-# Differences of one term that a message has room for, and letters of one value.
+# Differences of one term that a message shows, and characters of one value.
 _MOST_LINES = 6
 _MOST_LETTERS = 80
 _ABSENT = object()
@@ -32,13 +32,13 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class ContractDifference:
-    """One difference.
+    """One difference between two contracts.
 
     Attributes:
-        term: Which of `TERMS`.
-        place: Where in it; empty for a term that is one value.
-        saved: What the checkpoint says, as text.
-        current: What is the case now, as text.
+        term: Key of `TERMS`.
+        place: Place within the term; empty for a term that is a single value.
+        saved: Value in the checkpoint, as text.
+        current: Value of the present run, as text.
     """
 
     term: str
@@ -52,10 +52,10 @@ class ContractDifference:
 
 
 def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
-    """The names, if they are terms.
+    """Return the names if all of them are terms.
 
     Raises:
-        ValueError: They are not.
+        ValueError: If a name is no term.
     """
     unknown = sorted(set([names] if isinstance(names, str) else names) - set(TERMS))
     if isinstance(names, str) or unknown:
@@ -66,11 +66,11 @@ def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
 def compare(
     saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> tuple[list[ContractDifference], list[ContractDifference]]:
-    """Where two contracts differ.
+    """Return the differences between two contracts.
 
     Args:
-        saved: By term; values are numbers, texts, None, and lists and dicts of them.
-        current: The same, of the run that wants to go on.
+        saved: Saved value of each term: numbers, texts, None, and lists and dicts of them.
+        current: Values of the present run, in the same form.
         allowed: Terms that may differ.
 
     Returns:
@@ -86,7 +86,7 @@ def compare(
 
 
 def describe(drifts: Collection[ContractDifference]) -> str:
-    """One line for each difference; of each term the first few."""
+    """Format the differences, one a line: the first few of each term."""
     lines = []
     for term in TERMS:
         of_term = [str(each) for each in drifts if each.term == term]
@@ -97,11 +97,11 @@ def describe(drifts: Collection[ContractDifference]) -> str:
 
 
 def refusal(drifts: Collection[ContractDifference], source: str) -> str:
-    """The message for differences that are not allowed.
+    """Return the message for differences that are not allowed.
 
     Args:
-        drifts: At least one.
-        source: The checkpoint.
+        drifts: At least one difference.
+        source: Name of the checkpoint.
     """
     terms = [term for term in TERMS if any(each.term == term for each in drifts)]
     if "model" in terms:

@@ -1,4 +1,4 @@
-"""Finds checkpoints, the newest that is good and the best by score, and which of them are kept."""
+"""Finds checkpoints, chooses the newest good one or the best by score, and decides which ones are kept."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, Literal
 from lightning_protrain.checkpoint.manifest import Manifest, is_remains, parse_reserved, run_mark
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify_files
 
-# How many letters of what is wrong a message has room for.
+# Characters that a message has room for.
 _ROOM = 2000
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder with a valid manifest; whether its other files are good is another question."""
+    """A folder with a valid manifest; its other files may still be damaged."""
 
     path: Path
     manifest: Manifest
@@ -27,11 +27,11 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class Listing:
-    """What `find_checkpoints` found.
+    """The result of `find_checkpoints`.
 
     Attributes:
-        found: Newest first, each save once, whatever its copies are called.
-        broken: Folders that were checkpoints and have no valid manifest, with the reason.
+        found: Checkpoints, newest first. Copies of one save appear once.
+        broken: Folders that were checkpoints but have no valid manifest, each with the reason.
     """
 
     found: tuple[FoundCheckpoint, ...] = ()
@@ -40,18 +40,18 @@ class Listing:
 
 @dataclass(frozen=True)
 class Newest:
-    """What `newest_good` chose.
+    """The result of `newest_good`.
 
     Attributes:
-        chosen: The checkpoint; None where there is no trace of one.
-        skipped: Newer ones that are not good, with the reason, and all whose manifest is not valid.
+        chosen: The checkpoint; None if there is no trace of one.
+        skipped: Newer checkpoints that are damaged and all folders without a valid manifest, each with the reason.
     """
 
     chosen: FoundCheckpoint | None
     skipped: tuple[tuple[Path, str], ...] = field(default=())
 
     def message(self) -> str:
-        """For the user, where something was skipped."""
+        """Return the message for the user about the chosen checkpoint and the skipped ones."""
         assert self.chosen is not None
         return (
             f"{self.chosen.path} (step {self.chosen.manifest.step}) is the newest good checkpoint of run "
@@ -60,11 +60,11 @@ class Newest:
 
 
 def find_checkpoints(root: Path, run: str | None = None) -> Listing:
-    """All checkpoints in `root`, by their manifests; follows no link, changes nothing.
+    """Return all checkpoints in `root` by their manifests; follow no link and change nothing.
 
     Args:
-        root: The folder that holds them; none is found if it is not there.
-        run: Only those of this run; None: of all.
+        root: Folder that holds the checkpoints; the listing is empty if it does not exist.
+        run: Name of the run; None means all runs.
     """
     found: dict[str, FoundCheckpoint] = {}
     broken = []
@@ -81,7 +81,7 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
 
 
 def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundCheckpoint]:
-    """Those that the latest one (or `head`) continues from, and itself, newest first; see [Note: Lines]."""
+    """Return the latest checkpoint (or `head`) and all that it continues from, newest first; see [Note: Lineage]."""
     if head is None:
         if not listing.found:
             return []
@@ -92,16 +92,16 @@ def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundChec
 def newest_good(
     root: Path, run: str | None = None, check: Callable[[FoundCheckpoint], list[Fault]] | None = None
 ) -> Newest:
-    """The newest checkpoint of which every byte is right, on the line of the latest one.
+    """Return the newest checkpoint without a fault on the lineage of the latest one.
 
     Args:
-        root: The folder that holds them.
-        run: Name of the run; None where there is only one.
-        check: What is wrong with a checkpoint; None: every file is read.
+        root: Folder that holds the checkpoints.
+        run: Name of the run; None if there is only one.
+        check: Returns the faults of a checkpoint; None means to read every file.
 
     Raises:
-        ValueError: There are several runs and none is named, or there are checkpoints and none of them is good: a run
-            that was meant to go on never begins anew in silence.
+        ValueError: If there are several runs and none is named, or all checkpoints are damaged: a run that was meant to
+            resume never silently starts anew.
     """
     listing = find_checkpoints(root, run)
     runs = sorted({each.manifest.run for each in listing.found})
@@ -123,10 +123,10 @@ def newest_good(
 
 
 def resolve(target: Path) -> Path:
-    """Where the checkpoint of this name is: under it, or under its `.old` name if a save was interrupted.
+    """Return the path of a checkpoint: its own, or its `.old` path if a save was interrupted.
 
     Raises:
-        FileNotFoundError: Under neither.
+        FileNotFoundError: If neither exists.
     """
     if os.path.lexists(target):
         return target
@@ -147,7 +147,7 @@ def _folders(root: Path, run: str | None) -> Iterator[Path]:
         return
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in sorted(names, key=lambda name: name.startswith(".")):  # Published ones stand for their copies.
+    for name in sorted(names, key=lambda name: name.startswith(".")):  # Prefer published names to copies.
         reserved = parse_reserved(name)
         if reserved is None:
             skip = name.startswith(".")
@@ -164,12 +164,12 @@ def _describe(skipped: list[tuple[Path, str]] | tuple[tuple[Path, str], ...]) ->
 
 @dataclass(frozen=True)
 class Ranking:
-    """What makes a checkpoint better than another one. The record of its manifest says what it scored.
+    """Order of checkpoints by score. The `record` of each manifest holds its score.
 
     Attributes:
-        monitor: Name of the metric; None: nothing is better.
-        mode: Whether less is better, or more.
-        min_delta: By how much a score must be better than the best one so far; the earlier of two equal ones wins.
+        monitor: Name of the metric; None means that no checkpoint is better than another.
+        mode: `"min"` if less is better, `"max"` if more is better.
+        min_delta: Minimum improvement over the best score so far. Of two equal scores the earlier one wins.
     """
 
     monitor: str | None
@@ -183,7 +183,7 @@ class Ranking:
             raise ValueError(f"min_delta={self.min_delta!r}: give a finite number from 0 on.")
 
     def is_better(self, score: float | None, best: float | None) -> bool:
-        """Whether `score` takes the place of `best`; what is missing or not finite never does."""
+        """Return True if `score` replaces `best`; a missing or non-finite score never does."""
         if score is None or not math.isfinite(score):
             return False
         if best is None:
@@ -191,13 +191,13 @@ class Ranking:
         return score < best - self.min_delta if self.mode == "min" else score > best + self.min_delta
 
     def record(self, score: float | None) -> dict[str, Any]:
-        """What a manifest keeps of a score; nothing of one that is missing or not finite."""
+        """Return the entries of a manifest's record for a score; empty for a missing or non-finite score."""
         if self.monitor is None or score is None or not math.isfinite(score):
             return {}
         return {"monitor": self.monitor, "mode": self.mode, "score": score}
 
     def score_of(self, manifest: Manifest) -> float | None:
-        """What the checkpoint scored by this metric; None if that is not known."""
+        """Return the score of a checkpoint by this metric, or None if it is unknown."""
         record: Mapping[str, Any] = manifest.record
         score = record.get("score")
         if self.monitor is None or record.get("monitor") != self.monitor or record.get("mode") != self.mode:
@@ -207,11 +207,11 @@ class Ranking:
         return float(score) if math.isfinite(score) else None
 
     def best(self, line: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
-        """The best checkpoint of a line that is given newest first."""
+        """Return the best checkpoint of a lineage that is given newest first."""
         return next(reversed(self._bests(line)), None)
 
     def _bests(self, line: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """Those that were the best when they were made, oldest first."""
+        """Return the checkpoints that were the best when they were saved, oldest first."""
         chosen: list[FoundCheckpoint] = []
         for each in reversed(line):
             best = self.score_of(chosen[-1].manifest) if chosen else None
@@ -222,15 +222,15 @@ class Ranking:
     def surplus(
         self, line: Sequence[FoundCheckpoint], keep: int, protected: Collection[str] = ()
     ) -> list[FoundCheckpoint]:
-        """What may go of a line that is given newest first.
+        """Return the checkpoints of a lineage, given newest first, that may be removed.
 
-        The best of those that stay is the best of all: by `min_delta` one that stays may be no better than another one
-        that would stay before it, and then what lies between both stays, too.
+        The best of the remaining checkpoints must be the best of all. Because of `min_delta`, a remaining checkpoint
+        can hide a slightly better later one; then the former best ones between them stay, too.
 
         Args:
-            line: The checkpoints.
-            keep: How many of the highest rank stay, by score or, without a metric, the newest; -1: all.
-            protected: Identities of others that stay; the best and the newest always do.
+            line: The checkpoints, newest first.
+            keep: Number of checkpoints to keep, ranked by score, or by age if there is no metric; -1 keeps all.
+            protected: Identities of further checkpoints to keep. The best and the newest one are always kept.
         """
         if keep < 0 or not line:
             return []
@@ -242,7 +242,7 @@ class Ranking:
         if self.monitor is None:
             ranked = list(line)
         else:
-            # Of equal scores the earlier one ranks higher.
+            # Of two equal scores, the earlier one ranks higher.
             scored = [(sign * score, each.manifest.sequence, each) for each, score in scores if score is not None]
             ranked = [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
         stay |= {each.manifest.identity for each in ranked[:keep]}
@@ -252,16 +252,17 @@ class Ranking:
 
 
 def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
-    """Return the checkpoint at `path`, or, where it is the folder of a run, the last or the best one in it.
+    """Return the checkpoint at `path`, or the last or best one if `path` is the folder of a run.
 
-    The last one is the newest of which every byte is right; newer ones that are not are named in a warning.
+    The last one is the newest without a fault. Damaged newer ones are named in a warning.
 
     Args:
         path: A checkpoint, as a folder or a stock file, or the folder of a run.
-        which: Of a run's folder.
+        which: Checkpoint to choose from the folder of a run.
 
     Raises:
-        ValueError: The folder has no checkpoint, none that is good, or those of several runs; or none has a score.
+        ValueError: If the folder has no checkpoint, no good one, or checkpoints of several runs; or if none has a
+            score.
     """
     if not path.is_dir() or is_remains(path):
         return path

@@ -1,4 +1,4 @@
-"""What a checkpoint, or a folder of them, holds, as text."""
+"""Describes a checkpoint, or a folder of checkpoints, as text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
 from lightning_protrain.checkpoint.verification import read_manifest, verify
 
-# What is said of checkpoints that the newest one of their run does not continue from.
+# Said of checkpoints that the newest one of their run does not continue from.
 ABANDONED = ", abandoned"
 
 
 def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
-    """Describes a checkpoint, or all checkpoints of a folder, newest first.
+    """Describe a checkpoint, or all checkpoints of a folder, newest first.
 
     Args:
-        path: Either.
-        check: Whether every byte is read.
+        path: A checkpoint, or a folder that holds some.
+        check: True reads and verifies every byte.
 
     Returns:
-        The text, and whether nothing was found to be wrong.
+        The text, and True if nothing is wrong.
 
     Raises:
-        ValueError: There is no checkpoint.
+        ValueError: If there is no checkpoint.
     """
     if is_remains(path):
         lines, good = _one(path, check)
@@ -59,7 +59,7 @@ def _table(listing: Listing) -> Iterator[str]:
 
 
 def _left(manifest: Manifest, head: Manifest) -> str:
-    """Return what to say of a checkpoint that the newest one of its run does not continue from."""
+    """Return the remark on a checkpoint that the newest one of its run does not continue from, else an empty text."""
     if manifest.is_on_line_of(head):
         return ""
     branches = {branch for branch, _ in head.lineage} | {head.branch}

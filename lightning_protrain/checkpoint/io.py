@@ -1,9 +1,8 @@
 """ProTrainCheckpointIO: checkpoints of any strategy as folders that survive a crash, or as stock files.
 
-[Note: Behind]
-A save may be made of copies, and be written behind the training. Everything that changes or reads the folder waits for
-it, and what is removed after it is removed by the same thread, in order: so there is never more than one under way, and
-nothing is removed for one that is not durable.
+A save may copy the content and write it in the background while training continues. Everything that reads or changes
+the folder waits for that save. Removals that follow it run on the same thread, in order. So at most one save is under
+way, and nothing is removed in favour of a checkpoint that is not durable yet.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from lightning_protrain.checkpoint.serialize import Payload, join, split
 from lightning_protrain.checkpoint.verification import read_manifest
 
 Layout = Literal["folder", "file"]
-# What a spawned process leaves for its parent, whose CheckpointIO may be another one: Lightning's name for it.
+# Lightning's name for the file that a spawned process leaves for its parent, whose CheckpointIO may be another one.
 _MESSAGE = ".temp.ckpt"
-# Of free host memory, how much more than a copy has to be there: the training goes on beside it.
+# Free host memory required for a copy, as a multiple of its size: training continues beside it.
 _SPARE = 1.1
 
 
 class ProTrainCheckpointIO(CheckpointIO):
     """Saves, loads and removes checkpoints on local and shared file systems: `Trainer(plugins=ProTrainCheckpointIO())`.
 
-    A checkpoint is a folder (docs/checkpoints.md), or a stock file; both are loaded, whatever `layout` says. A save is
-    durable when it returns, and a crash at any point of it leaves what was there. What is loaded was checked byte for
-    byte, and is loaded with `weights_only=True`.
+    A checkpoint is a folder (docs/checkpoints.md) or a stock file; both are loaded, whatever `layout` says. A save is
+    durable when it returns, and a crash during it leaves the earlier checkpoints intact. A load verifies every byte and
+    uses `weights_only=True`.
 
     Args:
         run: Name of the run. Two runs of one name in one folder refuse to save at the same time.
-        layout: `"folder"`, or `"file"` for what `torch.save` writes, which every Trainer reads.
+        layout: `"folder"`, or `"file"` for a file of `torch.save`, which every Trainer reads.
         digest: `"xxh3_128"`, `"crc32"`, or `"sha256"`, which takes longer than the writing.
 
     Raises:
-        ValueError: A name or an algorithm that there cannot be.
+        ValueError: If a name or an algorithm is not allowed.
     """
 
     def __init__(self, run: str = "run", layout: Layout = "folder", digest: str = DEFAULT) -> None:
@@ -76,18 +75,19 @@ class ProTrainCheckpointIO(CheckpointIO):
         self.layout = layout
         self.digest = digest
         self.files = Files()
-        # What was saved or resumed from last, see [Note: Lines] in checkpoint/manifest.py.
+        # The checkpoint that was saved or resumed from last, see [Note: Lineage] in checkpoint/manifest.py.
         self.parent: Manifest | None = None
-        # Who loads on several ranks at once puts in what makes them fail together; the argument is for the message.
+        # Context that makes all ranks fail together if a load fails on one; the argument is for the message.
         self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
-        # Who takes another one if that is not good; says whether all that is read of it has been verified.
+        # Returns the checkpoint to load in place of a damaged one, and True if everything that is read of it has been
+        # verified.
         self.choose: Callable[[Path], tuple[Path, bool]] = _this_one
-        # Only what this rank needs is read; None: all.
+        # Rank whose files are read; None means all files.
         self.rank: int | None = None
-        # Who has more to say about what is loaded: gets the content, which it may change, and the place for messages.
-        # By default frozen weights are read from where they came from.
+        # Called with the loaded content, which it may change, and a name for messages. By default it reads frozen
+        # weights from their source.
         self.accept: Callable[[dict[str, Any], str], None] = fill
-        # What is written behind the training, see [Note: Behind].
+        # Writes checkpoints in the background.
         self.writer = Writer()
         self._snapshot: Snapshot | None = None
         self._locks: dict[Path, RunLock] = {}
@@ -95,18 +95,18 @@ class ProTrainCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves `checkpoint` at `path`; what is there is replaced when the new one is durable.
+        """Save `checkpoint` at `path`; an existing one is replaced once the new one is durable.
 
-        Within `copying` it is copied when this returns, and durable when the writer has done it.
+        Within `copying`, the content is copied when this returns, and durable when the writer has finished.
 
         Args:
-            checkpoint: What Lightning makes of a run, or a state dict.
-            path: In a local folder, which is made.
-            storage_options: What JSON can hold; it is kept in the manifest, and in no file.
+            checkpoint: Checkpoint dict of Lightning, or a state dict.
+            path: Path in a local folder, which is made if needed.
+            storage_options: Dict that JSON can hold; it is kept in the manifest only.
 
         Raises:
-            ValueError: A path, or content, that cannot be saved, or another process is writing this run.
-            OSError: The disk.
+            ValueError: If the path or the content cannot be saved, or another process is writing this run.
+            OSError: If the disk fails.
         """
         if storage_options is not None and not isinstance(storage_options, dict):
             raise ValueError(f"storage_options={storage_options!r}: give a dict for the manifest, or nothing.")
@@ -141,16 +141,16 @@ class ProTrainCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What was saved at `path`, as a folder or as a stock file.
+        """Return the content of the folder or stock file at `path`.
 
         Args:
             path: The folder or file.
-            map_location: As in `torch.load`; None: the host.
-            weights_only: False lets a stock file execute what it says; a folder never does.
+            map_location: As in `torch.load`; None means the host.
+            weights_only: False lets a stock file execute code; a folder never does.
 
         Raises:
-            ValueError: It is not good, and what is wrong with it.
-            FileNotFoundError: There is nothing.
+            ValueError: If the checkpoint is not good; the message names the faults.
+            FileNotFoundError: If there is no checkpoint.
         """
         self.writer.join()
         self.parent = None
@@ -169,17 +169,17 @@ class ProTrainCheckpointIO(CheckpointIO):
             return content
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes what is at `path`, if there is anything; a crash leaves it whole or gone.
+        """Remove the checkpoint at `path`, if there is one; a crash leaves it whole or gone.
 
         Raises:
-            ValueError: It is a folder and no checkpoint.
-            OSError: The disk.
+            ValueError: If `path` is a folder that is no checkpoint.
+            OSError: If the disk fails.
         """
         self.writer.join()
         self.remove_now(path)
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
-        """The same, but that it does not wait for what is under way: for what is done after it, on its thread."""
+        """Remove the checkpoint at `path` without waiting for a save under way; for jobs on the writer's own thread."""
         target = _local(path)
         if not os.path.lexists(target):
             return
@@ -191,10 +191,11 @@ class ProTrainCheckpointIO(CheckpointIO):
 
     @contextmanager
     def copying(self, snapshot: Snapshot | None) -> Iterator[None]:
-        """Within it a save only copies, and is written by `writer`, if the host has room; see [Note: Behind].
+        """Within the context, let a save only copy, and write it in the background, if the host has room.
 
         Args:
-            snapshot: Where the copies go; the one before is written when it is overwritten. None: nothing is changed.
+            snapshot: Memory for the copies. A save under way is finished before it is overwritten. None changes
+                nothing.
         """
         self._snapshot = snapshot
         try:
@@ -203,10 +204,10 @@ class ProTrainCheckpointIO(CheckpointIO):
             self._snapshot = None
 
     def hold(self, root: str | os.PathLike[str]) -> None:
-        """Keeps other processes from writing this run to `root`, until `teardown`.
+        """Keep other processes from writing this run to `root`, until `teardown`.
 
         Raises:
-            ValueError: One has it; the message says which one.
+            ValueError: If another process is writing it; the message names the process.
         """
         folder = _local(root)
         if folder not in self._locks:
@@ -215,7 +216,7 @@ class ProTrainCheckpointIO(CheckpointIO):
             self._locks[folder] = lock
 
     def teardown(self) -> None:
-        """Lets go of what `hold` has taken, of other ranks, and of who has more to say, once everything is written."""
+        """Finish all writing, release the locks of `hold`, and restore the default callbacks."""
         error = self.writer.close()
         if error is not None:
             rank_zero_warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}")
@@ -239,7 +240,7 @@ class ProTrainCheckpointIO(CheckpointIO):
 
 
 def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
-    """Return what reads the checkpoint at `path`: `checkpoints`, but for a folder that Lightning's own cannot read."""
+    """Return `checkpoints`, or a `ProTrainCheckpointIO` if `path` is a folder that Lightning's own IO cannot read."""
     if type(checkpoints) is TorchCheckpointIO and is_remains(Path(path)):
         return ProTrainCheckpointIO()
     return checkpoints

@@ -1,20 +1,19 @@
 """Describes a checkpoint: its names, its digests, and the manifest that holds them.
 
+A folder is a checkpoint if it has a valid manifest. It is a good one if its files are exactly those in the manifest,
+byte for byte; names, times and links prove nothing. Every content has exactly one text as a manifest, and the last line
+is a digest of the text, so any changed byte makes the manifest invalid.
+
 [Note: States]
-A published checkpoint has a plain name. Beside it, in the same folder and so on the same disk, there may be
-`.NAME~TOKEN.staged` (being written), `.NAME~TOKEN.old` (whole, its successor of the same name is about to be or has
-been published) and `.NAME~TOKEN.removed` (being removed). The first half of TOKEN says of which run it is, so that
-nobody clears away what another run is writing.
+A published checkpoint has a plain name. The same folder, and so the same disk, may also hold `.NAME~TOKEN.staged`
+(being written), `.NAME~TOKEN.old` (whole; its successor of the same name is about to be, or has been, published) and
+`.NAME~TOKEN.removed` (being removed). The first half of TOKEN stands for the run, so that nobody clears away what
+another run is writing.
 
-[Note: Truth]
-A folder is a checkpoint if it has a valid manifest, and a good one if its files are those that the manifest lists, byte
-for byte. Names, times and links say nothing. The text of a manifest is the only one that its content can have, and its
-last line is a digest of it: whatever changes a byte of it makes it invalid.
-
-[Note: Lines]
-`sequence` counts the checkpoints of a run in the order in which they were saved. A run that resumes from another one
-than its latest begins a new *branch*, and `lineage` says up to which step it shares each earlier branch. What is not on
-the line of the latest checkpoint is hidden: found, never chosen.
+[Note: Lineage]
+`sequence` counts the checkpoints of a run in the order of their saves. A run that resumes from a checkpoint other than
+its latest one begins a new *branch*. `lineage` lists the earlier branches, each with the last step that the new branch
+shares with it. A checkpoint outside the lineage of the latest one is found, but never chosen.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import xxhash
 
 State = Literal["staged", "old", "removed"]
 
-# Bytes of a name that file systems take, less what a state adds to it.
+# Bytes of a name that file systems accept, less the bytes that a state adds.
 MOST_NAME_BYTES = 255 - len(".~.removed") - 16
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -44,7 +43,7 @@ _KEPT = re.compile(r"\..*(\.lock|~[0-9a-f]{16}\.\w+)")
 
 
 class Reserved(NamedTuple):
-    """What a name of [Note: States] says."""
+    """The parts of a name of [Note: States]."""
 
     name: str
     run_mark: str
@@ -52,10 +51,10 @@ class Reserved(NamedTuple):
 
 
 def check_run(run: object) -> str:
-    """The run's name, if it may be one.
+    """Return the run's name if it is allowed.
 
     Raises:
-        ValueError: It may not.
+        ValueError: If it is not.
     """
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise ValueError(
@@ -66,10 +65,10 @@ def check_run(run: object) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of a checkpoint, if it may be one: whatever a file may be called, without surprises.
+    """Return the name of a checkpoint if it is allowed: a printable file name without separators.
 
     Raises:
-        ValueError: It may not.
+        ValueError: If it is not.
     """
     size = len(name.encode(errors="surrogateescape"))
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or _KEPT.fullmatch(name):
@@ -83,10 +82,10 @@ def check_name(name: str) -> str:
 
 
 def check_file(name: object) -> str:
-    """The name of a file in a checkpoint, if it may be one.
+    """Return the name of a file in a checkpoint if it is allowed.
 
     Raises:
-        ValueError: It may not.
+        ValueError: If it is not.
     """
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a file of a checkpoint.")
@@ -94,24 +93,24 @@ def check_file(name: object) -> str:
 
 
 def run_mark(run: str) -> str:
-    """Stands for the run in reserved names, 8 characters."""
+    """Return the 8 characters that stand for the run in reserved names."""
     return hashlib.sha256(run.encode()).hexdigest()[:8]
 
 
 def reserved_name(name: str, run: str, state: State) -> str:
-    """A fresh name of [Note: States]."""
+    """Return a new name of [Note: States]."""
     return f".{name}~{run_mark(run)}{secrets.token_hex(4)}.{state}"
 
 
 def parse_reserved(entry: str) -> Reserved | None:
-    """What `reserved_name` made; None for any other name."""
+    """Parse a name of `reserved_name`; return None for any other name."""
     match = _RESERVED.fullmatch(entry)
     return Reserved(match["name"], match["run"], match["state"]) if match else None  # type: ignore[arg-type]
 
 
 # Hexadecimal digits of a digest, by algorithm.
 DIGESTS = {"xxh3_128": 32, "crc32": 8, "sha256": 64}
-# Of what is saved; what was saved with another one is verified with that.
+# Algorithm of new checkpoints; older ones are verified with their own.
 DEFAULT = "xxh3_128"
 
 
@@ -140,14 +139,14 @@ _ALGORITHMS: dict[str, Callable[[], _Running]] = {
 
 
 class Digest:
-    """Running digest of one file; `str` of it is what the manifest has.
+    """Running digest of one file; `str` gives the text for the manifest.
 
     Args:
-        algorithm: `"xxh3_128"` and `"crc32"` find what breaks by accident, and the first one takes a quarter of the
-            time. `"sha256"` also finds what was made to look the same, and takes longer than the writing.
+        algorithm: `"xxh3_128"` and `"crc32"` detect accidental damage; the first takes a quarter of the time.
+            `"sha256"` also detects deliberate changes, and takes longer than the writing.
 
     Raises:
-        ValueError: There is no such algorithm.
+        ValueError: If there is no such algorithm.
     """
 
     def __init__(self, algorithm: str = DEFAULT) -> None:
@@ -157,7 +156,7 @@ class Digest:
         self._running = _ALGORITHMS[algorithm]()
 
     def update(self, data: memoryview | bytes | bytearray) -> None:
-        """Adds bytes."""
+        """Add bytes to the digest."""
         self._running.update(data)
 
     def __str__(self) -> str:
@@ -165,11 +164,11 @@ class Digest:
 
 
 MANIFEST = "manifest.json"
-# Every checkpoint has this file, too; by these two its remains are told from what belongs to somebody else.
+# Every checkpoint has this file, too. These two names distinguish the remains of a checkpoint from foreign files.
 STATE = "state.pt"
 KIND = "lightning_protrain.checkpoint"
 FORMAT = 1
-# A manifest has about a hundred bytes for each file; nobody reads more than this.
+# A manifest has about a hundred bytes for each file; larger ones are not read.
 MOST_MANIFEST_BYTES = 16 << 20
 _MOST = (1 << 63) - 1
 _HEX = frozenset("0123456789abcdef")
@@ -180,8 +179,8 @@ class FileEntry:
     """One file of a checkpoint.
 
     Attributes:
-        size: In bytes.
-        digest: Its algorithm, a colon, hexadecimal digits: `"xxh3_128:..."`; see `Digest`.
+        size: Size in bytes.
+        digest: Algorithm, colon, hexadecimal digits: `"xxh3_128:..."`; see `Digest`.
     """
 
     size: int
@@ -195,23 +194,23 @@ class FileEntry:
 
     @property
     def algorithm(self) -> str:
-        """Of the digest."""
+        """Algorithm of the digest."""
         return self.digest.partition(":")[0]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, see [Note: Truth] and [Note: Lines].
+    """The description of a checkpoint; see [Note: Lineage].
 
     Attributes:
         run: Name of the run.
-        step: Optimizer steps that it has made.
+        step: Number of optimizer steps made.
         sequence: Place in the order of the run's saves.
-        identity: 16 hexadecimal digits, different for every save; copies have the same.
-        files: By name; all files of the folder but the manifest.
+        identity: 16 hexadecimal digits, different for every save; copies of one save share them.
+        files: Entry of each file in the folder except the manifest, by name.
         world_size: Number of ranks that saved it.
-        branch: Which line of the run.
-        lineage: Earlier branches, each with the last step that this one shares.
+        branch: Branch of the run.
+        lineage: Earlier branches, each with the last step that this branch shares.
         record: Anything else that JSON can hold: metrics, versions.
     """
 
@@ -247,13 +246,13 @@ class Manifest:
             raise ValueError("record is not what JSON makes of it: use str keys, lists, and finite numbers")
 
     def is_on_line_of(self, head: Manifest) -> bool:
-        """Whether `head` continues from this one, or is it, see [Note: Lines]."""
+        """Return True if `head` is this checkpoint or continues from it, see [Note: Lineage]."""
         if self.branch == head.branch:
             return self.sequence <= head.sequence
         return any(branch == self.branch and self.step <= step for branch, step in head.lineage)
 
     def to_text(self) -> str:
-        """The one text of this content."""
+        """Return the only text that this content can have."""
         content = {
             "kind": KIND,
             "format": FORMAT,
@@ -271,10 +270,10 @@ class Manifest:
 
     @staticmethod
     def from_text(data: bytes) -> Manifest:
-        """Reads what `to_text` wrote; nothing in it is believed before the digest fits.
+        """Parse a text of `to_text`; nothing in it is used before the digest is checked.
 
         Raises:
-            ValueError: It is no manifest, or not as it was written, or of another version.
+            ValueError: If it is no manifest, was changed after it was written, or has another format version.
         """
         try:
             content = json.loads(data.decode("ascii"), parse_constant=_refuse)
@@ -301,7 +300,7 @@ class Manifest:
 
 
 def is_remains(folder: Path) -> bool:
-    """Whether the folder is a checkpoint or what is left of one; the only folders that may ever be removed."""
+    """Return True if the folder is a checkpoint or the remains of one: no other folder may ever be removed."""
     return any(os.path.lexists(folder / name) for name in (MANIFEST, STATE))
 
 

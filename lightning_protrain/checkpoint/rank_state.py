@@ -1,10 +1,10 @@
-"""Collects what only one rank has, above all its random generators, and shares it out to more or fewer ranks.
+"""Collects the state of each rank, above all its random generators, and distributes it to more or fewer ranks.
 
 [Note: Other ranks]
-A checkpoint of any number of ranks is resumed by any other. Weights, moments and schedules are whole in the files that
-all ranks share. Of what a rank has for itself, one that there was keeps its own; a new one, with the number r, begins
-with random numbers that are derived from those of rank `r % saved` and r, so that no two ranks draw the same, and the
-same run has the same ones every time. In the middle of an epoch as many samples are passed over as were trained.
+A checkpoint can be resumed with any number of ranks. Weights, moments and schedules are whole in the files that all
+ranks share. Each rank also has states of its own. A rank that existed at the save gets its own states back. A new rank
+r derives its random states from those of rank `r % saved` and from r: no two ranks draw the same numbers, and every
+resume draws the same ones. In the middle of an epoch, as many samples are skipped as were trained.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightning_protrain.checkpoint.verification import read_manifest
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of Python, NumPy, torch on the host, and torch on this device.
+    """Return the random states of Python, NumPy, torch on the host, and torch on this device.
 
-    Generators that the program has made itself are its own affair.
+    Generators that the program has made itself are not included.
     """
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the one that others draw from)
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the global one)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        # weights_only takes no arrays.
+        # weights_only=True does not load arrays.
         "numpy": (
             kind,
             torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -51,13 +51,13 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> list[str]:
-    """Puts back what `capture` took.
+    """Restore random states from `capture`.
 
     Returns:
-        Names of generators that the state says nothing of: it was taken on another kind of device.
+        Names of generators without a saved state, because it was captured on another kind of device.
 
     Raises:
-        ValueError: It is no such state.
+        ValueError: If the state has another form.
     """
     try:
         kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -76,12 +76,12 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def derive_state(state: dict[str, Any], number: int, device: torch.device) -> dict[str, Any]:
-    """States for a rank that there was not when `state` was captured: others, but the same ones every time.
+    """Derive random states for a rank that did not exist when `state` was captured; they are the same every time.
 
     Args:
-        state: Of a rank that there was.
-        number: Of the new rank.
-        device: Of the new rank.
+        state: State of a rank that existed.
+        number: Number of the new rank.
+        device: Device of the new rank.
     """
     told = state["torch"].cpu().numpy().tobytes() + number.to_bytes(8, "little")
     seed = int.from_bytes(hashlib.sha256(told).digest()[:8], "little") >> 1
@@ -96,22 +96,19 @@ def derive_state(state: dict[str, Any], number: int, device: torch.device) -> di
     return new
 
 
-# Of the states of one rank: random states, place in the data, and states of others under their keys.
+# Keys of the states of one rank: random states, place in the data, and states of other objects by their keys.
 RANDOM, DATA, OTHERS = "random", "data", "others"
 _PROGRESS = "epoch_loop.batch_progress"
 
 
 def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
-    """What a rank goes on with, by [Note: Other ranks].
+    """Return the states with which a rank resumes, by [Note: Other ranks]; None if the checkpoint has none.
 
     Args:
-        states: By rank of those that saved; those of others than `rank % len(states)` may be None.
-        rank: Of this rank.
-        world_size: Number of ranks that there are.
-        device: Of this rank.
-
-    Returns:
-        None: the checkpoint has nothing of the kind.
+        states: States by saving rank; all but that of `rank % len(states)` may be None.
+        rank: Number of this rank.
+        world_size: Number of ranks now.
+        device: Device of this rank.
     """
     if not states or not isinstance(states[rank % len(states)], dict):
         return None
@@ -125,10 +122,10 @@ def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: tor
 
 
 def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same states, of which those of others are kept only where they are not those of rank 0.
+    """Return the states, keeping states of other objects only where they differ from those of rank 0.
 
     Args:
-        states: By rank; those of others as bytes, by key.
+        states: States by rank; states of other objects as bytes, by key.
     """
     first = states[0].get(OTHERS, {})
     kept = []
@@ -140,15 +137,15 @@ def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, Any], bool]:
-    """The progress of loops in a world of another size: as many samples of the epoch are trained as were.
+    """Return the progress of the loops for another number of ranks: as many samples of the epoch count as trained.
 
     Args:
         loops: State of a fit loop.
         before: Number of ranks that saved.
-        now: Number of ranks that there are.
+        now: Number of ranks now.
 
     Returns:
-        The state, and whether the place is exact; else it is the batch before.
+        The state, and True if the place is exact; otherwise the place is the batch before.
     """
     moved: dict[str, Any] = copy.deepcopy(dict(loops))
     progress = moved[_PROGRESS]
@@ -156,7 +153,7 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
     place, rest = divmod(trained * before, now)
     ends = progress["is_last_batch"]
     if ends and rest:
-        place += 1  # Never fewer than an epoch has now.
+        place += 1  # An epoch has at least this many batches now.
     for counts in (progress["current"], progress["total"]):
         for name in counts:
             counts[name] += place - trained
@@ -164,10 +161,10 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
 
 
 def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """The content of a checkpoint as `world_size` ranks would have saved it.
+    """Return the content of a checkpoint as `world_size` ranks would have saved it.
 
     Raises:
-        ValueError: It has no states of ranks.
+        ValueError: If the checkpoint has no states of single ranks.
     """
     states = content.get(RANK_STATES)
     if not isinstance(states, list) or not states:
@@ -179,17 +176,17 @@ def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | None = None) -> Manifest:
-    """Writes a checkpoint as `world_size` ranks would have saved it; resuming needs no such thing.
+    """Write a checkpoint as `world_size` ranks would have saved it. Resuming does not need this.
 
     Args:
         folder: The checkpoint; it is verified before anything is written.
-        target: The new one, not in the folder of the run that it is of.
+        target: Path of the new checkpoint, outside the folder of its run.
         world_size: Number of ranks.
-        files: What writes.
+        files: File system to write with.
 
     Raises:
-        ValueError: It is not good, has no states of ranks, or the target is beside it.
-        OSError: The disk.
+        ValueError: If the checkpoint is not good or has no states of ranks, or the target is in the run's folder.
+        OSError: If the disk fails.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: give at least 1 rank (`--ranks`).")

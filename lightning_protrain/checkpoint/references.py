@@ -1,10 +1,10 @@
-"""Frozen weights that a checkpoint names instead of holding them: what they are, and where they are found again.
+"""Frozen weights that a checkpoint refers to instead of storing them, and how they are found again.
 
 [Note: References]
-What is not trained is the same in every checkpoint of a run, and in the model that it began with. So a checkpoint may
-have a *reference* in its place: shape, dtype, and a SHA-256 of the bytes. It is a digest that nothing else has by
-accident: in contrast to the digest of a file, it is all that is left of the weight. A reference is resolved from memory
-(the model that resumes has the same weight, or is refused), or from the source: the folder the model was loaded from.
+A frozen weight is the same in every checkpoint of a run, and in the model that the run began with. So a checkpoint may
+store a *reference* in its place: shape, dtype, and a SHA-256 of its bytes. The strong digest is needed because nothing
+else is left of the weight. A reference is resolved from memory (the resuming model has the same weight, or is refused),
+or from the source: the folder that the model was loaded from.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from lightning_protrain.checkpoint.serialize import DTYPES, can_hold, digest_of, same_bits, shared_names, side_by_side
 
-# Key of a checkpoint.
+# Key in a checkpoint.
 FROZEN = "frozen_weights"
-# What adapters put between the parts of a name.
+# Parts that adapters insert into a name.
 _ADAPTED = frozenset(("base_layer", "original_module"))
 _MOST_NAMED = 4
 _BY_NAME = {str(dtype): dtype for dtype in DTYPES}
@@ -33,11 +33,11 @@ _BY_NAME = {str(dtype): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class Reference:
-    """One tensor that a checkpoint does not hold, see [Note: References].
+    """One tensor that a checkpoint does not store, see [Note: References].
 
     Attributes:
-        dtype: As `str` of a `torch.dtype`.
-        shape: Of the tensor.
+        dtype: Text of a `torch.dtype`.
+        shape: Shape of the tensor.
         digest: SHA-256 of its elements in row-major order, in hexadecimal digits.
     """
 
@@ -47,15 +47,15 @@ class Reference:
 
     @property
     def nbytes(self) -> int:
-        """What it would take in the checkpoint."""
+        """Bytes that the tensor would take in the checkpoint."""
         return math.prod(self.shape) * _BY_NAME[self.dtype].itemsize
 
     def hollow(self) -> Tensor:
-        """A tensor of its shape and dtype, without values."""
+        """Return a tensor of its shape and dtype, without values."""
         return torch.empty(self.shape, dtype=_BY_NAME[self.dtype], device="meta")
 
     def is_of(self, tensor: Tensor, digest: Callable[[Tensor], str]) -> bool:
-        """Whether this tensor, cast to its dtype if it has to be, is the one that was saved."""
+        """Return True if this tensor, cast to the saved dtype if needed, is the one that was saved."""
         if tuple(tensor.shape) != self.shape or tensor.device.type == "meta":
             return False
         if str(tensor.dtype) == self.dtype:
@@ -67,11 +67,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class References:
-    """All of a checkpoint.
+    """All references of a checkpoint.
 
     Attributes:
-        source: Folder or name that the model was loaded from, if it is known.
-        weights: By key of the state dict.
+        source: Folder or name that the model was loaded from; None if unknown.
+        weights: References by key of the state dict.
         trainable: Names of the parameters that were trained.
     """
 
@@ -81,24 +81,24 @@ class References:
 
     @property
     def origin(self) -> str:
-        """The source, for messages."""
+        """Name of the source, for messages."""
         return "a model whose source is not known" if self.source is None else f"the model in {self.source!r}"
 
     def to_content(self) -> dict[str, Any]:
-        """Plain values, for the checkpoint."""
+        """Return plain values for the checkpoint."""
         weights = {name: [each.dtype, list(each.shape), each.digest] for name, each in self.weights.items()}
         return {"source": self.source, "weights": weights, "trainable": list(self.trainable)}
 
     @staticmethod
     def from_content(content: Mapping[str, Any], name: str) -> References | None:
-        """Those of a checkpoint, if it has any.
+        """Return the references of a checkpoint, or None if it has none.
 
         Args:
-            content: Of the checkpoint.
-            name: The checkpoint, for messages.
+            content: Content of the checkpoint.
+            name: Name of the checkpoint, for messages.
 
         Raises:
-            ValueError: They are not what `to_content` made.
+            ValueError: If they are not in the form of `to_content`.
         """
         if content.get(FROZEN) is None:
             return None
@@ -116,19 +116,19 @@ class References:
             raise ValueError(f"{name}: its references to frozen weights are none: {error}") from error
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with tensors without values in the place of what it does not hold."""
+        """Return the state dict with a tensor without values for each reference."""
         return {**state_dict, **{key: each.hollow() for key, each in self.weights.items()}}
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:
-        """Compares all of them with a state dict in memory.
+        """Raise ValueError if weights in memory differ from the referenced ones.
 
         Args:
-            tensors: The state dict.
-            digest: Of a tensor.
-            name: The checkpoint, for messages.
+            tensors: State dict in memory.
+            digest: Returns the digest of a tensor.
+            name: Name of the checkpoint, for messages.
 
         Raises:
-            ValueError: Some differ, or are missing; the message has the first ones.
+            ValueError: If some weights differ or are missing; the message names the first ones.
         """
         there = {key: tensors[key] for key in self.weights if isinstance(tensors.get(key), Tensor)}
         twice = shared_names({key: each for key, each in there.items() if can_hold(each)})
@@ -136,7 +136,7 @@ class References:
         def differs(key: str) -> bool:
             each = self.weights[key]
             if key in twice and each == self.weights[twice[key]]:
-                return False  # Said of its other name.
+                return False  # Reported under its other name.
             return key not in there or not each.is_of(there[key], digest)
 
         unlike = side_by_side(differs, self.weights)
@@ -150,7 +150,7 @@ class References:
 
 
 def take_out(state_dict: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """A state dict of the same kind without some of its keys."""
+    """Return a state dict of the same type without some of its keys."""
     rest: dict[str, Any] = (OrderedDict if type(state_dict) is OrderedDict else dict)(
         (key, value) for key, value in state_dict.items() if key not in keys
     )
@@ -160,15 +160,15 @@ def take_out(state_dict: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
 
 
 def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -> None:
-    """Puts what a checkpoint refers to in its place, read from the source, every byte of it compared.
+    """Read the weights that a checkpoint refers to from their source, compare every byte, and put them in place.
 
     Args:
-        content: Of a checkpoint; changed in place. One without references stays as it is.
-        name: The checkpoint, for messages.
-        source: Where the model is now; None: where it was.
+        content: Content of a checkpoint, changed in place. Without references it stays as it is.
+        name: Name of the checkpoint, for messages.
+        source: Present folder of the model; None means the recorded one.
 
     Raises:
-        ValueError: The source is gone, or has other weights; nothing is changed.
+        ValueError: If the source is gone or has other weights; nothing is changed.
     """
     references = References.from_content(content, name)
     if references is None:
@@ -200,19 +200,19 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
 
 
 def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
-    """Those of the referenced weights that a source has to the last bit, cast as they were, by key; mapped.
+    """Return the referenced weights that a source has bit for bit, cast to their saved dtype, by key; mapped.
 
     Args:
-        weights: By key of the state dict.
-        source: A folder of safetensors, or the name of a repository that is in the cache of Hugging Face's hub.
+        weights: References by key of the state dict.
+        source: Folder of safetensors, or name of a repository in the cache of the Hugging Face hub.
 
     Raises:
-        FileNotFoundError: There is no such source.
-        ValueError: It has a file that is none of safetensors.
+        FileNotFoundError: If there is no such source.
+        ValueError: If a file of the source is not in the safetensors format.
     """
     digests = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
     found: dict[str, Tensor] = {}
-    for key, each in weights.items():  # One with several names has one of them in the source.
+    for key, each in weights.items():  # Tied weights have only one name in the source.
         tensor = digests.get(each.digest)
         if tensor is not None and str(tensor.dtype) == each.dtype and tuple(tensor.shape) == each.shape:
             found[key] = tensor
@@ -220,22 +220,22 @@ def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
 
 
 def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str) -> set[str]:
-    """Digests of those that the source has; nothing is hashed.
+    """Return the digests of the referenced weights that the source has; nothing is hashed.
 
     Args:
-        weights: By key of the state dict.
-        tensors: What they refer to, by key.
-        source: As of `resolve`, with its errors.
+        weights: References by key of the state dict.
+        tensors: The weights themselves, by key.
+        source: As in `resolve`, with its errors.
     """
     return set(_search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key])))
 
 
 def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
-    """Keys of those of which the source has one of their name and shape, of a dtype that can be cast to theirs.
+    """Return the keys for which the source has a tensor of that name, shape and a castable dtype.
 
     Args:
-        weights: By key of the state dict; values may be missing.
-        source: As of `resolve`, with its errors.
+        weights: Weights by key of the state dict; values may be missing.
+        source: As in `resolve`, with its errors.
     """
     with ExitStack() as stack:
         places = _places(_folder(source), stack)
@@ -248,12 +248,12 @@ def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
 
 
 def _search(weights: Mapping[str, Reference], source: str, is_it: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
-    """What the source has of them, by digest.
+    """Return the referenced weights that the source has, by digest.
 
     Args:
-        weights: By key of the state dict.
-        source: As of `resolve`.
-        is_it: Whether a tensor of the source is the weight of a key.
+        weights: References by key of the state dict.
+        source: As in `resolve`.
+        is_it: Returns True if a tensor of the source is the weight of a key.
     """
     keys: dict[str, list[str]] = {}
     for key, each in weights.items():
@@ -273,7 +273,7 @@ def _search(weights: Mapping[str, Reference], source: str, is_it: Callable[[str,
 
 
 def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each name."""
+    """Return the open file of each tensor name."""
     places: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -299,7 +299,7 @@ def _folder(source: str) -> Path:
 
 
 def _candidates(key: str) -> Iterator[str]:
-    """What a weight may be called in the source: without what adapters add, and without the names of its holders."""
+    """Yield the names that a weight may have in the source: without parts of adapters, and without parent modules."""
     parts = [part for part in key.split(".") if part not in _ADAPTED]
     for first in range(len(parts)):
         yield ".".join(parts[first:])

@@ -20,13 +20,13 @@ _ALIGNMENT = 64
 
 
 class Snapshot:
-    """One copy of what a checkpoint is made of; `take` overwrites the former one.
+    """One copy of the content of a checkpoint; `take` overwrites the former copy.
 
-    The memory is shared with processes that are forked meanwhile and is none of theirs: what is copied anew while
-    workers of a DataLoader live is there once, and not once more for them.
+    The memory is a shared mapping. Workers of a DataLoader that are forked meanwhile share it, so overwriting it does
+    not duplicate pages for them.
 
     Args:
-        free_bytes: What the host has left.
+        free_bytes: Returns the free bytes of the host.
     """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -35,19 +35,19 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory that it holds."""
+        """Bytes of host memory that this object holds."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def needed(self, payload: Payload) -> int:
-        """Bytes of host memory that `take` would claim besides those that it holds."""
+        """Return the bytes of host memory that `take` would allocate in addition to those held."""
         size = _size(payload)
         return size if size > self.nbytes else 0
 
     def take(self, payload: Payload) -> Payload:
-        """The same payload, of copies; what shares memory in it shares memory in them.
+        """Return the payload with copies of its tensors; tensors that share memory share it in the copy, too.
 
         Raises:
-            OSError: The system has no such memory.
+            OSError: If the system cannot provide the memory.
         """
         size = _size(payload)
         if size > self.nbytes:
@@ -74,7 +74,7 @@ class Snapshot:
         return Payload(copy(payload.weights), copy(payload.tensors), payload.state, payload.ranks)
 
     def release(self) -> None:
-        """Gives the memory back, once nobody uses the copies."""
+        """Free the memory; nobody may use the copies any more."""
         self._memory = None
 
 
@@ -87,7 +87,7 @@ def _size(payload: Payload) -> int:
 
 
 def aligned(size: int) -> int:
-    """Bytes that a tensor of this size takes of it."""
+    """Return the bytes that a tensor of this size takes in the snapshot."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -95,9 +95,9 @@ Result = TypeVar("Result")
 
 
 class Writer:
-    """A queue of jobs; what comes after one that failed fails as well, and nothing of it is done.
+    """A queue of jobs on one thread; if a job fails, all later ones fail without running.
 
-    The interpreter ends after the last job. A process that is killed leaves what a crash leaves.
+    The interpreter exits after the last job. A killed process leaves what a crash leaves.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Writer:
         self._last: Future[object] | None = None
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Has it done after all that were given before."""
+        """Run `job` after all jobs submitted before."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         before = self._last
@@ -120,15 +120,15 @@ class Writer:
         return future
 
     def join(self) -> None:
-        """Waits until nothing is left to be done, failed or not."""
+        """Wait until no job is left, failed or not."""
         if self._last is not None:
             wait([self._last])
 
     def settle(self, job: Future[Result]) -> Result:
-        """Waits for a job of `submit`, and says how it went.
+        """Wait for a job of `submit` and return its result.
 
         Raises:
-            BaseException: What it, or one before it, has raised; it is told with this.
+            BaseException: If this job, or one before it, has raised; `close` does not return the error again.
         """
         try:
             return job.result()
@@ -138,7 +138,7 @@ class Writer:
             raise
 
     def close(self) -> BaseException | None:
-        """Waits, and ends the thread; what has failed and was not told is returned."""
+        """Wait for all jobs, end the thread, and return an error that `settle` has not raised."""
         self.join()
         last, self._last = self._last, None
         pool, self._pool = self._pool, None
@@ -148,7 +148,7 @@ class Writer:
 
 
 class SavePlace(NamedTuple):
-    """Of a save in its run, see [Note: Lines]."""
+    """Position of a save in its run, see [Note: Lineage]."""
 
     sequence: int
     branch: int
@@ -156,11 +156,11 @@ class SavePlace(NamedTuple):
 
 
 def next_place(listing: Listing, parent: Manifest | None) -> SavePlace:
-    """Where the next save belongs.
+    """Return the position of the next save.
 
     Args:
         listing: All checkpoints of the run.
-        parent: The one that the run has saved or resumed from last; None: it has begun anew.
+        parent: Checkpoint that the run has saved or resumed from last; None if the run has begun anew.
     """
     manifests = [each.manifest for each in listing.found]
     if parent is not None:
@@ -183,21 +183,21 @@ def save_folder(
     digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Saves `content` as a checkpoint; it is durable when this returns, and nothing has changed if it raises.
+    """Save `content` as a checkpoint; it is durable on return, and nothing has changed if this raises.
 
     Args:
-        content: As `split` takes it.
-        target: What the checkpoint will be called; its folder is there. What has that name is replaced.
-        run: Name of the run; the caller has its lock.
-        step: Optimizer steps made.
-        files: What writes.
+        content: Dict that `split` takes.
+        target: Path of the checkpoint; its parent folder exists. An existing checkpoint is replaced.
+        run: Name of the run; the caller holds its lock.
+        step: Number of optimizer steps made.
+        files: File system to write with.
         parent: As in `next_place`.
-        digest: Algorithm, see `Digest`.
+        digest: Digest algorithm, see `Digest`.
         record: Anything else that JSON can hold.
 
     Raises:
-        ValueError: What cannot be saved, or a name that cannot be one.
-        OSError: The disk is full (found before anything is written, if it can be), or fails.
+        ValueError: If the content cannot be saved, or a name is not allowed.
+        OSError: If the disk is full (found before anything is written, if possible) or fails.
     """
     return save_payload(split(content), target, run, step, files, parent, digest, record)
 
@@ -212,11 +212,11 @@ def save_payload(
     digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """The second half of `save_folder`, for what is split already.
+    """Save a payload that `split` has made; see `save_folder`.
 
     Raises:
-        ValueError: A name that cannot be one.
-        OSError: As there.
+        ValueError: If a name is not allowed.
+        OSError: If the disk is full or fails.
     """
     parent = parent if parent is not None and parent.run == run else None
     check_space(target.parent, payload.nbytes)

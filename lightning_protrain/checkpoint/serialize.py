@@ -1,19 +1,14 @@
 """Turns a dict of weights and states into the files of a checkpoint, and back.
 
 The format is public: https://github.com/huggingface/safetensors#format. The library writes a file from tensors that are
-all in memory at once; here each is fetched, digested and written before the next one is.
-
-[Note: Hashed at once]
-The SHA-256 of one tensor is made from its begin to its end. But hashing lets go of Python's lock, and so do PyTorch's
-kernels, so a model is hashed, or compared with another, on as many threads as the process has processors. To compare
-bits takes an eighth of what a fingerprint takes: where both are at hand, nothing is hashed.
+all in memory at once; here each tensor is fetched, digested and written before the next one.
 
 [Note: Split]
-`weights.safetensors` has the tensors of `state_dict` under their own names, `tensors.safetensors` all others under the
-path of their place in the dict (`optimizer_states.0.state.3.exp_avg`), `state.pt` the dict itself with a mark at each
-of these places: small, and of nothing but what `torch.load(weights_only=True)` takes. That is tried before anything is
-written. Tensors that safetensors does not know (sparse, quantized, subclasses) stay in `state.pt`. What only one rank
-has, an item of the list `rank_states`, is as small, and has a file of its own: `rank00000.pt` and so on.
+`weights.safetensors` has the tensors of `state_dict` under their own names. `tensors.safetensors` has all other
+tensors, each named after its path in the dict (`optimizer_states.0.state.3.exp_avg`). `state.pt` has the dict itself
+with a mark in place of each tensor. It is small and must load with `torch.load(weights_only=True)`, which is tried
+before anything is written. Tensors that safetensors cannot store (sparse, quantized, subclasses) stay in `state.pt`.
+Each item of the list `rank_states` belongs to one rank and has a small file of its own: `rank00000.pt` and so on.
 """
 
 from __future__ import annotations
@@ -57,13 +52,13 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Where a file keeps which further names its tensors have.
+# Metadata key for the further names of tied tensors.
 SHARED = "shared"
 _METADATA = "__metadata__"
 
 
 def can_hold(tensor: Tensor) -> bool:
-    """Whether the format has this kind of tensor: plain, dense, with values, of a dtype it knows."""
+    """Return True if safetensors can store a tensor: plain, dense, with values, of a known dtype."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -75,15 +70,15 @@ def can_hold(tensor: Tensor) -> bool:
 
 
 def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file in the format of safetensors; a tensor with several names is written once.
+    """Write a file in the safetensors format; a tensor with several names is written once.
 
     Args:
-        file: New.
-        tensors: `can_hold` each of them. On any device; one at a time is copied to the host.
+        file: New file.
+        tensors: Tensors for which `can_hold` is True, on any device; they are copied to the host one at a time.
     """
     assert sys.byteorder == "little"
     shared = shared_names(tensors)
-    # The widest first, so that each is aligned.
+    # Widest dtypes first, so that every tensor is aligned.
     names = sorted((name for name in tensors if name not in shared), key=lambda name: -tensors[name].element_size())
     header: dict[str, object] = {_METADATA: {"format": "pt", **({SHARED: json.dumps(shared)} if shared else {})}}
     end = 0
@@ -101,17 +96,20 @@ def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Its elements in row-major order, as bytes (nbytes,) in host memory; a view where they lie like that."""
+    """Return the elements in row-major order as bytes in host memory, shape (nbytes,).
+
+    A view if they are contiguous.
+    """
     plain = tensor.detach().as_subclass(Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
-    # A single element is contiguous, whatever strides it has; only with a stride of 1 can it be viewed as bytes.
+    # A single element is contiguous whatever its stride, but can only be viewed as bytes with a stride of 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped: bytes are read when they are needed, and changes are not written back.
+    """Return the tensors of a file as mappings: bytes are read when needed, and changes are not written back.
 
     Raises:
-        ValueError: It is no such file.
+        ValueError: If the file is not in this format.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -127,7 +125,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Further names of tensors that are one and the same memory, with the name under which it is written."""
+    """Map further names of tensors that share all of their memory to the name under which it is written."""
     first: dict[object, str] = {}
     shared = {}
     for name, tensor in tensors.items():
@@ -141,22 +139,22 @@ def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """What a file of them takes, to the header."""
+    """Return the approximate size of a file of these tensors."""
     shared = shared_names(tensors)
     return sum(tensor.nbytes + len(name) + 128 for name, tensor in tensors.items() if name not in shared)
 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Bytes of a weight that are fetched to the host at once.
+# Bytes of a weight that are fetched to the host at a time.
 PIECE = 64 << 20
-# More threads than this wait for the memory.
+# More threads than this only wait for memory bandwidth.
 MOST_THREADS = 8
 _WORD = 8
 
 
 def digest_of(tensor: Tensor) -> str:
-    """SHA-256 of the elements of a tensor in row-major order, some at a time, on any device."""
+    """Return the SHA-256 of a tensor's elements in row-major order; works in pieces, on any device."""
     digest = hashlib.sha256()
     for piece in _pieces(tensor):
         digest.update(flat_bytes(piece).numpy().data)
@@ -164,7 +162,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits, on whatever devices."""
+    """Return True if two tensors have the same shape, dtype and bits, on any devices."""
     if (one.shape, one.dtype) != (other.shape, other.dtype) or one.is_meta or other.is_meta:
         return False
     pairs = zip(_pieces(one), _pieces(other), strict=True)
@@ -172,7 +170,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What the function makes of each, in order, see [Note: Hashed at once]."""
+    """Apply a function to all items on several threads, and return the results in order.
+
+    Hashing and PyTorch's kernels release the GIL, so a model is hashed or compared on all processors. Comparing bits
+    takes an eighth of the time of hashing: if both tensors are at hand, nothing is hashed.
+    """
     items = list(items)
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(items))
     if threads < 2:
@@ -196,7 +198,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 WEIGHTS = "weights.safetensors"
 TENSORS = "tensors.safetensors"
-# Key of what only each rank has: a list, by rank.
+# Key of the list of states by rank.
 RANK_STATES = "rank_states"
 _WEIGHTS_KEY = "state_dict"
 _MARK = "lightning_protrain.tensor"
@@ -222,14 +224,14 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """What its files take."""
+        """Approximate size of the files."""
         return stored_bytes(self.weights) + stored_bytes(self.tensors) + sum(map(len, (self.state, *self.ranks)))
 
     def write(self, draft: Draft) -> None:
-        """Adds its files to a draft.
+        """Add the files to a draft.
 
         Raises:
-            OSError: The disk.
+            OSError: If the disk fails.
         """
         for name, tensors in ((WEIGHTS, self.weights), (TENSORS, self.tensors)):
             with draft.create(name) as file:
@@ -240,10 +242,10 @@ class Payload:
 
 
 def split(content: Mapping[str, Any]) -> Payload:
-    """Splits a dict; copies no tensor.
+    """Split a dict; no tensor is copied.
 
     Raises:
-        ValueError: Something in it could not be loaded again with `weights_only=True`; the message says what.
+        ValueError: If a part of it could not be loaded with `weights_only=True`; the message names the part.
     """
     weights: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
@@ -263,7 +265,8 @@ def split(content: Mapping[str, Any]) -> Payload:
             name += "_"
         home[name] = value
         mark = {_MARK: name, "file": WEIGHTS if of_model else TENSORS}
-        # Of the same order in memory, but without gaps, and with no element twice: what can be filled again.
+        # The layout with the same order in memory, without gaps or repeated elements: only such a layout can be filled
+        # again.
         dense = torch.empty_like(value, device="meta")
         return mark if dense.is_contiguous() else {**mark, "stride": list(dense.stride())}
 
@@ -276,16 +279,16 @@ def split(content: Mapping[str, Any]) -> Payload:
 
 
 def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
-    """The dict again; its tensors are mapped from the files. Verify the folder before.
+    """Return the dict that was split; its tensors are mapped from the files. Verify the folder before.
 
     Args:
         folder: The checkpoint.
         map_location: As in `torch.load`.
-        keep: Whether tensors other than weights are copies that need no file: optimizers make them their own.
-        rank: Of whose own states the list has nothing but None for other ranks; None: it has all.
+        keep: True copies the tensors other than weights, so that optimizers can keep them without the file.
+        rank: Rank whose own states are loaded, with None for those of other ranks; None loads all.
 
     Raises:
-        ValueError: The files are none that `split` made, or hold code.
+        ValueError: If the files are not those of `split`, or hold code.
     """
     files = {name: read_tensors(folder / name) for name in (WEIGHTS, TENSORS)}
     state = _load(folder / STATE, map_location)
@@ -314,16 +317,16 @@ def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int |
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of what only this rank has."""
+    """Return the name of the file with the states of this rank."""
     return f"rank{rank:05d}.pt"
 
 
 def files_for(names: Collection[str], rank: int | None) -> set[str]:
-    """Those of the files of a checkpoint that a rank reads; a rank that was none of the savers has that of another.
+    """Return the files of a checkpoint that a rank reads; a new rank reads the file of another one.
 
     Args:
-        names: Of all files.
-        rank: The rank; None: all are read.
+        names: Names of all files.
+        rank: The rank; None means all files.
     """
     own = sorted(name for name in names if _RANK_FILE.fullmatch(name))
     if rank is None or not own:
@@ -355,7 +358,7 @@ def _place(tensor: Tensor, stride: tuple[int, ...], map_location: Any, copy: boo
 
 
 def _rebuild(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    # Only containers of these very types: what a subclass does with its items is its own affair.
+    # Only containers of exactly these types: a subclass may treat its items in its own way.
     new = replace(path, value)
     if new is not value:
         return new

@@ -1,4 +1,4 @@
-"""Reads manifests and holds files against them; nothing outside the folder is read, nothing in it is executed."""
+"""Reads manifests and checks files against them; reads nothing outside the folder and executes nothing in it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, Digest, FileEntry, Manifest
 
-# Bytes that are read at once, into the same memory each time: they are still in the processor's cache when digested.
+# Bytes of one read, always into the same memory, so that they are still in the processor's cache when digested.
 PIECE = 1 << 20
 
 
 class Fault(NamedTuple):
-    """What is wrong with a file of a checkpoint.
+    """A defect of one file of a checkpoint.
 
     Attributes:
-        file: Its name; of the manifest, if that is wrong.
-        what: For a message, after "FILE: ".
+        file: Name of the file; the manifest's own name if the manifest is invalid.
+        what: Description, for a message after "FILE: ".
     """
 
     file: str
@@ -34,10 +34,10 @@ class Fault(NamedTuple):
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[FileIO]:
-    """A file for reading, if it is one: no link, no pipe, no device.
+    """Open a regular file for reading: no link, no pipe, no device.
 
     Raises:
-        OSError: It cannot be opened, or is something else.
+        OSError: If it cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
@@ -47,10 +47,10 @@ def open_regular(path: Path) -> Iterator[FileIO]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; says nothing about the other files.
+    """Read the manifest of a checkpoint; the other files are not checked.
 
     Raises:
-        ValueError: There is none that is valid.
+        ValueError: If there is no valid manifest.
     """
     try:
         with open_regular(folder / MANIFEST) as file:
@@ -65,11 +65,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
-    """What is wrong with a checkpoint: torn, changed, missing and surplus files; nothing if it is good.
+    """Return the faults of a checkpoint: torn, changed, missing and surplus files; empty if it is good.
 
     Args:
         folder: The checkpoint.
-        only: Names of the files to be read; None: all. What others hold is not looked at.
+        only: Names of the files to check; None means all.
     """
     try:
         manifest = read_manifest(folder)
@@ -79,7 +79,7 @@ def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
 
 
 def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None = None) -> list[Fault]:
-    """The same, with the manifest at hand."""
+    """Return the faults of a checkpoint whose manifest has been read already; see `verify`."""
     faults = []
     for name, entry in sorted(manifest.files.items()):
         if only is None or name in only:

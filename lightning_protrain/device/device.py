@@ -1,36 +1,29 @@
-"""What has been moved between host and device.
+"""A device to train on: its streams, copies, fences and counters.
 
-Uploads whose bytes are yet to be made by the host's worker.
-
-[Note: In order]
-Uploads are asked for in the order in which they are needed, but steps behind backward end in the opposite one. A link
-carries one copy after the other: if each were issued as soon as its own bytes are there, what is needed first would
-come last. So each is issued when its bytes are there and those that were asked for before it have been issued.
-
-Where bytes live and how they move: beside `device/topology.py` the only file that names `torch.cuda`.
+Only this file and `device/topology.py` name `torch.cuda`.
 
 [Note: Streams]
-All kernels of the model run on the *compute stream*, and all storages of chunks are allocated and freed on it, so that
-they share one heap with the activations and freed memory is reused without fragmentation. Four more streams copy: one
-up (host to device) and one down for chunks and gradients, one out and one in for activations that are swapped. These
-fences order them:
+All kernels of the model run on the *compute stream*. All chunk storages are allocated and freed on it too, so chunks
+and activations share one heap, and freed memory is reused without fragmentation. Four more streams copy: one up (host
+to device) and one down for chunks and gradients, one out and one in for swapped activations. These fences order them:
 
-1. An upload waits for everything the compute stream has been given so far, because the memory it fills may still be
-   read by an earlier kernel under another name.
-2. The compute stream waits for an upload where its bytes are first used, or where its memory is freed unused.
-3. A download waits for everything the compute stream has been given so far; its source is held until it has ended,
-   which replaces `record_stream`. Those that are held have `hold_bytes` at most, or it is one alone: else the compute
-   stream waits for the oldest, and the host goes on.
-4. The host waits for a download before it reads what has landed.
-5. The host waits for the uploads before anybody may write to the weights they read: at the end of every backward and
-   of every evaluation step.
-6. An upload of weights that the host's worker is about to step is issued when that job has ended (see [Note: Jobs])
-   and those before it are issued, and the host waits for that where fence 2 needs it.
-7. A swap-out waits for everything the compute stream has been given so far.
-8. The compute stream waits for a swap-out before its source is freed, or its host memory is read.
-9. A swap-in waits for what the compute stream has been given so far: for its memory by fence 1, for its bytes by 8.
-10. The compute stream waits for a swap-in where its bytes are first used, or where its memory is freed unused.
-11. The host waits for both before it gives their host memory to somebody else.
+1. An upload waits for all work that the compute stream has been given so far, because an earlier kernel may still read
+   the memory that the upload fills.
+2. The compute stream waits for an upload before its bytes are first used, or before its memory is freed unused.
+3. A download waits for all work that the compute stream has been given so far. Its source is held until the download
+   has ended, which replaces `record_stream`. If the held sources exceed `hold_bytes` in total, the compute stream waits
+   for the oldest download; the host does not wait. One source may exceed the limit alone.
+4. The host waits for a download before it reads the target.
+5. The host waits for all uploads before anybody may write to the weights that they read: at the end of every backward
+   and of every evaluation step.
+6. An upload of weights that a job of the host's worker steps (see [Note: Jobs]) is issued when that job has ended and
+   all earlier uploads are issued. The host waits until the upload is issued where fence 2 needs its event.
+7. A swap-out waits for all work that the compute stream has been given so far.
+8. The compute stream waits for a swap-out before its source is freed or its host memory is read.
+9. A swap-in waits for all work that the compute stream has been given so far: its device memory follows fence 1, its
+   bytes follow fence 8.
+10. The compute stream waits for a swap-in before its bytes are first used, or before its memory is freed unused.
+11. The host waits for both swaps before it reuses their host memory.
 """
 
 from __future__ import annotations
@@ -54,21 +47,21 @@ from lightning_protrain.device.topology import numa_node, pci_address
 
 @dataclass
 class TransferCounters:
-    """What has been moved since the run began; all in bytes unless said otherwise.
+    """Counters of all transfers since the run began, in bytes unless said otherwise.
 
     Attributes:
-        uploaded_bytes: Host to device, parameters.
-        downloaded_bytes: Device to host, gradients and weights changed in a forward.
+        uploaded_bytes: Parameters copied from host to device.
+        downloaded_bytes: Gradients, and weights changed in a forward, copied from device to host.
         uploads: Number of chunk uploads.
         prefetch_hits: Number of uploads that had been issued before the chunk was asked for.
         prefetch_misses: Number of uploads issued only when the chunk was needed at once.
-        live_bytes: Offloaded chunks now on the device.
-        peak_live_bytes: The most there ever were.
-        swapped_out_bytes: Device to host, activations.
-        swapped_in_bytes: Host to device, the same.
-        waited_seconds: The host has waited for gradients and swapped activations on their way to it.
-        collectives: Number of collectives among ranks, those of DDP not counted.
-        communicated_bytes: What this rank has given to them.
+        live_bytes: Offloaded chunks that are on the device now.
+        peak_live_bytes: Maximum of `live_bytes`.
+        swapped_out_bytes: Activations copied from device to host.
+        swapped_in_bytes: Activations copied from host to device.
+        waited_seconds: Time that the host has waited for downloads of gradients and swapped activations, seconds.
+        collectives: Number of collectives among ranks, without those of DDP.
+        communicated_bytes: Bytes that this rank has given to these collectives.
     """
 
     uploaded_bytes: int = 0
@@ -85,7 +78,7 @@ class TransferCounters:
     communicated_bytes: int = 0
 
     def add_live(self, nbytes: int) -> None:
-        """Counts `nbytes` more (or fewer, if negative) on the device."""
+        """Add `nbytes` to the live bytes; a negative number subtracts."""
         self.live_bytes += nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
@@ -94,12 +87,17 @@ T = TypeVar("T")
 
 
 class PendingUpload(Generic[T]):
-    """An upload behind a job, see [Note: In order].
+    """An upload whose bytes a job of the host's worker still has to write.
+
+    Uploads are requested in the order in which the forward needs them, but steps behind backward end in the opposite
+    order. A link carries one copy at a time: if each upload were issued as soon as its own job ends, the chunk that is
+    needed first would arrive last. So an upload is issued when its job has ended and all uploads requested before it
+    have been issued.
 
     Args:
-        job: Makes the bytes.
-        issue: Issues the upload and returns its event; called on the worker, and not if the job raised.
-        before: The pending upload that was asked for before this one.
+        job: Writes the bytes.
+        issue: Issues the upload and returns its event. Called on the worker, and not if the job raised.
+        before: Pending upload that was requested before this one; None if there is none.
     """
 
     def __init__(self, job: Job, issue: Callable[[], T], before: PendingUpload[Any] | None = None) -> None:
@@ -111,14 +109,16 @@ class PendingUpload(Generic[T]):
 
     @property
     def is_issued(self) -> bool:
-        """Whether it has been, or never will be."""
+        """True once the upload has been issued, or if it never will be because its job raised."""
         return self._event.done()
 
     def event(self) -> T | None:
-        """Waits for it to be issued; None: the job has raised, which whoever waits for the job is told.
+        """Wait until the upload is issued and return its event, or None if its job raised.
+
+        Whoever waits for the job itself gets the job's exception.
 
         Raises:
-            RuntimeError: What issuing it raised.
+            RuntimeError: If issuing the upload raised.
         """
         job, before = self._job, self._before
         if job is not None:
@@ -139,7 +139,7 @@ class PendingUpload(Generic[T]):
     def _run(self) -> None:
         issue = self._issue
         assert issue is not None
-        # Whoever keeps this one for its event keeps nothing that belonged to the job.
+        # Drop everything that belongs to the job: a caller may keep this object for its event.
         self._before = self._job = self._issue = None
         try:
             event = issue()
@@ -150,25 +150,25 @@ class PendingUpload(Generic[T]):
 
 
 def event_of(fence: T | PendingUpload[T] | None) -> T | None:
-    """The event of a copy, once it has been issued; None: there is nothing to wait for.
+    """Return the event of a copy once it has been issued, or None if there is nothing to wait for.
 
     Raises:
-        RuntimeError: As `PendingUpload.event`.
+        RuntimeError: If issuing a pending upload raised.
     """
     return fence.event() if isinstance(fence, PendingUpload) else fence
 
 
 @dataclass
 class Device(ABC):
-    """A place to train on: moves bytes between it and the host, and counts them.
+    """A place to train on that moves bytes between itself and the host, and counts them.
 
     Attributes:
-        torch_device: What PyTorch calls it.
-        counters: What has been moved.
+        torch_device: The PyTorch device.
+        counters: Counters of all transfers.
         host: Host memory that this device can copy to and from at full speed.
         worker: The host's thread beside the main one.
-        hold_bytes: The most that sources of downloads under way should take together.
-        aside: Within it the compute stream is another one: what waits there holds up no computing.
+        hold_bytes: Limit on the total size of the sources of downloads under way, bytes.
+        aside: Context with another compute stream: work that waits there does not hold up the model.
     """
 
     torch_device: torch.device
@@ -180,84 +180,88 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
-        """Copies `source` (host) to `target` (device), once `after` has ended; returns a fence that `wait` takes."""
+        """Copy `source` (host) to `target` (device) once job `after` has ended; return a fence for `wait`."""
 
     @abstractmethod
     def wait(self, fence: Any) -> None:
-        """Makes the compute stream wait until the upload behind `fence` has ended."""
+        """Make the compute stream wait until the upload behind `fence` has ended."""
 
     @abstractmethod
     def download(self, source: Tensor, target: Tensor) -> Any:
-        """Copies `source` (device) to `target` (host) and holds `source` meanwhile; returns a fence for `land`."""
+        """Copy `source` (device) to `target` (host), holding `source` meanwhile; return a fence for `land`."""
 
     @abstractmethod
     def land(self, fence: Any) -> None:
-        """Blocks the host until the copy behind `fence` has ended; None: there is none."""
+        """Block the host until the copy behind `fence` has ended; None means there is no copy."""
 
     def note_host(self, tensor: Tensor) -> None:
-        """`tensor` is a host weight in memory of its own; of interest to a device that attributes operations."""
+        """Note that `tensor` is a host weight in memory of its own; for devices that attribute operations."""
         return
 
     def has_ended(self, fence: Any) -> bool:
-        """Whether the copy behind `fence`, of a download or a swap, has ended: `land` would not block."""
+        """Return True if the download or swap behind `fence` has ended, so that `land` would not block."""
         return True
 
     @abstractmethod
     def settle(self) -> None:
-        """Blocks the host until every upload has ended, so that host weights may be written to."""
+        """Block the host until every upload has ended, so that host weights may be written to."""
 
     @abstractmethod
     def swap_out(self, source: Tensor, target: Tensor) -> Any:
-        """Copies `source` (device) to `target` (host); returns a fence for `wait` and `land`.
+        """Copy `source` (device) to `target` (host); return a fence for `wait` and `land`.
 
-        The caller holds both until it has waited for the fence: no bound is known here.
+        The caller holds both tensors until it has waited for the fence: the device sets no limit on swaps under way.
         """
 
     @abstractmethod
     def swap_in(self, source: Tensor, target: Tensor) -> Any:
-        """Copies `source` (host) to `target` (device); returns a fence for `wait` and `land`. The caller holds both."""
+        """Copy `source` (host) to `target` (device); return a fence for `wait` and `land`.
+
+        The caller holds both tensors until it has waited for the fence.
+        """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Gives `storage` `nbytes` of device memory (0: frees it), in the order of the compute stream."""
+        """Give `storage` `nbytes` of device memory in the order of the compute stream; 0 frees the memory."""
         storage.resize_(nbytes)
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Bytes a plan may use, or None where no budget is known (the CPU has only the one it is given)."""
+        """Return the bytes that a plan may use, or None on the CPU, which has no limit of its own."""
 
     def peak_bytes(self) -> int | None:
-        """The most that was allocated on it since `forget_peak`, or None where nobody counts."""
+        """Return the peak of allocated bytes since `forget_peak`, or None if the device does not count them."""
         return None
 
     def allocator_stats(self) -> dict[str, int]:
-        """Return the most that the allocator has taken since `forget_peak`, and its retries; empty: nobody counts.
+        """Return the allocator's peak of reserved bytes since `forget_peak`, and its number of retries.
 
-        An allocation is retried after cached memory has been given back, which waits for the device.
+        A retry first gives cached memory back, which waits for the device. The dict is empty if the device does not
+        count.
         """
         return {}
 
     def forget_peak(self) -> None:
-        """Counts the peak anew from what is allocated now."""
+        """Restart the peak of allocated bytes from what is allocated now."""
         return
 
     def synchronize(self) -> None:
-        """Blocks the host until everything the device has been given has ended."""
+        """Block the host until all work that the device has been given has ended."""
         return
 
     def describe(self) -> dict[str, str]:
-        """What tells it from other devices: its `name`, and whatever else its speed depends on."""
+        """Return the device's `name`, and whatever else its speed depends on."""
         return {"name": self.torch_device.type}
 
     def new_host_memory(self) -> HostMemory:
-        """Memory like `host`, for a while: the caller closes it."""
+        """Return temporary host memory of the kind of `host`; the caller closes it."""
         return HostMemory()
 
     def trim(self) -> None:
-        """Gives back memory of the device that is kept for later, as if it had never been used."""
+        """Give cached device memory back to the driver."""
         return
 
     def close(self) -> None:
-        """End the worker and release page-locked memory; the device is of no use afterwards."""
+        """End the worker and release page-locked memory; the device cannot be used afterwards."""
         try:
             self.worker.close()
         finally:
@@ -265,7 +269,7 @@ class Device(ABC):
 
 
 class CPUDevice(Device):
-    """The CPU as a device: copies are synchronous, the budget is the one the user names."""
+    """The CPU as a device: copies are synchronous, and the memory budget is the one that the user names."""
 
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> PendingUpload[Tensor] | None:
         self.counters.uploaded_bytes += source.nbytes
@@ -304,31 +308,31 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it has ended."""
+        """Return True if all work before the event has ended."""
 
     def synchronize(self) -> None:
-        """Blocks the host until then."""
+        """Block the host until all work before the event has ended."""
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order: what `torch.cuda.Stream` and its simulation have in common."""
+    """A queue of work that runs in order: the common interface of `torch.cuda.Stream` and its simulation."""
 
     def wait_event(self, event: Any) -> None:
-        """Holds later work back until `event`."""
+        """Hold later work of this stream back until `event`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Holds later work back until what `stream` has been given so far has ended."""
+        """Hold later work of this stream back until all work that `stream` has been given so far has ended."""
 
     def record_event(self) -> Any:
-        """An event after the work given so far."""
+        """Return an event after the work given so far."""
 
 
 class StreamDevice(Device):
     """A device with a compute stream and four copying streams, see [Note: Streams].
 
     Args:
-        torch_device: What PyTorch calls it.
-        host: Host memory that it copies to and from without blocking.
+        torch_device: The PyTorch device.
+        host: Host memory that the device copies to and from without blocking.
         new_stream: Makes a stream; called once for each kind of copy, with its name.
     """
 
@@ -342,11 +346,11 @@ class StreamDevice(Device):
 
     @abstractmethod
     def compute_stream(self) -> Stream:
-        """The stream that runs the model."""
+        """Return the stream that runs the model."""
 
     @abstractmethod
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
-        """Gives `stream` a copy that does not block the host."""
+        """Give `stream` a copy that does not block the host."""
 
     def record(self, stream: Any) -> Event:
         """Return an event after the work that a copying stream has been given so far."""
@@ -377,8 +381,8 @@ class StreamDevice(Device):
             self.compute_stream().wait_event(event)
 
     def download(self, source: Tensor, target: Tensor) -> Event:
-        # The host runs ahead: without a bound all gradients would pile up on the device. What the compute stream has
-        # waited for may be let go: whoever gets the memory next computes after that.
+        # The host runs ahead of the device: without a limit all gradients would pile up on the device. A source may be
+        # freed once the compute stream has waited for its download, because its memory is reused on that stream only.
         self._let_go(max(self.hold_bytes - source.nbytes, 0))
         self._down.wait_stream(self.compute_stream())
         self.copy(self._down, source, target)
@@ -423,7 +427,7 @@ class StreamDevice(Device):
             super().close()
 
     def _let_go(self, most: float = float("inf")) -> None:
-        """Holds no source whose copy has ended, and no more than `most` bytes of the others."""
+        """Release sources whose download has ended, and the oldest others until at most `most` bytes are held."""
         while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
             self.compute_stream().wait_event(self._held[0][0])
             self._held.popleft()
@@ -443,7 +447,7 @@ class CUDADevice(StreamDevice):
     """A CUDA device.
 
     Args:
-        torch_device: Which one.
+        torch_device: The CUDA device.
         say: Called once with a sentence if host memory cannot be page-locked.
     """
 
@@ -451,7 +455,8 @@ class CUDADevice(StreamDevice):
         memory = HostMemory(self._lock, self._unlock, self._touch)
         super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=numa_node(torch_device))
-        # A thread begins on GPU 0, where its first event or copy would take memory of every rank of the machine.
+        # Select this GPU on the thread: by default it uses GPU 0, where its first event or copy would make every rank
+        # of the node take memory.
         self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._say = say
@@ -459,10 +464,10 @@ class CUDADevice(StreamDevice):
         self._merge_free_memory()
 
     def _merge_free_memory(self) -> None:
-        """Let the allocator join neighbouring free memory, unless the user has given it settings.
+        """Turn on expandable segments of the caching allocator, unless the user has configured it.
 
-        Memory of chunks comes and goes between activations. By default a freed chunk that has been split for a smaller
-        tensor is of no use for the next chunk, and what is reserved grows until `cudaFree` has to wait for the device.
+        Chunks come and go between activations. Without expandable segments, a freed chunk that was split for a smaller
+        tensor cannot hold the next chunk. Reserved memory then grows until `cudaFree` has to wait for the device.
         """
         settings = torch._C._accelerator_getAllocatorSettings()
         if not settings:
@@ -477,7 +482,8 @@ class CUDADevice(StreamDevice):
         return torch.cuda.current_stream(self.torch_device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        # Whoever waits for it sleeps; by default the thread would spin and take a core from the optimizer's step.
+        # A blocking event lets the waiting thread sleep. By default it would spin, and take a core from the optimizer
+        # step.
         event: Event = stream.record_event(torch.cuda.Event(blocking=True))
         return event
 
@@ -511,7 +517,7 @@ class CUDADevice(StreamDevice):
             torch.cuda.empty_cache()
 
     def _touch(self, block: Tensor) -> None:
-        """Have the worker's threads write to a block first: its pages come to their NUMA node, on all cores at once."""
+        """Write to a new block on the worker's threads: its pages come to their NUMA node, on all cores at once."""
         self.worker.submit(block.zero_).result()
 
     def _lock(self, address: int, size: int) -> bool:
@@ -528,7 +534,8 @@ class CUDADevice(StreamDevice):
     def _register(self, address: int, size: int) -> int:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code != 0:
-            # CUDA keeps the error for whoever asks next, which is PyTorch after the next kernel; it raises it once.
+            # CUDA keeps the error and PyTorch would raise it after its next kernel: run a kernel here, which clears the
+            # error.
             with suppress(RuntimeError):
                 torch.ones(1, device=self.torch_device)
         return code
@@ -540,14 +547,14 @@ class CUDADevice(StreamDevice):
 
 
 def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:
-    """The device behind `torch_device`.
+    """Return the device behind `torch_device`.
 
     Args:
         torch_device: A CPU or CUDA device.
         say: Called with a sentence that the user should read once.
 
     Raises:
-        ValueError: Any other type of device.
+        ValueError: If the device is neither a CPU nor a CUDA device.
     """
     if torch_device.type == "cuda":
         return CUDADevice(torch_device, say)

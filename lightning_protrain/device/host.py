@@ -1,16 +1,9 @@
-"""What the host gives: exact-size memory, and a thread that works while others compute.
+"""Host memory in exact sizes, and a worker thread that runs beside the main one.
 
 [Note: Jobs]
-A *job* is work given to the host's worker: one thread that runs jobs one after the other in the order in which they
-were given, unless those that have not begun are put into another order. PyTorch's kernels let go of Python's lock while
-they run, so a job of few and large kernels costs the main thread next to nothing. What a job raises is raised where it
-is waited for.
-
-[Note: Forks]
-A process that forks (for the workers of a loader) shares its pages with the child until one of them writes. Of pages
-that a device reads and writes, Linux copies all for each child at once, or, before version 5.9, gives the first who
-writes other ones than the device has. So what is page-locked is not there in children; it is again in those that are
-forked after the run.
+A *job* is work given to the host's worker. The worker is one thread and runs jobs in the order of submission, unless
+`reorder` changes the order of jobs that have not begun. PyTorch's kernels release the GIL while they run, so a job of
+few and large kernels hardly slows the main thread. An exception in a job is raised where the job is waited for.
 """
 
 from __future__ import annotations
@@ -36,12 +29,12 @@ _HUGE_PAGE = 2 << 20
 class HostMemory:
     """Exact-size, page-aligned host memory whose blocks return by themselves.
 
-    PyTorch's pinned allocator rounds up to powers of two, which can double what is locked; these blocks are anonymous
-    maps of whole pages. A block goes back to the free list when the last tensor over it dies, so a gradient that
-    somebody still holds is never overwritten.
+    PyTorch's pinned allocator rounds up to powers of two, which can double the locked memory; these blocks are
+    anonymous maps of whole pages. A block returns to the free list when the last tensor over it dies, so a gradient
+    that somebody still holds is never overwritten.
 
     Args:
-        lock: Called with (address, bytes) of a new block; returns whether it is page-locked now.
+        lock: Called with (address, bytes) of a new block; returns True if the block is page-locked now.
         unlock: Called with the address of a locked block when the memory is closed.
         touch: Called with the bytes of a large new block before it is locked, to write to every page of it.
     """
@@ -66,18 +59,18 @@ class HostMemory:
         return sum(len(block) for block in self._locked.values())
 
     def empty(self, nbytes: int) -> memoryview:
-        """A block of at least `nbytes` uninitialised bytes; returned to the free list when no tensor uses it."""
+        """Return a block of at least `nbytes` uninitialised bytes; the block returns when no tensor uses it."""
         assert self._open, "host memory asked for after it was closed"
         size = max(-(-nbytes // PAGE) * PAGE, PAGE)
         free = self._free.get(size)
         block = free.popleft() if free else self._new_block(size)
         view = memoryview(block)
-        # Until the block comes back, nothing but what uses it may be kept alive: locking belongs to a device.
+        # The finalizer must keep only the block alive: `self` may go before it.
         weakref.finalize(view, _give_back, weakref.ref(self), block).atexit = False
         return view
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
+        """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
         empty = torch.empty(0, dtype=tensor.dtype)
         if tensor.numel() == 0:
             return empty.new_empty(tensor.shape)
@@ -86,16 +79,16 @@ class HostMemory:
 
     @property
     def locks(self) -> bool:
-        """Whether blocks are page-locked, which takes seconds for tens of GiB."""
+        """True if blocks are page-locked, which takes seconds for tens of GiB."""
         return self._lock is not None
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Make blocks of so many bytes each, which later calls of `empty` take."""
+        """Allocate a block of each size, for later calls of `empty`."""
         held = [self.empty(size) for size in sizes]
         held.clear()
 
     def lock_block(self, block: mmap.mmap) -> bool:
-        """Page-locks memory of somebody else, where blocks are page-locked, until `close`; whether it is locked now."""
+        """Page-lock a block from elsewhere until `close`; return False if it could not be page-locked."""
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         if self._lock is None or not self._lock(address, len(block)):
             return False
@@ -103,7 +96,7 @@ class HostMemory:
         return True
 
     def close(self) -> None:
-        """Unlocks every block and forgets the free ones. Tensors over blocks stay valid."""
+        """Unlock every block and forget the free ones. Tensors over blocks stay valid."""
         while self._locked:
             address, block = next(iter(self._locked.items()))
             assert self._unlock is not None
@@ -116,16 +109,19 @@ class HostMemory:
     def _new_block(self, size: int) -> mmap.mmap:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size >= _HUGE_PAGE:
-            with contextlib.suppress(OSError):  # A kernel without huge pages says EINVAL, and 4 KiB pages do.
+            with contextlib.suppress(OSError):  # A kernel without huge pages raises EINVAL; 4 KiB pages work too.
                 block.madvise(mmap.MADV_HUGEPAGE)
             self._touch(torch.frombuffer(block, dtype=torch.uint8))
         self.allocated_bytes += size
         if self.lock_block(block):
-            block.madvise(mmap.MADV_DONTFORK)  # see [Note: Forks]
+            # A child that is forked for a DataLoader shares pages until one process writes. For page-locked pages,
+            # Linux copies all of them for each child at once, or (before version 5.9) gives the first writer other
+            # pages than the device uses. So children do not inherit locked blocks; `close` undoes this.
+            block.madvise(mmap.MADV_DONTFORK)
         return block
 
     def take_back(self, block: mmap.mmap) -> None:
-        """A block that no tensor uses any more."""
+        """Add a block that no tensor uses any more to the free list."""
         if self._open:
             self._free.setdefault(len(block), deque()).append(block)
 
@@ -137,27 +133,27 @@ def _give_back(memory: weakref.ref[HostMemory], block: mmap.mmap) -> None:
 
 
 class Job(Protocol):
-    """Work that has been given to the worker, see [Note: Jobs]; `concurrent.futures.Future` is one."""
+    """Work that has been given to the worker, see [Note: Jobs]. `concurrent.futures.Future` fulfils this protocol."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the job has ended."""
 
     def result(self) -> Any:
-        """Waits for its end and returns what it returned, or raises what it raised."""
+        """Wait for the job to end, and return its result or raise its exception."""
 
     def exception(self) -> BaseException | None:
-        """Waits for its end and returns what it raised."""
+        """Wait for the job to end, and return its exception, or None."""
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Calls `function` with the job when it has ended, on the worker; at once if it has."""
+        """Call `function` with the job on the worker when the job has ended, or at once if it already has."""
 
 
 class HostWorker:
-    """One thread beside the main one, see [Note: Jobs]; it is started by the first job.
+    """One thread beside the main one, see [Note: Jobs]; the first job starts it.
 
     Args:
-        threads: Threads that a kernel of a job may use; None: as many as on the main thread.
-        cores: Cores of this process, to whose `step_cores` it is bound; empty: not bound.
+        threads: Number of threads that a kernel of a job may use; None means as many as on the main thread.
+        cores: Cores of this process; the worker is bound to their `step_cores`. Empty means not bound.
         begin: Called on the thread before its first job.
     """
 
@@ -180,7 +176,7 @@ class HostWorker:
             before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (self.threads or before,))
             self._pool.submit(int).result()
-            # What the worker sets for itself, threads that start later would begin with, too.
+            # Threads that start later would inherit the worker's number of threads: restore the main thread's number.
             torch.set_num_threads(before)
         job: Future[object] = Future()
         with self._lock:
@@ -189,17 +185,17 @@ class HostWorker:
         return job
 
     def reorder(self, jobs: Sequence[Job]) -> None:
-        """Run those of `jobs` that have not begun in this order, behind all others that wait."""
+        """Run those of `jobs` that have not begun in this order, behind all other jobs that wait."""
         places = {id(job): place for place, job in enumerate(jobs)}
         with self._lock:
             self._waiting = deque(sorted(self._waiting, key=lambda item: places.get(id(item[0]), -1)))
 
     def share(self, rank: int, ranks: int) -> None:
-        """Leaves cores that it is bound to to the workers of others, before its first job.
+        """Divide the cores among the workers of several ranks, before the first job.
 
         Args:
-            rank: Which of those that share them.
-            ranks: How many there are.
+            rank: Index of this rank among the ranks that share the cores.
+            ranks: Number of ranks that share the cores.
         """
         if self._cores:
             assert self._pool is None, "cores are shared out after the first job"
@@ -207,7 +203,7 @@ class HostWorker:
             self.threads = len(step_cores(self._cores))
 
     def close(self) -> None:
-        """Waits for all jobs and ends the thread; a later job would start another one."""
+        """Wait for all jobs and end the thread; a later job starts another one."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -223,8 +219,8 @@ class HostWorker:
         job.set_result(result)
 
     def _prepare(self, threads: int) -> None:
-        torch.get_num_threads()  # Else the first kernel would take over what the main thread says later.
-        torch.set_num_threads(threads)  # of this thread: OpenMP counts for each thread on its own
+        torch.get_num_threads()  # Otherwise the first kernel would adopt a later setting of the main thread.
+        torch.set_num_threads(threads)  # Only for this thread: OpenMP keeps one setting for each thread.
         if self._cores:
             os.sched_setaffinity(0, step_cores(self._cores))
         self._begin()
@@ -236,17 +232,17 @@ def worker_cores(
     node: int | None = None,
     nodes: Path = Path("/sys/devices/system/node"),
 ) -> frozenset[int]:
-    """The cores of this machine that one of its ranks should step optimizers on.
+    """Return the cores of this node on which one of its ranks should step optimizers.
 
-    The cores that the process may run on are shared out among the ranks, whatever `OMP_NUM_THREADS` says: torchrun sets
-    it to 1. Where the NUMA node of the device is known, its cores are taken: the copies from and to the device go
-    through its memory.
+    The cores that the process may run on are divided among the ranks. `OMP_NUM_THREADS` is ignored, because torchrun
+    sets it to 1. If the NUMA node of the device is known, only its cores are used, because copies from and to the
+    device go through the memory of that node.
 
     Args:
-        local_rank: Which of the ranks of this machine.
-        local_ranks: How many there are; all of them are taken to use the same node.
-        node: NUMA node of the device; None or negative: not known.
-        nodes: Where Linux describes its nodes.
+        local_rank: Index of this rank on its node.
+        local_ranks: Number of ranks on this node; all of them are assumed to use the same NUMA node.
+        node: NUMA node of the device; None or negative means unknown.
+        nodes: Folder in which Linux describes its NUMA nodes.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     listed = nodes / f"node{node}" / "cpulist"
@@ -256,19 +252,19 @@ def worker_cores(
 
 
 def step_cores(cores: frozenset[int]) -> frozenset[int]:
-    """Return the cores that step optimizers: all but one, which launches kernels, where there are at least four."""
+    """Return the cores that step optimizers: all but one, which launches kernels, if there are at least four."""
     return cores - {min(cores)} if len(cores) >= 4 else cores
 
 
 def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
-    """One part of as many equal ones; at least one core, which others may have, too."""
+    """Return part `rank` of `ranks` equal parts of the cores: at least one core, which ranks may share."""
     ordered, size = sorted(cores), max(len(cores) // ranks, 1)
     start = rank * size % len(ordered)
     return frozenset(ordered[start : start + size])
 
 
 def _parse_cores(text: str) -> set[int]:
-    """The numbers in a list such as `0-3,8`."""
+    """Return the numbers in a list such as `0-3,8`."""
     cores: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")

@@ -1,12 +1,17 @@
-"""Operations that do the arithmetic of a model: their results are dear to compute again, and few.
+"""Operations that do most of a model's arithmetic: expensive to recompute, with few results.
 
 [Note: Products]
-Matrix products, convolutions, recurrent layers and attention kernels take nearly all of a block's time, and what they
-make is less than half of what autograd saves: the rest comes of norms, activation functions, rotations and casts, which
-are cheap to compute again. So a block can keep its *products* alone, and whatever it was given. A matrix product over
-few inner dimensions is none: what a low-rank adapter adds is as large as what it is added to, and cheap; so are the
-scores of an attention that is written out. Nor is what draws random numbers: whatever draws after it would get others
-if it did not draw again. Nor is what is made where autograd is off: a forward may do that once only, for a log.
+Matrix products, convolutions, recurrent layers and attention kernels take nearly all of a block's time. Their results
+are less than half of what autograd saves. The other half comes from norms, activation functions, rotary embeddings and
+casts, which are cheap to recompute. So a block can keep only its *products* and its inputs.
+
+Four kinds of results do not count as products:
+
+- A matrix product over few inner dimensions: the output of a low-rank adapter is as large as the output that it is
+  added to, and cheap. Attention scores that are written out are the same case.
+- An operation that draws random numbers: unless it draws again in the recompute, all later draws would differ.
+- An operation that writes into its inputs.
+- An operation where autograd is off: a forward may run it only once, for example for a log.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-# A matrix product of so many times more columns than inner dimensions, or more, is cheap.
+# A matrix product is cheap if it has at least this many times more columns than inner dimensions.
 SLENDER = 8
-# Where the left factor stands among the arguments; the right one follows.
+# Position of the left factor among the arguments; the right factor follows.
 _LEFT = {_ATEN.mm: 0, _ATEN.addmm: 1, _ATEN.bmm: 0, _ATEN.baddbmm: 1}
-# By name of the schema: what torch's registry of costs lacks. Those of bitsandbytes may not be there.
+# Schema names of products that torch's registry of costs lacks. bitsandbytes may not be installed, so its operations
+# are named too.
 _OTHERS = frozenset(
     {
         "aten::_cudnn_rnn",
@@ -37,7 +43,7 @@ _OTHERS = frozenset(
 
 
 def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation makes a product, in memory of its own; see [Note: Products].
+    """Return True if an operation makes a product in memory of its own, see [Note: Products].
 
     Args:
         func: An `OpOverload`.
@@ -56,7 +62,7 @@ def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a kernel drops elements at random."""
+    """Return True if a kernel applies dropout."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -1,12 +1,12 @@
-"""What a quantised weight is of no use without: the tensors that say what its bytes mean, and where they hang.
+"""The tensors that a quantised weight needs beside its codes, and where they are attached.
 
 [Note: Companions]
-A weight of bitsandbytes is a tensor of codes; what scales them are other tensors, its *companions*: of a `Params4bit`
-those of its `quant_state` (largest values of blocks, table of codes, and where the first are quantised themselves an
-offset and the same again), of an `Int8Params` its `SCB` (Dettmers et al., arXiv 2208.07339 and 2305.14314). They are no
-parameters and no buffers, so nothing that moves a module moves them. Here they lie behind the bytes of their weight, in
-the same memory: what brings the weight brings them, and their bytes are counted as the weight's. Nothing of
-bitsandbytes is imported: whatever has these attributes is treated so.
+A weight of bitsandbytes is a tensor of codes. The tensors that scale the codes are its *companions* (Dettmers et al.,
+arXiv 2208.07339 and 2305.14314). A `Params4bit` has them in its `quant_state`: the largest values of blocks, the table
+of codes, and, if the largest values are quantised too, an offset and a second state. An `Int8Params` has its `SCB`.
+Companions are neither parameters nor buffers, so nothing that moves a module moves them. This package stores them
+behind the bytes of their weight, in the same memory: whatever fetches the weight fetches them, and their bytes count as
+the weight's. Nothing of bitsandbytes is imported: any parameter with these attributes is treated as quantised.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# One load of a kernel takes 16 bytes at most; their first one must be a multiple of it.
+# A kernel loads at most 16 bytes at once, from an address that is a multiple of 16.
 ALIGNMENT = 16
 _OF_STATE = ("absmax", "code", "offset")
 _KINDS = ("quant_state", "SCB")
 
-# Gives memory for a tensor of a dtype, shape and strides from some byte of the weight's memory on.
+# Returns memory like a tensor, from some byte of the weight's memory on.
 Placing = Callable[[int, Tensor], Tensor]
 
 
 def packed_nbytes(parameter: Tensor) -> int:
-    """Bytes of a weight with its companions, each aligned; of any other tensor its own."""
+    """Return the bytes of a weight with its companions, each aligned; of any other tensor its own bytes."""
     end = parameter.nbytes
     for _, _, begin, tensor in _places(parameter):
         end = begin + tensor.nbytes
@@ -39,12 +39,12 @@ def packed_nbytes(parameter: Tensor) -> int:
 
 
 def has_companions(parameter: Tensor) -> bool:
-    """Whether the bytes of a weight mean nothing without other tensors."""
+    """Return True if the bytes of a weight have no meaning without other tensors."""
     return next(_holders(parameter), None) is not None
 
 
 def place_companions(parameter: Tensor, place: Placing) -> None:
-    """Copies the companions of a host weight to where `place` says and puts them there; see [Note: Companions]."""
+    """Copy the companions of a host weight to the memory from `place`, and attach the copies to the weight."""
     for holder, name, begin, tensor in list(_places(parameter)):
         target = place(begin, tensor)
         if target.data_ptr() != tensor.data_ptr():
@@ -55,9 +55,9 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
 
 
 def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
-    """Gives the device parameter of a weight companions of its own, where `place` says; nothing is copied there.
+    """Give the device parameter of a weight its own companions, in memory from `place`; nothing is copied.
 
-    Autograd functions keep the objects that hold them, and find in backward what has been fetched by then.
+    Autograd functions keep the objects that hold the companions, and backward reads what has been fetched by then.
     """
     state = vars(host).get("quant_state")
     if state is not None:
@@ -71,7 +71,7 @@ def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> Non
 
 
 def move_companions(parameter: Tensor, device: torch.device) -> None:
-    """Moves the companions of a weight beside it."""
+    """Move the companions of a weight to `device`."""
     for holder, name in _holders(parameter):
         setattr(holder, name, getattr(holder, name).to(device))
     if _codes(parameter) is not None:
@@ -79,13 +79,14 @@ def move_companions(parameter: Tensor, device: torch.device) -> None:
 
 
 def prepare_weights(model: nn.Module, device: torch.device | None = None) -> None:
-    """Quantises what waits for it and has every companion hang on its weight, before anybody counts bytes.
+    """Quantise weights that are not quantised yet, and attach every companion to its weight.
 
-    Layers of bitsandbytes quantise when they are moved to a device, which a streamed weight never is.
+    Call this before anybody counts bytes. Layers of bitsandbytes quantise when they are moved to a device, which a
+    streamed weight never is.
 
     Args:
-        model: Its weights stay where they are.
-        device: What quantises, one weight after the other; None: where the weight is.
+        model: The model; its weights stay on their device.
+        device: Device that quantises, one weight at a time; None means the weight's own device.
     """
     for module in model.modules():
         weight = _registered_weight(module)
@@ -97,15 +98,15 @@ def prepare_weights(model: nn.Module, device: torch.device | None = None) -> Non
 
 
 def _registered_weight(module: nn.Module) -> nn.Parameter | None:
-    """Return the parameter `weight`: a parametrization would compute what is asked for by attribute."""
+    """Return the parameter `weight`; reading the attribute would run a parametrization."""
     return dict(module._parameters.items()).get("weight")  # TorchScript has no `get` of its own.
 
 
 @contextmanager
 def accepting_companions(model: nn.Module) -> Iterator[None]:
-    """Within it, `load_state_dict` takes what quantised layers save beside their weights, strict or not.
+    """Within the context, let `load_state_dict` take what quantised layers save beside their weights, strict or not.
 
-    Layers that are not quantised yet are, if what is loaded is; whatever else is given goes the layers' own way.
+    Layers that are not quantised yet are quantised if the loaded weights are. All other keys are left to the layers.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -116,20 +117,20 @@ def accepting_companions(model: nn.Module) -> Iterator[None]:
 
 
 def accept_companions(module: nn.Module) -> RemovableHandle:
-    """The same for one layer, until the handle is removed."""
+    """Let one layer load the companions of its weight, until the handle is removed."""
     return module.register_load_state_dict_pre_hook(_load)
 
 
 def _load(module: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
     if "quant_state" in vars(module.weight):
         _load_4bit(module.weight, state_dict, prefix, others[-1])
-    elif f"{prefix}SCB" in state_dict:  # The layer copies it to where the weight has its own.
+    elif f"{prefix}SCB" in state_dict:  # The layer copies SCB into the weight's own SCB.
         _quantise(module.weight)
         _gather(module, module.weight)
 
 
 def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: list[str]) -> None:
-    """Takes what belongs to the weight of a 4-bit layer out of `state_dict`; values only, every tensor stays."""
+    """Take the companions of a 4-bit weight out of `state_dict` and copy their values into the weight's own."""
     start = f"{prefix}weight."
     given = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
     if not given:
@@ -170,14 +171,17 @@ def _quantise(weight: Any, device: torch.device | None = None) -> None:
 
 
 def _cast_bias(module: nn.Module) -> None:
-    """Casts the bias as the first forward of a 4-bit layer does, for good: a streamed one would be cast in each."""
+    """Cast the bias permanently, as the first forward of a 4-bit layer does.
+
+    A streamed bias would be cast in each forward.
+    """
     dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
     if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter) and bias.dtype != dtype:
         bias.data = bias.data.to(dtype)
 
 
 def _gather(module: nn.Module, weight: nn.Parameter) -> None:
-    """Hangs what the first forward of an 8-bit layer has put into its `state` on the weight again."""
+    """Attach what the first forward of an 8-bit layer has moved into its `state` to the weight again."""
     state = vars(module).get("state")
     if state is not None and _is_8bit(weight) and getattr(state, "SCB", None) is not None:
         vars(weight).update(CB=_plain(weight), SCB=state.SCB)
@@ -185,7 +189,7 @@ def _gather(module: nn.Module, weight: nn.Parameter) -> None:
 
 
 def _places(parameter: Tensor) -> Iterator[tuple[Any, str, int, Tensor]]:
-    """Every companion with what holds it, under which name, and its first byte behind that of the weight."""
+    """Yield every companion: its holder, its attribute, its first byte in the weight's memory, and the tensor."""
     end = parameter.nbytes
     for holder, name in _holders(parameter):
         tensor = getattr(holder, name)
@@ -195,7 +199,7 @@ def _places(parameter: Tensor) -> Iterator[tuple[Any, str, int, Tensor]]:
 
 
 def _holders(parameter: Tensor) -> Iterator[tuple[Any, str]]:
-    """Objects and attributes that hold companions, always in the same order."""
+    """Yield the objects and attributes that hold companions, always in the same order."""
     attributes = vars(parameter)
     state = attributes.get("quant_state")
     for each in (state, getattr(state, "state2", None)):
@@ -211,11 +215,11 @@ def _is_8bit(parameter: Tensor) -> bool:
 
 
 def _codes(parameter: Tensor) -> Tensor | None:
-    """What an 8-bit weight calls its codes: its own data under another name."""
+    """Return the attribute `CB` of an 8-bit weight: its own data under another name."""
     found: Tensor | None = vars(parameter).get("CB") if _is_8bit(parameter) else None
     return found
 
 
 def _plain(parameter: Tensor) -> Tensor:
-    """The memory of a weight as a plain tensor."""
+    """Return the memory of a weight as a plain tensor."""
     return parameter.detach().as_subclass(Tensor)

@@ -1,12 +1,12 @@
-"""Finds where the GPUs of a machine are and how they reach each other.
+"""Finds on which bus the GPUs of a node are, and whether they reach each other directly.
 
 [Note: Peer-to-peer]
-NCCL copies between the GPUs of a machine directly where the driver says that they reach each other, over NVLink or
-PCIe, and hangs or copies wrong bytes where that is not so: consumer cards, virtual machines, switches with access
-control. A communicator that exists cannot be told otherwise any more. So every rank asks before there is one, the
-answers go through a store, and a single no, or an error for an answer, sets `NCCL_P2P_DISABLE=1` on all ranks: ranks
-that differ in it may not find each other. It is the one environment variable that this package sets, and it is left
-alone where a user has set it.
+NCCL copies directly between the GPUs of a node, over NVLink or PCIe, if the driver says that they reach each other. On
+consumer cards, in virtual machines and behind switches with access control, the driver can be wrong: NCCL then hangs or
+copies wrong bytes. Nothing can change this setting once a communicator exists. So every rank probes its GPU before, and
+the ranks exchange the answers through a store. A single no, or an error, sets `NCCL_P2P_DISABLE=1` on all ranks,
+because ranks that differ in it may not find each other. This is the only environment variable that the package sets,
+and it does not change a value that a user has set.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from torch.distributed.constants import default_pg_timeout
 
 
 def reaches(gpu: int, other: int) -> bool:
-    """Whether the driver lets one GPU of this machine read the memory of another one.
+    """Return True if the driver lets one GPU of this node read the memory of another one.
 
     Raises:
-        AssertionError: There is no GPU of that index; from PyTorch.
-        RuntimeError: CUDA does not work.
+        AssertionError: If there is no GPU of that index; raised by PyTorch.
+        RuntimeError: If CUDA does not work.
     """
     try:
         return bool(torch.cuda.can_device_access_peer(gpu, other))
-    except torch.cuda.DeferredCudaCallError as error:  # No RuntimeError: CUDA was asked for something before it began.
+    except torch.cuda.DeferredCudaCallError as error:
         raise RuntimeError(str(error)) from error
 
 
 def nvlink_counts() -> Sequence[Sequence[int]] | None:
-    """For each pair of visible GPUs, how many NVLinks join them, through a switch or not; None if nothing tells."""
+    """Return the number of NVLinks between each pair of visible GPUs, or None if it cannot be read."""
     detect = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity", None)
     if detect is None:
         return None
     try:
         found: Sequence[Sequence[int]] = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
-    except RuntimeError:  # No NVML, or a build without CUDA.
+    except RuntimeError:  # There is no NVML, or PyTorch is built without CUDA.
         return None
     return found
 
 
 def pci_address(gpu: torch.device) -> str | None:
-    """Its place on the bus, as Linux writes it; None where PyTorch does not tell it."""
+    """Return the address of a GPU on the PCI bus as Linux writes it, or None if PyTorch does not give it."""
     properties = torch.cuda.get_device_properties(gpu)
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     domain, bus, device = (f"{part or 0:02x}" for part in parts)
@@ -60,11 +60,11 @@ def pci_address(gpu: torch.device) -> str | None:
 
 
 def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that a GPU hangs on, where PyTorch tells its address and Linux the node.
+    """Return the NUMA node of a GPU, or None if PyTorch does not give its address or Linux not its node.
 
     Args:
-        gpu: Which one.
-        devices: Where Linux describes what is on the bus.
+        gpu: The GPU.
+        devices: Folder in which Linux describes the devices on the bus.
     """
     told = devices / str(pci_address(gpu)) / "numa_node"
     return int(told.read_text()) if told.is_file() else None
@@ -73,7 +73,8 @@ def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -
 Link = Literal["nvlink", "pcie", "none", "unknown"]
 SETTING = "NCCL_P2P_DISABLE"
 _KEY = "lightning_protrain/peers"
-# Whatever a driver, NVML or PyTorch may raise: an error on one rank must not keep the others waiting for its answer.
+# Everything that a driver, NVML or PyTorch may raise: an error on one rank must not keep the others waiting for its
+# answer.
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -82,15 +83,15 @@ _ERRORS = (
 
 @dataclass(frozen=True)
 class PeerReport:
-    """What one rank found out, see [Note: Peer-to-peer].
+    """The answer of one rank, see [Note: Peer-to-peer].
 
     Attributes:
-        rank: Global.
-        machine: Name of its host.
-        reached: Whether its GPU reaches all others of the run on its machine; None: it knows of no other.
-        nvlink: Whether NVLink joins it with all of them; None: unknown.
-        problem: What speaks against it, if anything does.
-        setting: What the user has set `NCCL_P2P_DISABLE` to; None: it is not set.
+        rank: Global rank.
+        machine: Host name of the node.
+        reached: True if this rank's GPU reaches all other GPUs of the run on its node; None if there is no other.
+        nvlink: True if NVLink joins it with all of them; None if unknown.
+        problem: Reason against direct copies; None if there is none.
+        setting: Value that the user has given `NCCL_P2P_DISABLE`; None if it is not set.
     """
 
     rank: int
@@ -103,14 +104,15 @@ class PeerReport:
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """What all ranks agreed on, see [Note: Peer-to-peer].
+    """The decision of all ranks, see [Note: Peer-to-peer].
 
     Attributes:
-        link: What joins the GPUs of a machine: the slowest link if there are several; `"none"`: they do not reach each
-            other directly; `"unknown"`: no rank could tell.
-        switched_off: Whether the ranks set `NCCL_P2P_DISABLE=1` for it.
-        problems: By whom, and why.
-        settings: What users have set `NCCL_P2P_DISABLE` to, by rank; where there are any, nothing is switched.
+        link: Slowest link between GPUs of a node. `"none"`: they do not reach each other directly. `"unknown"`: no rank
+            could tell.
+        switched_off: True if the ranks set `NCCL_P2P_DISABLE=1` because of it.
+        problems: Reasons against direct copies, each with its rank.
+        settings: Rank and value of every `NCCL_P2P_DISABLE` that a user has set; if there are any, the ranks set
+            nothing.
     """
 
     link: Link
@@ -119,7 +121,7 @@ class PeerAccess:
     settings: tuple[tuple[int, str], ...] = ()
 
     def describe(self) -> str:
-        """One or two sentences for the user."""
+        """Return one or two sentences for the user."""
         texts = {
             "nvlink": "The GPUs of a machine reach each other over NVLink.",
             "pcie": "The GPUs of a machine reach each other over PCIe, or some of them do.",
@@ -136,7 +138,7 @@ class PeerAccess:
 
 
 class MeetingPoint(Protocol):
-    """Where rank 0 listens, as Lightning's cluster environments say it."""
+    """Address at which rank 0 listens, as Lightning's cluster environments give it."""
 
     @property
     def main_address(self) -> str:
@@ -156,30 +158,31 @@ def peers_found(
     devices: Sequence[torch.device] | None,
     timeout: timedelta | None = default_pg_timeout,
 ) -> Iterator[PeerAccess]:
-    """Finds the peers of all ranks; the process group is made within it, and may meet at the same port.
+    """Find out how the GPUs of all ranks reach each other, and yield the decision.
 
-    Every rank enters it. Without several GPUs, or where there is a group already, nobody is asked.
+    Every rank enters the context and makes the process group within it, which may meet at the same port. Nothing is
+    probed without several GPUs, or if there is a process group already.
 
     Args:
-        meeting: Where the ranks meet.
-        rank: Global.
+        meeting: Address at which the ranks meet.
+        rank: Global rank.
         world_size: Number of ranks.
-        device: Of this rank.
-        devices: Of all ranks of this machine, as far as this process sees them.
-        timeout: Of connecting and of every answer.
+        device: Device of this rank.
+        devices: Devices of all ranks of this node that this process sees; None if unknown.
+        timeout: Limit for connecting and for every answer.
 
     Yields:
-        What all ranks agreed on.
+        The decision of all ranks.
 
     Raises:
-        RuntimeError: A rank has not answered in time; its number is named.
+        RuntimeError: If a rank has not answered in time; the message names its number.
     """
     if device.type != "cuda" or world_size == 1 or dist.is_initialized():
         yield PeerAccess("unknown")
         return
     store = meeting_store(meeting.main_address, meeting.main_port, rank, world_size, timeout)
     yield find_peers(store, rank, world_size, device, devices or (), os.environ)
-    del store  # Not before: others may be asking it, and the group meets at its port.
+    del store  # Not earlier: other ranks may still read it, and the group meets at its port.
 
 
 def find_peers(
@@ -190,18 +193,18 @@ def find_peers(
     devices: Sequence[torch.device],
     environment: MutableMapping[str, str],
 ) -> PeerAccess:
-    """Asks for the GPUs of this machine, agrees with all ranks, and sets `NCCL_P2P_DISABLE` if it has to.
+    """Probe the GPU of this rank, agree with all ranks, and set `NCCL_P2P_DISABLE` if the decision requires it.
 
     Args:
-        store: Of all ranks.
-        rank: Global.
+        store: Store that all ranks share.
+        rank: Global rank.
         world_size: Number of ranks.
-        device: Of this rank.
-        devices: Of all ranks of this machine, as far as this process sees them.
-        environment: Where the variable is read and set.
+        device: Device of this rank.
+        devices: Devices of all ranks of this node that this process sees.
+        environment: Environment in which the variable is read and set.
 
     Raises:
-        RuntimeError: A rank has not answered in time; its number is named.
+        RuntimeError: If a rank has not answered in time; the message names its number.
     """
     others = [each.index for each in devices if each != device]
     access = agree(store, rank, world_size, probe(rank, device.index, others, environment.get(SETTING)))
@@ -218,15 +221,15 @@ def probe(
     reach: Callable[[int, int], bool] = reaches,
     count_nvlinks: Callable[[], Sequence[Sequence[int]] | None] = nvlink_counts,
 ) -> PeerReport:
-    """What this rank says of its GPU.
+    """Return the report of this rank about its GPU.
 
     Args:
-        rank: Global.
+        rank: Global rank.
         gpu: Index of its GPU among those that this process sees.
-        others: Indices of the GPUs of the other ranks of this machine.
-        setting: What `NCCL_P2P_DISABLE` is set to.
-        reach: Whether one GPU reaches another.
-        count_nvlinks: How many NVLinks join each pair, or None.
+        others: Indices of the GPUs of the other ranks of this node.
+        setting: Value of `NCCL_P2P_DISABLE`; None if it is not set.
+        reach: Returns True if the first GPU reaches the second.
+        count_nvlinks: Returns the number of NVLinks between each pair, or None.
     """
     machine = platform.node()
     if not others:
@@ -245,7 +248,7 @@ def probe(
 
 
 def decide(reports: Sequence[PeerReport]) -> PeerAccess:
-    """What follows from the reports of all ranks."""
+    """Return the decision that follows from the reports of all ranks."""
     problems = tuple(
         f"rank {each.rank} on {each.machine}: {each.problem}" for each in reports if each.problem is not None
     )
@@ -262,10 +265,10 @@ def decide(reports: Sequence[PeerReport]) -> PeerAccess:
 
 
 def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> PeerAccess:
-    """Gives the report of this rank to rank 0, which decides for all.
+    """Give the report of this rank to rank 0, which decides for all, and return the decision.
 
     Raises:
-        RuntimeError: A rank has not answered within the timeout of the store.
+        RuntimeError: If a rank has not answered within the timeout of the store.
     """
     store.set(f"{_KEY}/{rank}", json.dumps(asdict(report)))
     if rank == 0:
@@ -279,14 +282,14 @@ def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> 
 def meeting_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta | None = default_pg_timeout
 ) -> dist.Store:
-    """The store at which a process group is going to meet; hold it until the group exists, or pass it on to it.
+    """Return the store at which a process group is going to meet; hold it until the group exists, or pass it on.
 
     Args:
-        address: Of rank 0, as in `MASTER_ADDR`.
-        port: Its port, as in `MASTER_PORT`; the group may use the same.
-        rank: Global.
+        address: Host of rank 0, as in `MASTER_ADDR`.
+        port: Port of rank 0, as in `MASTER_PORT`; the process group may use the same port.
+        rank: Global rank.
         world_size: Number of ranks.
-        timeout: Of connecting and of every answer.
+        timeout: Limit for connecting and for every answer.
     """
     host = f"[{address}]" if ":" in address else address
     url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"

@@ -2,7 +2,7 @@
 
 [Note: Memory]
 Nothing is remembered from run to run but what the manifests say. The best checkpoint is the best of the line that the
-run continues (see [Note: Lines] in checkpoint/manifest.py), so it survives a restart and a move of the folder. What a
+run continues (see [Note: Lineage] in checkpoint/manifest.py), so it survives a restart and a move of the folder. What a
 run has left behind by going back to an earlier checkpoint is hidden, and not removed.
 """
 
