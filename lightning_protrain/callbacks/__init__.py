@@ -1,1 +1,1 @@
-"""Callbacks: what the plan is and moves, what the model has learned, and checkpoints of it."""
+"""Callbacks: the plan and its figures, evaluation and samples during training, and checkpoints."""

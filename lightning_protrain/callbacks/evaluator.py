@@ -1,12 +1,4 @@
-"""`Evaluator`: metrics of further data sets, each under its own name, on a cadence of its own.
-
-[Note: Evaluation beside training]
-An evaluation runs the module's own `validation_step` through the strategy, as validation does, while the collection of
-metrics that this step updates is exchanged for one of the data set. It leaves no trace in the training: the modes of
-modules and the states of all random generators are as they were, gradients are not computed, and what was logged before
-stays: what the step would log of its own, under the names of validation, is not logged. So a run with it and one
-without it have the same weights bit for bit.
-"""
+"""`Evaluator`: metrics of further data sets, each under its own name and at its own interval."""
 
 from __future__ import annotations
 
@@ -32,24 +24,25 @@ Loader = Iterable[Any]
 
 
 class Evaluator(Callback):
-    """Evaluates data sets beside the validation, and logs `<name>_<metric>`, e.g. `python_loss`.
+    """Evaluates data sets in addition to validation, and logs `<name>_<metric>`, e.g. `python_loss`.
 
-    What it logs can be monitored by `ModelCheckpoint` and `EarlyStopping` if they look when it has run. A metric that
-    has not a single token is not logged, and what it was before is not monitored any more. When to evaluate is what
-    rank zero was told; what fails on one rank ends all.
+    `ModelCheckpoint` and `EarlyStopping` can monitor the metrics if they read them after an evaluation. A metric
+    without a single token is not logged, and its earlier value is no longer monitored. All ranks follow the intervals
+    of rank 0, and a failure on one rank ends all ranks. An evaluation changes nothing in the training: weights are
+    bit-identical with and without it.
 
     Args:
-        data: By name, a datamodule of which the validation data are taken, or batches to iterate over again and again.
-        every_n_steps: Optimizer steps from one evaluation to the next, at the end of the batch that takes the last of
-            them; None: no evaluation in between.
-        at_start: Whether to evaluate before the first step.
-        at_end: Whether to evaluate after the last step.
-        max_batches: The most batches of a data set, on each rank; None: all.
-        metrics: Name of the module's attribute with the `MetricCollection` that its `validation_step` updates.
+        data: Datamodule (its validation data are used) or re-iterable batches, by name.
+        every_n_steps: Optimizer steps between evaluations, which run at the end of the batch that takes the last step;
+            None evaluates only at start or end.
+        at_start: True evaluates before the first step.
+        at_end: True evaluates after the last step.
+        max_batches: Maximum number of batches of a data set on each rank; None means all.
+        metrics: Attribute of the module with the `MetricCollection` that its `validation_step` updates.
 
     Raises:
-        ValueError: Here: there is nothing to do, or a number below 1. When training is set up: a name that is taken, a
-            module without such metrics, data without a batch on any rank. Later: a name that the module logs too.
+        ValueError: In the constructor, if there is nothing to do or a number is below 1. At setup, if a name is taken,
+            the module lacks such metrics, or data have no batch on any rank. Later, if the module logs the same name.
     """
 
     def __init__(
@@ -88,13 +81,13 @@ class Evaluator(Callback):
 
     @property
     def names(self) -> set[str]:
-        """Of all metrics that it logs, once training is set up."""
+        """Names of all metrics that this callback logs, once training is set up."""
         return {str(key) for collection in self._collections.values() for key in collection.keys()}  # noqa: SIM118
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what could not be evaluated, before the training and not in the middle of it."""
+        """Refuse metrics that cannot be evaluated before training starts."""
         if stage != "fit" or self._is_off(trainer):
             return
         own = _collection(pl_module, self.metrics)
@@ -108,12 +101,12 @@ class Evaluator(Callback):
                 _claim(collection, f"data set {name!r} of Evaluator {number + 1}", taken)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the loaders, on every rank its own."""
+        """Make the loaders of this rank."""
         if self._is_off(trainer):
             rank_zero_info("Evaluator does nothing in a run with fast_dev_run or overfit_batches.")
             return
         self._evaluated_at = None
-        # The others follow rank zero, step by step the same: no rank evaluates alone, and no step needs an exchange.
+        # All ranks take the intervals of rank 0: no rank evaluates alone, and no step needs a collective.
         cadence = (self.every_n_steps, self.at_start, self.at_end, self.max_batches)
         self.every_n_steps, self.at_start, self.at_end, self.max_batches = trainer.strategy.broadcast(cadence)
         with isolate_rng():
@@ -125,7 +118,7 @@ class Evaluator(Callback):
         _refuse_empty(self._loaders, trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The evaluation before the first step."""
+        """Run the evaluation before the first step."""
         self._step = trainer.global_step
         if self.at_start:
             self._evaluate_all(trainer, pl_module)
@@ -133,19 +126,19 @@ class Evaluator(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The evaluations in between: at the end of an optimizer step, not at every batch that it accumulates."""
+        """Run an evaluation at the end of an optimizer step, not at every accumulated batch."""
         before, self._step = self._step, trainer.global_step
-        # Not whether it divides the step: with several optimizers a batch takes several steps.
+        # Compare quotients: with several optimizers, a batch takes several steps and may skip a multiple.
         if self.every_n_steps is not None and self._step // self.every_n_steps > before // self.every_n_steps:
             self._evaluate_all(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The evaluation after the last step, unless there has just been one."""
+        """Run the evaluation after the last step, unless one has run at this step."""
         if self.at_end and trainer.global_step != self._evaluated_at:
             self._evaluate_all(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the processes of its loaders."""
+        """Release the loaders, which ends their worker processes."""
         self._loaders = {}
 
     def _is_off(self, trainer: Trainer) -> bool:
@@ -163,13 +156,13 @@ class Evaluator(Callback):
             for key in (values.keys() & trainer.callback_metrics.keys()) - self._logged:
                 raise ValueError(f"Data set {name!r} and the module are both logged as {key!r}. Rename the data set.")
             self._logged |= values.keys()
-            for key in values:  # An older value is not the one of these weights.
+            for key in values:  # An earlier value belongs to other weights.
                 trainer.callback_metrics.pop(key, None)
             logged |= {key: value for key, value in values.items() if value is not None}
             if not any(value is not None for value in values.values()) and name not in self._without_value:
                 self._without_value.add(name)
                 rank_zero_warn(f"Evaluator: data set {name!r} has no trained token, so it has no metric.")
-        # Not `self.log`: it would leave out what falls between the logger's steps, and is closed when training ends.
+        # Not `self.log`: it would skip evaluations between the logger's steps, and cannot be used after training.
         trainer.callback_metrics.update(logged)
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
@@ -193,7 +186,7 @@ class Evaluator(Callback):
         total = sized_len(loader)
         if self.max_batches is not None:
             total = self.max_batches if total is None else min(total, self.max_batches)
-        batches = islice(loader, self.max_batches)  # asks for none that it does not take
+        batches = islice(loader, self.max_batches)  # draws no batch beyond the maximum
         for index, batch in enumerate(_with_bar(batches, f"Evaluating {name}", total, trainer)):
             converted = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
             trainer.strategy.validation_step(trainer.strategy.batch_to_device(converted, dataloader_idx=0), index)
@@ -204,7 +197,7 @@ def _with_bar(batches: Iterable[Any], description: str, total: int | None, train
     if bar is None or not trainer.is_global_zero or not getattr(bar, "is_enabled", True):
         yield from batches
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started:
-        # Within its display: what another bar writes beside it is not shown.
+        # Within its display: the output of a second bar would not be shown.
         task = bar.progress.add_task(description, total=float("inf") if total is None else total)
         try:
             for batch in batches:
@@ -219,7 +212,11 @@ def _with_bar(batches: Iterable[Any], description: str, total: int | None, train
 
 @contextmanager
 def _aside(module: LightningModule, attribute: str, collection: MetricCollection) -> Iterator[None]:
-    """See [Note: Evaluation beside training]."""
+    """Run an evaluation without a trace in the training.
+
+    The metrics of the module are replaced by `collection`. Within the context, module modes and random states are
+    saved, gradients are off, and `log` does nothing, because Lightning would log under the names of validation.
+    """
     own = getattr(module, attribute)
     modes = {each: each.training for each in module.modules()}
     with isolate_rng(), torch.no_grad():
@@ -236,7 +233,7 @@ def _aside(module: LightningModule, attribute: str, collection: MetricCollection
 
 
 def _not_logged(*_: Any, **__: Any) -> None:
-    """Stands in for `LightningModule.log`: the trainer is in no loop whose results these would be."""
+    """Replace `LightningModule.log` during an evaluation: the trainer is in no loop that could store the results."""
 
 
 def _collection(module: LightningModule, attribute: str) -> MetricCollection:

@@ -1,4 +1,4 @@
-"""`PlanMonitor`: prints the plan before training, logs what it holds on the device, and sums up what it streamed."""
+"""`PlanMonitor`: prints the plan before training, logs memory and traffic, and prints a summary of the streaming."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ PREFIX = "protrain/"
 
 
 class HasOverlap(Protocol):
-    """How a strategy overlaps the host's optimizer steps; `lightning_protrain.strategy.overlap.OverlapPlan` is one."""
+    """The overlap of a strategy's host optimizer steps, such as `lightning_protrain.strategy.overlap.OverlapPlan`."""
 
     def describe(self, threads: int | None) -> str:
-        """A sentence for the user."""
+        """Return a sentence for the user."""
 
 
 class HasPeerAccess(Protocol):
-    """How devices reach each other; `lightning_protrain.device.topology.PeerAccess` is one."""
+    """The connection between devices, such as `lightning_protrain.device.topology.PeerAccess`."""
 
     def describe(self) -> str:
-        """One or two sentences for the user."""
+        """Return one or two sentences for the user."""
 
 
 @runtime_checkable
 class HasPlan(Protocol):
-    """What `PlanMonitor` asks of a strategy; `ProTrainStrategy` has it."""
+    """The part of a strategy that `PlanMonitor` reads; `ProTrainStrategy` has it."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is applied, if any."""
+        """Plan that is applied; None if there is none."""
 
     @property
     def counters(self) -> TransferCounters:
-        """What was moved until now."""
+        """Counters of all transfers so far."""
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """The most that the device had allocated since `setup`; None where it does not count."""
+        """Peak of the device's allocated bytes since `setup`; None if the device does not count them."""
 
     @property
     def allocator_stats(self) -> Mapping[str, int]:
-        """Reserved bytes at their peak and allocation retries, by name; empty where the device does not count."""
+        """Peak of reserved bytes and number of allocation retries, by name; empty if the device does not count them."""
 
     @property
     def budget(self) -> int | None:
-        """Bytes of the device that the plan may use; None where there is no limit."""
+        """Device bytes that the plan may use; None means no limit."""
 
     @property
     def overlap(self) -> HasOverlap:
-        """How the host's optimizer steps are overlapped."""
+        """Overlap of the host's optimizer steps."""
 
     @property
     def peers(self) -> HasPeerAccess | None:
-        """How the devices of a machine reach each other; None where that is not known."""
+        """Connection between the devices of a node; None if unknown."""
 
 
 def render_plan(
     plan: Plan, budget: int | None = None, overlap: HasOverlap | None = None, peers: HasPeerAccess | None = None
 ) -> Group:
-    """The plan as two tables: what every unit gets, and what that takes of the device's memory.
+    """Return the plan as two tables: the decisions for every unit, and the device memory that they take.
 
     Args:
         plan: The plan.
-        budget: Bytes of the device that the plan may use; None where there is no limit.
-        overlap: How the host's optimizer steps are overlapped; None: not said.
-        peers: How the devices of a machine reach each other; None: not said.
+        budget: Device bytes that the plan may use; None means no limit.
+        overlap: Overlap of the host's optimizer steps; None leaves it out.
+        peers: Connection between the devices of a node; None leaves it out.
     """
     steps = overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks)
     said = [overlap.describe(None)] if overlap is not None and steps else []
@@ -88,24 +88,28 @@ def render_plan(
 
 
 class PlanMonitor(Callback):
-    """Shows what the strategy "protrain" does, and holds its prediction against what happens.
+    """Shows what the strategy "protrain" does, and compares its prediction with the run.
 
-    Before the first step it prints the plan, after training the sum of what was streamed. After the first batch it says
-    once if a step of fewer than four samples streams weights and the plan was not searched for with that advice.
+    Before the first step it prints the plan, and after training a summary of the streaming. After the first batch it
+    prints advice if weights are streamed for steps of fewer than four samples and the plan has not given that advice.
 
-    At the steps at which the run itself logs something it gives the loggers, all under `protrain/`: `device_bytes`, the
-    model states on the device at the end of the step (resident and fetched ones); `peak_device_bytes`, the most there
-    were until then; `streamed_bytes`, parameters and gradients moved in both directions since the start; where blocks
-    swap, `swapped_out_bytes` and `swapped_in_bytes`; `waited_seconds`, in which the host waited for copies since the
-    start; `step_seconds`, from one optimizer step to the next. Where the plan was searched for, `predicted_peak_bytes`
-    and `predicted_step_seconds` too, both for the batch that the plan was made with: the largest one if the data knows
-    it, so steps may well be faster. Where the device counts what it allocates, `measured_peak_bytes`, the worst rank's.
+    Whenever the run itself logs at a step, the monitor logs these figures under `protrain/`:
 
-    The loggers get these figures directly, as from `LearningRateMonitor`: what the module logs, the progress bar and
-    the metrics of other callbacks stay as they are. With another strategy it says nothing.
+    - `device_bytes`: model states on the device at the end of the step, resident and fetched.
+    - `peak_device_bytes`: maximum of the model states on the device so far.
+    - `streamed_bytes`: parameters and gradients moved in both directions so far.
+    - `swapped_out_bytes`, `swapped_in_bytes`: activations moved so far, if blocks swap.
+    - `waited_seconds`: time that the host has waited for copies so far.
+    - `step_seconds`: time from one optimizer step to the next.
+    - `predicted_peak_bytes`, `predicted_step_seconds`: prediction of the search for the batch that the plan was made
+      with. That is the largest batch if the data know it, so steps may well be faster.
+    - `measured_peak_bytes`: peak of allocated bytes on the worst rank, if the device counts them.
+
+    Loggers get these figures directly, as from `LearningRateMonitor`: metrics of the module, the progress bar and other
+    callbacks do not change. With another strategy the monitor does nothing.
 
     Args:
-        log: Whether to give loggers anything.
+        log: False logs nothing.
     """
 
     def __init__(self, log: bool = True) -> None:
@@ -116,17 +120,17 @@ class PlanMonitor(Callback):
         self._uploaded: int | None = None
 
     def join(self, trainer: Trainer) -> None:
-        """Adds itself to the callbacks, if none of its kind is there."""
+        """Add this callback to the trainer unless it has a `PlanMonitor` already."""
         if not any(isinstance(one, PlanMonitor) for one in _callbacks(trainer)):
             _callbacks(trainer).append(self)
 
     def leave(self, trainer: Trainer) -> None:
-        """Is no more among the callbacks."""
+        """Remove this callback from the trainer."""
         if self in _callbacks(trainer):
             _callbacks(trainer).remove(self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the plan, on rank zero."""
+        """Print the plan on rank 0."""
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
         self._uploaded = None
         strategy = trainer.strategy
@@ -134,14 +138,14 @@ class PlanMonitor(Callback):
             Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap, strategy.peers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes down what an evaluation before the first batch has uploaded."""
+        """Store the bytes that evaluations before the first batch have uploaded."""
         if isinstance(trainer.strategy, HasPlan):
             self._uploaded = trainer.strategy.counters.uploaded_bytes
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs bytes and seconds; warns once if more memory is taken than was predicted, or if steps are too small."""
+        """Log bytes and seconds; warn once if memory exceeds the prediction or steps are too small."""
         strategy = trainer.strategy
         if not isinstance(strategy, HasPlan) or strategy.plan is None:
             return
@@ -170,7 +174,7 @@ class PlanMonitor(Callback):
             self._compare(prediction, measured)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary, on rank zero, unless a finished run was resumed and no batch was trained."""
+        """Print the summary on rank 0, unless a finished run was resumed and no batch was trained."""
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
@@ -183,7 +187,7 @@ class PlanMonitor(Callback):
             self._last_step = (step, now)
 
     def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, batch: Any) -> None:
-        """Unless the plan has been printed with the same advice."""
+        """Print the advice on few samples, unless the plan has been printed with it."""
         advised = plan.prediction
         if advised is None or not any(few_samples(advised.samples, advised.accumulate)):
             for sentence in few_samples(size_of(batch)[0], trainer.accumulate_grad_batches):
@@ -203,7 +207,7 @@ class PlanMonitor(Callback):
 
 
 def _is_written(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether loggers get what is logged at this batch; the same on every rank."""
+    """Return True if loggers get metrics at this batch; the result is the same on every rank."""
     if module.automatic_optimization and trainer.fit_loop._should_accumulate():
         return False
     steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
@@ -212,13 +216,13 @@ def _is_written(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def _run_logs(trainer: Trainer) -> bool:
-    """Whether the module or a callback has logged something that loggers get at this step."""
+    """Return True if the module or a callback has logged something for loggers at this step."""
     results = trainer._results
     return results is not None and any(one.meta.logger and one.meta.on_step for _, one in results.valid_items())
 
 
 def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:
-    """The most that a rank has; every rank calls it where there are several."""
+    """Return the maximum over all ranks; every rank calls it."""
     if trainer.world_size == 1:
         return float(nbytes)
     there = torch.tensor(nbytes, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -226,7 +230,7 @@ def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:
 
 
 def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
-    """The bytes that `PlanMonitor` logs, by name."""
+    """Return the byte figures that `PlanMonitor` logs, by name."""
     resident = plan.memory.resident_states + plan.memory.module_buffers
     logged = {
         "device_bytes": resident + counters.live_bytes,
@@ -239,7 +243,7 @@ def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
 
 
 def summary(counters: TransferCounters, budget: int | None) -> str:
-    """What was streamed, through what, and how often it came in time; and what was swapped, if anything."""
+    """Return one line on the streamed bytes, the budget, the share of prefetched fetches, and swapped bytes."""
     streamed = counters.uploaded_bytes + counters.downloaded_bytes
     swapped = counters.swapped_out_bytes + counters.swapped_in_bytes
     also = f" It swapped {short_bytes(swapped)} of activations." if swapped else ""

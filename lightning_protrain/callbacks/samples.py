@@ -1,4 +1,4 @@
-"""Shows what a model has learned: answers to a few prompts, and the loss before the first step."""
+"""Shows the progress of a model: answers to a few prompts, and the validation metric before and after training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_protrain.distributed.failures import failing_together
 class InitialValidation(Callback):
     """Measures a validation metric before training and prints "val_loss 8.41 -> 4.92" after it.
 
-    The first measurement is Lightning's sanity check, run over all validation batches; it is also logged, at step 0.
-    A resumed training has no sanity check and prints only the last value.
+    The first measurement is Lightning's sanity check, run over all validation batches; it is also logged at step 0. A
+    resumed training has no sanity check and prints only the last value.
 
     Args:
         monitor: Name of the metric that the module logs in validation.
@@ -31,28 +31,28 @@ class InitialValidation(Callback):
         self.last: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Extends the sanity check to all validation batches that the trainer's limit allows."""
+        """Extend the sanity check to all validation batches that the trainer's limit allows."""
         if stage == "fit":
             trainer.num_sanity_val_steps = math.inf
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps and logs the first value; Lightning itself forgets what a sanity check logs."""
+        """Store and log the first value: Lightning discards what a sanity check logs."""
         self.first = self._metric(trainer)
         for logger in trainer.loggers:
             logger.log_metrics({self.monitor: self.first}, step=0)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the last value."""
+        """Store the last value."""
         if not trainer.sanity_checking:
             self.last = self._metric(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints both, on rank zero."""
+        """Print both values on rank 0."""
         if trainer.is_global_zero:
             Console().print(self.summary(), highlight=False, soft_wrap=True)
 
     def summary(self) -> str:
-        """One line with the first and the last value, as far as they are known."""
+        """Return one line with the first and the last value, as far as they are known."""
         if self.last is None:
             return f"{self.monitor}: no validation ran during training."
         if self.first is None:
@@ -67,20 +67,21 @@ class InitialValidation(Callback):
 
 
 class SampleCompletion(Callback):
-    """Shows the model's answer to each prompt: as a table, and as text in TensorBoard where that is the logger.
+    """Shows the model's answer to each prompt as a table, and as text in TensorBoard loggers.
 
-    The prompts go through the chat template of the datamodule's tokenizer; the module answers with its
-    `generate(input_ids, max_new_tokens, eos_token_id)`, with streamed weights if need be. All ranks take part, as a
-    strategy may need them for a forward; rank zero shows, and what fails on one ends all. Modes of modules and random
-    generators are as before.
+    The prompts go through the chat template of the datamodule's tokenizer. The module answers with its
+    `generate(input_ids, max_new_tokens, eos_token_id)`, which also works with streamed weights. All ranks generate,
+    because the strategy may need them for a forward; rank 0 prints, and a failure on one rank ends all ranks. Module
+    modes and random states are restored.
 
     Args:
-        prompts: What the user says, one conversation each.
-        max_new_tokens: The longest answer, in tokens.
-        in_validation: Whether to answer after each validation too, and not only when training ends.
+        prompts: User messages, one conversation each.
+        max_new_tokens: Maximum length of an answer, in tokens.
+        in_validation: True answers after each validation too, and not only when training ends.
 
     Raises:
-        ValueError: No prompts, here; a datamodule without tokenizer or a module without `generate`, before training.
+        ValueError: In the constructor, without prompts. Before training, if the datamodule has no tokenizer or the
+            module has no `generate`.
     """
 
     def __init__(self, prompts: list[str], max_new_tokens: int = 48, in_validation: bool = False) -> None:
@@ -94,7 +95,7 @@ class SampleCompletion(Callback):
         self._answered_at: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses what could not answer, before the training and not after it."""
+        """Refuse a module or datamodule that cannot answer before training starts."""
         _tokenizer(trainer)
         if not callable(getattr(pl_module, "generate", None)):
             raise ValueError(
@@ -103,19 +104,19 @@ class SampleCompletion(Callback):
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answers the prompts, if that is asked for."""
+        """Answer the prompts if `in_validation` is set."""
         if self.in_validation and not trainer.sanity_checking:
             self._show(trainer, pl_module)
 
     # Not on_fit_end: by then Lightning may have torn down what the forward needs.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answers the prompts, unless this model has just done so."""
+        """Answer the prompts, unless they were answered at this step."""
         if trainer.global_step != self._answered_at:
             self._show(trainer, pl_module)
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._answered_at = trainer.global_step
-        # The other ranks would wait in the next training step for one that fails here.
+        # Without this, the other ranks would wait in the next training step for a rank that fails here.
         with failing_together(f"Answering prompts after {trainer.global_step} steps"):
             answers = self._answers(trainer, pl_module)
             if trainer.is_global_zero:
@@ -124,11 +125,11 @@ class SampleCompletion(Callback):
     def _print(self, answers: list[str], trainer: Trainer) -> None:
         table = Table("prompt", "answer", title=f"Answers after {trainer.global_step} steps", title_justify="left")
         for prompt, answer in zip(self.prompts, answers, strict=True):
-            table.add_row(Text(prompt), Text(answer))  # not strings, in which rich looks for markup
+            table.add_row(Text(prompt), Text(answer))  # rich would look for markup in a str
             for logger in trainer.loggers:
                 add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
                 if callable(add_text):
-                    # Four blanks: TensorBoard renders Markdown, and what the model says is none.
+                    # Four spaces make a code block: TensorBoard renders Markdown, and the answer is plain text.
                     code = "\n".join(f"    {line}" for line in answer.splitlines())
                     add_text(f"answers/{prompt}", code, global_step=trainer.global_step)
         Console().print(table)
@@ -156,7 +157,7 @@ class SampleCompletion(Callback):
 
 
 def _tokenizer(trainer: Trainer) -> Any:
-    # Trainer has the attribute `datamodule` only once one was given.
+    # Trainer has the attribute `datamodule` only if one was given.
     tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
     if tokenizer is None:
         raise ValueError("SampleCompletion needs a datamodule with a `tokenizer`, such as ChatDataModule. Give one.")

@@ -1,4 +1,4 @@
-"""`SavePretrained`: what was trained, as a folder that transformers or PEFT read."""
+"""`SavePretrained`: writes the trained model as a folder that transformers or PEFT read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_protrain.models.lora import save_model
 
 
 class SavePretrained(Callback):
-    """Writes the module's `model` with `save_pretrained` when training ends, the tokenizer beside it.
+    """Writes the module's `model` and the tokenizer with `save_pretrained` when training ends.
 
-    A model with adapters leaves those alone, in PEFT's format; any other leaves its config and all weights, as
-    safetensors. The folder appears when it is whole, after the last checkpoint is saved. For a run that is to go on,
-    save checkpoints: optimizer states are not in it.
+    A model with adapters is saved as adapters alone, in PEFT's format. Any other model is saved with its config and all
+    weights, as safetensors. The folder appears only when it is complete, after the last checkpoint. It has no optimizer
+    states: use checkpoints to resume a run.
 
     Args:
-        dirpath: Folder to be made; it must not exist.
-        fallback_dirpath: Another one, on another disk, for where `dirpath` cannot be written when training has ended.
+        dirpath: Folder to make; it must not exist.
+        fallback_dirpath: Second folder, on another disk, to use if `dirpath` cannot be written when training has ended.
 
     Raises:
-        ValueError: Before training: a folder is there already, or the module has no `model` that can be saved.
-        OSError: After training: neither folder could be written; the message says where the weights still are.
+        ValueError: Before training, if a folder exists already or the module has no `model` that can be saved.
+        OSError: After training, if neither folder could be written; the message says where the weights still are.
     """
 
     def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
@@ -35,7 +35,7 @@ class SavePretrained(Callback):
         self.fallback_dirpath = fallback_dirpath
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what could not be saved, before the training and not after it."""
+        """Refuse a model or folder that cannot be saved before training starts."""
         for dirpath in self._dirpaths:
             if Path(dirpath).exists():
                 raise ValueError(f"SavePretrained would write to {dirpath!r}, which is there already. Move it away.")
@@ -49,7 +49,7 @@ class SavePretrained(Callback):
                 Path(dirpath).absolute().parent.mkdir(parents=True, exist_ok=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the folder, on rank zero."""
+        """Write the folder on rank 0."""
         if not trainer.is_global_zero:
             return
         for dirpath in self._dirpaths:
@@ -71,7 +71,7 @@ class SavePretrained(Callback):
 
 def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
     partial = Path(f"{dirpath}.partial")
-    if partial.exists():  # of a run that was killed while it wrote
+    if partial.exists():  # left by a run that was killed while it wrote
         shutil.rmtree(partial)
     try:
         save_model(model, partial)

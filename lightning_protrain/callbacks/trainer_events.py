@@ -1,4 +1,4 @@
-"""What happens when in a fit: evaluations, the ends of steps, and who tells whom."""
+"""Events of a fit that callbacks share: evaluations, and the ends of optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from lightning.pytorch import Trainer
 
 @runtime_checkable
 class EvaluatesOutsideValidation(Protocol):
-    """A callback that evaluates beside the validation; `Evaluator` is one."""
+    """A callback that evaluates in addition to validation, such as `Evaluator`."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of the metrics that it alone logs, once it is set up."""
+        """Names of the metrics that only this callback logs, once it is set up."""
 
 
 @runtime_checkable
 class EvaluationListener(Protocol):
-    """A callback that wants to know when one has ended; `ProTrainCheckpoint` is one."""
+    """A callback that is told when such an evaluation has ended, such as `ProTrainCheckpoint`."""
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
-        """The metrics of these names have just been measured, and are in `trainer.callback_metrics`."""
+        """Handle new values of the metrics `names` in `trainer.callback_metrics`."""
 
 
 def is_from_evaluator(name: str | None, trainer: Trainer) -> bool:
-    """Whether a metric comes from an evaluation beside the validation, so that no validation measures it anew."""
+    """Return True if a metric comes from an evaluation outside validation, so that validation does not update it."""
     callbacks = getattr(trainer, "callbacks", [])
     return any(isinstance(each, EvaluatesOutsideValidation) and name in each.names for each in callbacks)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether it is a run with `fast_dev_run`."""
+    """Return True if the trainer runs with `fast_dev_run`."""
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def accumulates(trainer: Trainer) -> bool:
-    """Whether the batch that ends now is not the last one of its optimizer step."""
+    """Return True if the batch that ends now is not the last one of its optimizer step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def validates(trainer: Trainer) -> bool:
-    """Whether there is a validation in this fit."""
+    """Return True if this fit runs validation."""
     return trainer.enable_validation and sum(trainer.num_val_batches) > 0
 
 
 def validates_next(trainer: Trainer) -> bool:
-    """Whether a validation follows on the batch that ends now."""
+    """Return True if a validation follows the batch that ends now."""
     fetcher = trainer.fit_loop._data_fetcher
     return validates(trainer) and fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -191,7 +191,7 @@ class ProTrainCheckpointIO(CheckpointIO):
 
     @contextmanager
     def copying(self, snapshot: Snapshot | None) -> Iterator[None]:
-        """Within the context, let a save only copy, and write it in the background, if the host has room.
+        """Let a save only copy within the context, and write it in the background, if the host has room.
 
         Args:
             snapshot: Memory for the copies. A save under way is finished before it is overwritten. None changes

@@ -104,7 +104,7 @@ def _registered_weight(module: nn.Module) -> nn.Parameter | None:
 
 @contextmanager
 def accepting_companions(model: nn.Module) -> Iterator[None]:
-    """Within the context, let `load_state_dict` take what quantised layers save beside their weights, strict or not.
+    """Let `load_state_dict` take what quantised layers save beside their weights, strict or not, within the context.
 
     Layers that are not quantised yet are quantised if the loaded weights are. All other keys are left to the layers.
     """

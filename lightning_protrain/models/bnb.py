@@ -1,6 +1,6 @@
-"""Frozen weights in four or eight bits, by bitsandbytes: what a user says of them, and a model that has them.
+"""Frozen weights in four or eight bits by bitsandbytes: checks the settings and builds a quantised model.
 
-bitsandbytes is imported where weights are quantised: it takes seconds.
+bitsandbytes takes seconds to import, so it is imported only where weights are quantised.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from transformers.quantizers import AutoHfQuantizer
 
 
 def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
-    """The configuration of transformers that the settings stand for.
+    """Return the quantisation config of transformers for the settings.
 
     Args:
         settings: Arguments of `BitsAndBytesConfig`, e.g. `{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`.
 
     Raises:
-        ValueError: An unknown key, with near ones; neither four nor eight bits; what transformers itself refuses.
+        ValueError: If a key is unknown (similar ones are named), the bits are neither four nor eight, or transformers
+            refuses the settings.
     """
     known = [name for name in inspect.signature(BitsAndBytesConfig).parameters if name != "kwargs"]
     for key in settings:
@@ -41,7 +42,7 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Let bitsandbytes make its tables of codes in float32, as which kernels read them, under `bf16-true` as well."""
+    """Let bitsandbytes make its code tables in float32, which its kernels expect, even under `bf16-true`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -51,10 +52,10 @@ def float32_by_default() -> Iterator[None]:
 
 
 def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
-    """Refuses settings that cannot be trained with.
+    """Raise ValueError if the settings cannot be used for training.
 
     Raises:
-        ValueError: As `quantizer`; or there are no adapters.
+        ValueError: As in `quantizer`, or if there are no adapters.
     """
     quantizer(settings)
     if lora is None:
@@ -62,14 +63,14 @@ def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | No
 
 
 def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Gives a model on the meta device the layers and the weights that a quantised one has, by shape and size.
+    """Give a model on the meta device the layers and weights of a quantised one, by shape and size.
 
     Args:
-        model: On the meta device; its linear layers are replaced.
+        model: Model on the meta device; its linear layers are replaced.
         settings: As in `quantizer`.
 
     Raises:
-        ValueError: The model has values.
+        ValueError: If the model has values.
     """
     if model.device.type != "meta":
         raise ValueError("Random weights are not quantised: give `model`, the folder of a pretrained one.")
@@ -82,12 +83,12 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
             _pack(module, weight)
         elif type(weight).__name__ == "Int8Params":
             _round(module, weight)
-    made.postprocess_model(model)  # PEFT asks the model, not its layers, what they are
+    made.postprocess_model(model)  # PEFT reads the kind of layers from the model
     model.hf_quantizer = made
 
 
 def _pack(module: nn.Module, weight: Any) -> None:
-    """Two elements in a byte, in blocks that have a scale each; the scales in bytes too where they are nested."""
+    """Make a 4-bit weight: two elements a byte, a scale for each block; nested scales are bytes, too."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -114,7 +115,7 @@ def _pack(module: nn.Module, weight: Any) -> None:
 
 
 def _round(module: nn.Module, weight: Any) -> None:
-    """A byte for an element, and a scale for a row."""
+    """Make an 8-bit weight: a byte for each element, a scale for each row."""
     from bitsandbytes.nn import Int8Params
 
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")

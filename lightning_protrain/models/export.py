@@ -1,4 +1,4 @@
-"""Writes what was trained as a folder that transformers or PEFT read, from a checkpoint, without training anything."""
+"""Writes a trained model from a checkpoint as a folder that transformers or PEFT read."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from lightning_protrain.models.lora import save_model, with_lora
 DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "model."
 _SHOWN = 8
-_TOKENIZER_BYTES = 64 << 20  # of files beside the weights, at most
+_TOKENIZER_BYTES = 64 << 20  # maximum for the files beside the weights
 
 
 def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: str | None = None) -> None:
-    """Writes what was trained: a whole model as transformers reads it, or the adapters alone as PEFT reads them.
+    """Write the trained model: a whole model in the format of transformers, or only the adapters in that of PEFT.
 
     Args:
         checkpoint: A folder of ProTrainCheckpoint, or a `.ckpt` file.
-        target: The folder; it must not exist, and appears when it is whole.
-        tokenizer: Folder or name of the tokenizer to put beside it; None: that of the pretrained model, if it is one.
-        dtype: To cast weights to; None: as they were trained, bit for bit.
+        target: Folder to make; it must not exist, and appears only when it is complete.
+        tokenizer: Folder or name of the tokenizer to add; None takes that of the pretrained model, if there is one.
+        dtype: Dtype to cast weights to; None keeps them bit for bit.
 
     Raises:
-        ValueError: The target exists; the checkpoint is not good, or none of CausalLMModule; no such tokenizer.
+        ValueError: If the target exists, the checkpoint is not good or not of CausalLMModule, or there is no such
+            tokenizer.
     """
     settings, model = _restored(checkpoint, target, dtype)
     _write(model, target, settings, tokenizer)
@@ -50,19 +51,19 @@ def merge(
     dtype: str | None = None,
     adapter: Path | None = None,
 ) -> None:
-    """Adds trained adapters to the weights that they adapt, and writes the whole model.
+    """Add trained adapters to the weights that they adapt, and write the whole model.
 
-    Adapters of quantised weights are added to those that these were made from.
+    Adapters of quantised weights are added to the original weights.
 
     Args:
         checkpoint: As in `export`.
         target: As in `export`.
         tokenizer: As in `export`.
-        dtype: As in `export`; the sum is made before it is cast.
-        adapter: A second folder, for the adapters alone as PEFT reads them.
+        dtype: As in `export`; the sum is computed before it is cast.
+        adapter: Second folder, for the adapters alone in the format of PEFT; None writes none.
 
     Raises:
-        ValueError: As in `export`; or the checkpoint has no adapters.
+        ValueError: As in `export`, or if the checkpoint has no adapters.
     """
     if adapter is not None:
         _refuse_existing(adapter)
@@ -73,14 +74,14 @@ def merge(
         _write(model, adapter, settings, tokenizer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" not in name:  # What is mapped from the checkpoint must not be written to.
+            if "lora_" not in name:  # Weights mapped from the checkpoint must not be changed.
                 parameter.data = parameter.data.clone()
     merged = model.merge_and_unload()
     _write(merged if dtype is None else merged.to(_dtype(dtype)), target, settings, tokenizer)
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """The arguments of the module in a checkpoint, and its model with the weights in the checkpoint.
+    """Return the module arguments in a checkpoint, and its model with the weights of the checkpoint.
 
     Raises:
         ValueError: As in `export`.
@@ -94,7 +95,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
             f"{checkpoint} does not say which model is in it: it was not trained with CausalLMModule. Load it into the "
             "module that it was trained with, and call `save_pretrained`."
         )
-    if settings.get("quantization") is None:  # Quantised ones are replaced by what they were made from.
+    if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     weights = {
         name.removeprefix(_PREFIX): tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
@@ -107,7 +108,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
 
 
 def _above_whole_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
-    """The adapters of quantised weights, on the weights that those were made from."""
+    """Return the model with the adapters of quantised weights on the original weights."""
     base = load_model(
         settings["model"],
         _config(settings),
@@ -151,7 +152,7 @@ def _filled(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str,
 
 
 def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of the model that was trained: its vocabulary may be larger than that of where it came from."""
+    """Return the config of the trained model, whose vocabulary may be larger than that of its base model."""
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
         try:
@@ -184,7 +185,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
     _refuse_full_disk(model, target)
     folder = settings.get("model")
     partial = Path(f"{target}.partial")
-    if partial.exists():  # of a command that was killed while it wrote
+    if partial.exists():  # left by a command that was killed while it wrote
         shutil.rmtree(partial)
     try:
         if tokenizer is not None:
@@ -202,7 +203,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
 
 def _refuse_full_disk(model: Any, target: Path) -> None:
     """Raise ValueError if the weights do not fit the disk, before anything is written."""
-    # Of a model with adapters these alone are written.
+    # Only the adapters of a model with adapters are written.
     written = (weight for weight in model.parameters() if weight.requires_grad or not hasattr(model, "peft_config"))
     storages = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in written}
     needed, free = sum(storages.values()) + _TOKENIZER_BYTES, free_bytes(target.absolute().parent)

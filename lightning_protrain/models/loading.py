@@ -1,12 +1,11 @@
 """Builds models of transformers and reads their weights from a folder into host memory, one tensor at a time.
 
-[Note: Loading]
-transformers renames, splits and stacks the tensors of a checkpoint until they are the weights of its model. It is given
-tensors that are read from their file when it asks for them, with plain reads: mapped pages would count as memory of the
-process beside the weights they are cast to, and weights that stay mapped would change with their file. Before that it
-is given the same names and shapes without values, on the meta device, so that a checkpoint of another model is refused
-while nothing has been allocated. What that gives is the outline that ranks take which do not load, see [Note: Meta
-init] in distributed/meta_init.py.
+transformers renames, splits and stacks the tensors of a checkpoint until they are the weights of its model.
+`load_model` gives it tensors that are read from their file on demand, with plain reads. Memory-mapped pages would count
+as memory of the process in addition to the cast weights, and weights that stay mapped would change with their file.
+Before that, transformers gets the same names and shapes without values, on the meta device: a checkpoint of another
+model is refused before anything is allocated. The resulting model without values is also the outline for ranks that do
+not load, see [Note: Meta init] in distributed/meta_init.py.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MA
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that builds the model of a config: one that reads images, where there is one."""
+    """Return the class of transformers that builds the model of a config, preferably one that reads images."""
     reads_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
@@ -63,7 +62,7 @@ def read_config(model: str) -> PretrainedConfig:
     """Return the config of a model in a folder, or on the Hugging Face Hub.
 
     Raises:
-        ValueError: There is none, or its model is no causal language model.
+        ValueError: If there is none, or its model is no causal language model.
     """
     look_up(model)
     if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
@@ -81,7 +80,7 @@ def read_config(model: str) -> PretrainedConfig:
 
 
 def _check_kind(config: PretrainedConfig) -> None:
-    """Refuse what does not predict each token from those before it.
+    """Raise ValueError if the model does not predict each token from the tokens before it.
 
     Raises:
         ValueError: With the type of the model.
@@ -102,10 +101,10 @@ def _check_kind(config: PretrainedConfig) -> None:
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """The dtype of torch of that name.
+    """Return the torch dtype of that name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: If there is none.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -114,11 +113,11 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The model of a config with random weights, or without memory where the default device is meta.
+    """Build the model of a config with random weights, or without memory if the default device is meta.
 
     Args:
-        config: Of the model.
-        dtype: Name of a dtype of torch, or `auto`: that of the config.
+        config: Config of the model.
+        dtype: Name of a torch dtype, or `auto` for the dtype of the config.
         attn_implementation: Attention of transformers; None lets it choose.
     """
     known = config.dtype if dtype == "auto" else dtype_called(dtype)
@@ -129,23 +128,25 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
 
 
 def vocab_size_of(config: PretrainedConfig) -> int:
-    """Rows of the embedding of the language model."""
+    """Return the number of embedding rows of the language model."""
     return int(config.get_text_config().vocab_size)
 
 
 def names_vocab_size(config: dict[str, Any]) -> bool:
-    """Whether the keys of a config, or of the config of its language model, say how large the vocabulary is."""
+    """Return True if a config, or its config of the language model, gives the vocabulary size."""
     return "vocab_size" in config or "vocab_size" in config.get("text_config", {})
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Refuses a config that transformers would not know, or whose misspelt keys it would silently keep.
+    """Refuse a config that transformers does not know, or that has a misspelt key.
+
+    transformers would silently keep an unknown key.
 
     Args:
-        config: Keys of a config, `model_type` among them.
+        config: Keys of a config, including `model_type`.
 
     Raises:
-        ValueError: An unknown `model_type` or key; near ones are named.
+        ValueError: If `model_type` or a key is unknown; the message names similar ones.
     """
     model_type = config.get("model_type")
     if model_type not in _KNOWN:
@@ -164,26 +165,26 @@ def check_config(config: dict[str, Any]) -> None:
     _check_kind(made)
 
 
-# Names of dtypes in safetensors.
+# Names of dtypes in the safetensors format.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-# Most names that an error lists.
+# Maximum number of names in an error message.
 _SHOWN = 8
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, which is read when it is indexed.
+    """A tensor in a safetensors file that is read when it is indexed.
 
     Attributes:
         file: The opened file.
-        name: Of the tensor in it.
-        shape: Its shape.
-        dtype: Its dtype.
+        name: Name of the tensor in the file.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
     """
 
     file: Any
@@ -195,7 +196,7 @@ class StoredTensor:
         return self.file.get_tensor(self.name)[index]
 
     def without_values(self) -> Tensor:
-        """A tensor like it on the meta device."""
+        """Return a tensor of this shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -204,17 +205,17 @@ def load_once(
     load: Callable[[], T],
     outline: Callable[[], T],
 ) -> T:
-    """What `load` gives; on ranks that will share the weights of another one what `outline` gives, without values.
+    """Return `load()`, or `outline()` on ranks that will share the weights of another rank.
 
-    For `configure_model` of any module. Every rank calls it, under any strategy, or with no trainer at all.
+    Use it in `configure_model` of any module, under any strategy or without a trainer. Every rank calls it.
 
     Args:
-        trainer: Of the module; None: there is none.
+        trainer: Trainer of the module; None if there is none.
         load: Makes a model with values.
-        outline: Makes the same model on the default device, which is meta while it does.
+        outline: Makes the same model on the default device, which is meta during the call.
 
     Raises:
-        RuntimeError: It failed on another rank.
+        RuntimeError: If loading failed on another rank.
     """
     shares = getattr(getattr(trainer, "strategy", None), "load_once", None)
     return load() if shares is None else shares(load, outline)
@@ -229,20 +230,20 @@ def load_model(
     allow_pickle: bool = False,
     quantization: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The pretrained model of a folder, in memory of its own; see [Note: Loading].
+    """Load a pretrained model into memory of its own; the module docstring explains how.
 
     Args:
         folder: Folder or Hugging Face id.
-        config: Of the model in it.
-        dtype: Name of a dtype of torch, or `auto`: that of the config, else of the checkpoint.
+        config: Config of the model.
+        dtype: Name of a torch dtype, or `auto` for the dtype of the config, else of the checkpoint.
         attn_implementation: Attention of transformers; None lets it choose.
-        vocab_size: Rows that the embedding is to have; None: as it is.
-        allow_pickle: Whether `.bin` files may be unpickled where there are no safetensors.
-        quantization: Arguments of `BitsAndBytesConfig` by which weights are quantised as they are read.
+        vocab_size: Number of rows that the embedding is resized to; None leaves it unchanged.
+        allow_pickle: True allows to unpickle `.bin` files if there are no safetensors.
+        quantization: Arguments of `BitsAndBytesConfig`; weights are quantised while they are read.
 
     Raises:
-        ValueError: There are no weights, or pickled ones alone; they are quantised in a way that cannot be trained; a
-            weight of the model is missing, has another shape, or the checkpoint has one that the model has not.
+        ValueError: If there are no weights, only pickled ones, or quantised ones that cannot be trained; or if weights
+            are missing, have another shape, or are not in the model.
     """
     refuse_quantised(config, folder)
     files = weight_files(folder)
@@ -277,10 +278,10 @@ def outline_model(
     allow_pickle: bool = False,
     quantization: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """What `load_model` gives for the same arguments, on the meta device; pickled weights are loaded.
+    """Return the model of `load_model` on the meta device; pickled weights are loaded.
 
     Raises:
-        ValueError: As `load_model`, but for what is wrong with the values.
+        ValueError: As in `load_model`, except for errors in the values.
     """
     refuse_quantised(config, folder)
     files = weight_files(folder)
@@ -288,7 +289,7 @@ def outline_model(
         with torch.device("cpu"):
             return load_model(folder, config, dtype, attn_implementation, vocab_size, allow_pickle, quantization)
     stored = stored_tensors(files)
-    with torch.device("cpu"):  # Where from_pretrained is called from must not be meta.
+    with torch.device("cpu"):  # from_pretrained needs another default device than meta.
         model = _check(folder, _kind_of(config), stored, _options(config, dtype, attn_implementation, stored))
     _remember(model, folder)
     if quantization is not None:
@@ -299,7 +300,7 @@ def outline_model(
 
 
 def weight_files(folder: str) -> list[Path]:
-    """The safetensors files of a model, downloaded if they have to be; none if it has none."""
+    """Return the safetensors files of a model, downloading them if needed; empty if it has none."""
     index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     single = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if single is not None:
@@ -320,10 +321,10 @@ def weight_files(folder: str) -> list[Path]:
 
 
 def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
-    """All tensors of some files, by name.
+    """Return all tensors of the files, by name.
 
     Raises:
-        ValueError: A file that is damaged or no safetensors file, or a dtype that is not known.
+        ValueError: If a file is damaged or not in the safetensors format, or a dtype is unknown.
     """
     stored = {}
     for path in files:
@@ -343,7 +344,7 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """The dtype that a name stands for; `auto` is that of the config, else of the first weight in floating point."""
+    """Return the dtype of a name; `auto` means the config's, else that of the first floating-point weight."""
     if dtype != "auto":
         return dtype_called(dtype)
     known = config.dtype or config.get_text_config().dtype
@@ -353,7 +354,7 @@ def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTe
 
 
 def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
-    """Refuses weights in a format of which only the one who made it knows the values.
+    """Raise ValueError if the weights are stored in a quantised format.
 
     Raises:
         ValueError: With the name of the format.
@@ -370,7 +371,7 @@ def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
 
 
 def _kind_of(config: PretrainedConfig) -> Any:
-    with torch.device("meta"):  # an automatic class loads from folders alone
+    with torch.device("meta"):  # an automatic class can only load from folders
         return type(auto_class(config).from_config(config))
 
 
@@ -380,7 +381,7 @@ def _options(
     attn_implementation: str | None,
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained`; shapes that differ are refused here, by name."""
+    """Return arguments of `from_pretrained` that let this module report shapes that differ, by name."""
     return {
         "config": config,
         "dtype": dtype if stored is None else dtype_of(dtype, config, stored),
@@ -391,17 +392,17 @@ def _options(
 
 
 def _remember(model: PreTrainedModel, folder: str) -> None:
-    """Where a model comes from, and how it generates."""
+    """Record the source of a model, and load its generation config."""
     model.name_or_path = model.config.name_or_path = folder  # PEFT writes the first, transformers the second
     if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: dict[str, Any]) -> PreTrainedModel:
-    """Loads names and shapes alone.
+    """Load names and shapes only.
 
     Raises:
-        ValueError: They are not those of the model.
+        ValueError: If they are not those of the model.
     """
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel

@@ -1,7 +1,7 @@
-"""LoRA adapters on a model of transformers, by PEFT: what a user says of them, and the model with them.
+"""LoRA adapters by PEFT on a model of transformers: checks the settings and adds, loads and saves adapters.
 
-PEFT is imported where adapters are made: it takes bitsandbytes along, which takes seconds and prints. Transformers is
-imported where its models are, as callbacks of any model come here.
+PEFT is imported only where adapters are made: it also imports bitsandbytes, which takes seconds and prints.
+transformers is imported only where its models are used, because callbacks of any model import this file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Of the layers that PEFT knows, all linear ones but the head: what most people fine-tune.
+# All linear layers that PEFT knows except the head: the usual choice.
 DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 USUAL = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 
 
 def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
-    """The configuration of PEFT that the settings stand for.
+    """Return the PEFT config for the settings.
 
     Args:
         settings: Arguments of `peft.LoraConfig`, e.g. `{"r": 16, "lora_alpha": 32}`. Without `target_modules`, all
             linear layers but the head are adapted.
 
     Raises:
-        ValueError: An unknown key; near ones are named. What PEFT itself refuses.
+        ValueError: If a key is unknown (similar ones are named), or PEFT refuses the settings.
     """
     from peft import LoraConfig
 
@@ -54,10 +54,10 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
 
 
 def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
-    """The model with adapters in it; only they are trained, and what `modules_to_save` names.
+    """Return the model with adapters; only the adapters and the modules in `modules_to_save` are trained.
 
     Raises:
-        ValueError: As `lora_config`; no layer of the model is one of `target_modules`.
+        ValueError: As in `lora_config`, or if no layer of the model is one of `target_modules`.
     """
     from peft import get_peft_model
 
@@ -72,10 +72,10 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:
-    """The model with the adapter that PEFT has saved in `folder`.
+    """Return the model with the adapter that PEFT has saved in `folder`.
 
     Raises:
-        ValueError: There is none, or it is of another base.
+        ValueError: If there is no adapter, or it belongs to another base model.
     """
     from peft import PeftModel
 
@@ -84,11 +84,11 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = T
 
 
 def refuse_other_base(model: nn.Module, folder: str | Path) -> None:
-    """Reads of a saved adapter what it is for, and nothing of its weights.
+    """Raise ValueError if a saved adapter does not fit the model; its weights are not read.
 
     Raises:
-        ValueError: The folder holds no adapter; or the adapter is of a model with other layers, or layers of other
-            sizes, than `model` has. The first is named, with the sizes.
+        ValueError: If the folder holds no adapter, or layers of the adapter are missing in `model` or have other sizes
+            there; the message names the first layer with the sizes.
     """
     folder = Path(folder)
     weights = folder / "adapter_model.safetensors"
@@ -106,7 +106,8 @@ def refuse_other_base(model: nn.Module, folder: str | Path) -> None:
             )
 
 
-# Of the tensors of LoRA: what their dimension tells of the layer, which one that is, and what the layer calls it.
+# For each kind of LoRA tensor: text for a size, the dimension that has it, and the attribute of the layer with that
+# size.
 _SIDES = {
     "A.weight": ("{} inputs", 1, "in_features"),
     "B.weight": ("{} outputs", 0, "out_features"),
@@ -116,7 +117,7 @@ _SIDES = {
 
 
 def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterator[tuple[str, str, object, object]]:
-    """Path of every adapted layer and weight that is saved whole, what is compared, in the adapter and in the model."""
+    """Yield each adapted layer or whole weight: path, compared quantity, size in the adapter, size in the model."""
     layers, weights = dict(model.named_modules()), dict(model.named_parameters())
     for key, shape in shapes.items():
         name = key.removeprefix("base_model.model.")
@@ -132,9 +133,9 @@ def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterat
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write a model of transformers or the adapters of one of PEFT with `save_pretrained`; no network is asked.
+    """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained` and without network.
 
-    PEFT would ask the Hub whether the vocabulary is still that of the base, to know whether the embedding is wanted.
+    PEFT would ask the Hub for the vocabulary size of the base model, to decide whether to save the embedding.
     """
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
@@ -145,7 +146,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def _has_other_vocabulary(model: Any) -> bool:
-    """Return whether the embedding has other rows than the base has, as far as this machine knows the base."""
+    """Return True if the embedding has other rows than the base model's, as far as the base is in the local cache."""
     from transformers import AutoConfig
 
     name = model.active_peft_config.base_model_name_or_path
@@ -158,7 +159,7 @@ def _has_other_vocabulary(model: Any) -> bool:
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:
-    """The model of transformers without the container of PEFT; adapters in its layers stay where they are."""
+    """Return the model of transformers without the container of PEFT; adapters in its layers stay."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel) or model.active_peft_config.is_prompt_learning:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100
 
-# Architectures of transformers whose logits are `head(base_model(...)[0])` as long as RESCALED_LOGITS are neutral.
-# An allow-list, so that an unknown architecture takes the big right way and not the small wrong one.
+# Architectures of transformers whose logits are `head(base_model(...)[0])`, provided that RESCALED_LOGITS are neutral.
+# An allow-list, so that an unknown architecture takes the correct path with more memory.
 PLAIN_HEAD_MODEL_TYPES = frozenset({
     "arcee", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon",
     "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo",
@@ -23,7 +23,7 @@ PLAIN_HEAD_MODEL_TYPES = frozenset({
     "stablelm", "starcoder2",
 })  # fmt: skip
 
-# Settings by which an architecture caps or scales the logits behind its head, with the value that changes nothing.
+# Settings by which an architecture caps or scales its logits, with the neutral value.
 RESCALED_LOGITS: dict[str, float | None] = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -44,19 +44,19 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, int]:
     """Sum the next-token losses of the labelled tokens, a slice of tokens at a time.
 
-    The labels are shifted here: position `t` of `hidden` is scored against `labels[:, t + 1]`, and the last position
-    of a sequence predicts nothing. Positions without a label never reach the head. Each slice is checkpointed, so that
-    no logits, in the forward or in the backward, have more than `chunk_tokens * vocab` elements; the price is a second
-    forward of the head. Slices are taken in order and summed in float32, so the result is deterministic.
+    The labels are shifted here: position `t` of `hidden` is scored against `labels[:, t + 1]`, and the last position of
+    a sequence predicts nothing. Positions without a label never reach the head. Each slice is checkpointed, so in
+    forward and backward no logits have more than `chunk_tokens * vocab` elements; the price is a second forward of the
+    head. Slices are summed in order in float32, so the result is deterministic.
 
     Args:
         hidden: Last hidden states, [batch, seq, hidden].
         head: Maps [tokens, hidden] to logits, [tokens, vocab]. Called once per slice through `__call__`, so that its
             hooks run, and once more per slice in the backward.
         labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
-        chunk_tokens: Most tokens whose logits exist at the same time.
-        ignore_index: The label of a token that is not scored.
-        weights: Factors of the losses of the tokens, float32 of shape [batch, seq], not shifted; None is 1 for all.
+        chunk_tokens: Maximum number of tokens whose logits exist at the same time.
+        ignore_index: Label of a token that is not scored.
+        weights: Factors of the token losses, float32 of shape [batch, seq], not shifted; None means 1 for all.
 
     Returns:
         The sum of the losses in nats, a float32 scalar, and the number of tokens in it, whatever their weights. Without
@@ -86,7 +86,7 @@ def chunked_cross_entropy(
 def labelled(
     hidden: Tensor, labels: Tensor, chunk_tokens: int, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is scored, against what, and where: [tokens, hidden], and int64 [tokens] twice, the latter flat positions.
+    """Return the scored hidden states [tokens, hidden], their targets and their flat positions, both int64 [tokens].
 
     Raises:
         ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
@@ -108,19 +108,19 @@ def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor, factors: Tenso
     logits = head(hidden).float()  # [tokens, vocab]
     if factors is None:
         return F.cross_entropy(logits, targets, reduction="sum")
-    # No scalar product: autocast would round both of its sides.
+    # Not a scalar product: autocast would round both of its sides.
     return (F.cross_entropy(logits, targets, reduction="none") * factors).sum()
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Return whether a causal language model of transformers computes its logits as `head(base_model(...)[0])`.
+    """Return True if a causal language model of transformers computes its logits as `head(base_model(...)[0])`.
 
     Args:
-        model: Any module; only its config and its submodules are looked at.
+        model: Any module; only its config and its submodules are read.
 
     Returns:
-        False for anything but a `PreTrainedModel`, for an architecture that is not known to do so, for one that scales
-        or caps its logits, whose router adds a loss of its own, or whose head is no module apart from its base model.
+        False if `model` is no `PreTrainedModel` or of an unknown architecture, if it scales or caps its logits or its
+        router adds a loss, or if its head is no module apart from its base model.
     """
     if not isinstance(model, PreTrainedModel):
         return False

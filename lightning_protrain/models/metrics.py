@@ -1,19 +1,15 @@
 """Metrics of language models, exact over batches of any size and over any number of ranks.
 
-[Note: Sums]
-A metric here holds sums, those of losses in float64 and those of what is counted in int64: in float32 a counter stands
-still at 2**24. Sums are added up over batches and over ranks before anything is divided by another, and before anything
-that is not linear: the exponential of a mean is not the mean of exponentials. So the value is the same however tokens
-fell into batches, and batches onto ranks.
+A metric holds sums: losses in float64, counts in int64, because a float32 counter stops growing at 2**24. Sums are
+added over batches and ranks before any division or non-linear function: the exponential of a mean is not the mean of
+exponentials. So the value does not depend on how tokens fall into batches, or batches onto ranks.
 
-[Note: One schedule]
-In `compute` every rank runs the same collectives, whatever it has seen: the largest length of each sum that has one for
-every position, if the metric has such sums, then one sum of all counts and one of all other sums. A rank that has no
-batch contributes zeros; one that knows fewer positions too.
+In `compute`, every rank runs the same collectives, whatever data it has seen. If the metric has a sum for each
+position, the first all-reduce finds the largest length. Then one all-reduce adds all counts and one adds all other
+sums. A rank without a batch contributes zeros; so does a rank with fewer positions.
 
-[Note: Absent]
 A metric without a single token has no value. `compute` then returns None on every rank: Lightning logs nothing, and
-neither a checkpoint nor early stopping can take it for a best.
+neither a checkpoint nor early stopping can take it for the best value.
 """
 
 from __future__ import annotations
@@ -35,38 +31,38 @@ NonFinite: TypeAlias = Literal["exclude", "error", "keep"]
 
 
 class SumMetric(Metric):
-    """Holds sums, see [Note: Sums] and [Note: One schedule]; derived classes say in `value` what follows from them."""
+    """A metric that holds sums; derived classes compute its value from them in `value`."""
 
     is_differentiable = False
     full_state_update = False
 
     def add_sum(self, name: str, dtype: torch.dtype, by_position: bool = False) -> None:
-        """Adds a sum, zero at first: a scalar, or a vector that grows with the positions that are seen."""
+        """Add a sum that starts at zero: a scalar, or a vector that grows with the number of positions."""
         self.add_state(name, torch.zeros((0,) if by_position else (), dtype=dtype), dist_reduce_fx="sum")
 
     def set_apart(self, kind: str) -> None:
-        """Keeps `MetricCollection` from merging this metric with one of another kind.
+        """Keep `MetricCollection` from merging this metric with one of another kind.
 
-        It takes two metrics for the same if their states have the same names and, after the first batch, the same
-        values: those of any two, if that batch has no tokens. So a state without content is named after the kind.
+        It merges two metrics if their states have the same names and, after the first batch, the same values. That is
+        true of any two metrics if the first batch has no tokens. So a state without content is named after the kind.
         """
         self.add_state(f"_kind_{kind}", torch.zeros(()), dist_reduce_fx=None)
 
     def value(self) -> Tensor | None:
-        """The metric over all batches and ranks; None if there is nothing to tell from."""
+        """Return the metric over all batches and ranks, or None without data."""
         raise NotImplementedError
 
     def compute(self) -> Tensor | None:
-        """The metric over all batches and ranks; None if there is nothing to tell from, see [Note: Absent].
+        """Return the metric over all batches and ranks, or None without data.
 
         Raises:
-            ValueError: A batch was not finite, and the policy is `"error"`; on every rank.
+            ValueError: On every rank, if a batch was not finite and the policy is `"error"`.
         """
         return self.value()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        # TorchMetrics keeps a value until there is another, but takes None for one that is not kept. Reading it again
-        # on one rank alone, as a progress bar does, must not start collectives: inside, () stands for None.
+        # TorchMetrics caches the value, but treats None as not cached. Reading it again on one rank, as a progress bar
+        # does, must not start collectives: so the cache holds () for None.
         @wraps(compute)
         def kept(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)
@@ -84,7 +80,7 @@ class SumMetric(Metric):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            # A cast moves the sums, and leaves them as exact as they are.
+            # A cast moves the sums but keeps their dtype, and so their precision.
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, *args, **kwargs)
@@ -120,18 +116,18 @@ class SumMetric(Metric):
 
 
 class RatioMetric(SumMetric):
-    """A sum over the number of what was summed up.
+    """A sum divided by the number of its summands.
 
     Args:
-        nonfinite: What becomes of a batch that is not finite. `"exclude"`: it is left out with all that it counts, and
-            `compute` warns. `"error"`: `compute` raises on every rank. `"keep"`: the value is not finite either.
-        weights: Whether the counts are weights, of float64, rather than numbers.
-        kwargs: Of `torchmetrics.Metric`.
+        nonfinite: Treatment of a batch that is not finite. `"exclude"` leaves the batch out, and `compute` warns.
+            `"error"` lets `compute` raise on every rank. `"keep"` makes the value non-finite too.
+        weights: True if the counts are float64 weights instead of integers.
+        kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         total: The sum.
-        count: Of what.
-        num_nonfinite: Batches that were not finite.
+        count: Number, or weight, of the summands.
+        num_nonfinite: Number of batches that were not finite.
     """
 
     total: Tensor
@@ -161,13 +157,13 @@ class RatioMetric(SumMetric):
             )
         finite = total.reshape(()).isfinite()
         taken = finite | (self.nonfinite == "keep")
-        # No branch on the values: they may still be under way on the device.
+        # Do not branch on the values: they may still be in computation on the device.
         self.total = self.total + torch.where(taken, total.reshape(()), torch.zeros_like(self.total))
         self.count = self.count + torch.where(taken, count.reshape(()), torch.zeros_like(count.reshape(())))
         self.num_nonfinite = self.num_nonfinite + ~finite
 
     def value(self) -> Tensor | None:
-        """Total over count."""
+        """Return total over count."""
         self._report()
         return self.total / self.count if self.count else None
 
@@ -186,11 +182,11 @@ class TokenLoss(RatioMetric):
     higher_is_better = False
 
     def update(self, loss_sum: Tensor | float, num_tokens: Tensor | int) -> None:
-        """Adds the losses of a batch.
+        """Add the losses of a batch.
 
         Args:
             loss_sum: Sum of the losses of its tokens in nats, a scalar.
-            num_tokens: How many tokens that is.
+            num_tokens: Number of tokens.
         """
         self._add(loss_sum, num_tokens)
 
@@ -199,47 +195,47 @@ class Perplexity(TokenLoss):
     """The exponential of the mean loss per token."""
 
     def value(self) -> Tensor | None:
-        """The perplexity."""
+        """Return the perplexity."""
         loss = super().value()
         return None if loss is None else loss.exp()
 
 
 class BitsPerByte(RatioMetric):
-    """Bits that the model takes for a byte of text: comparable between tokenizers, which the loss per token is not."""
+    """Bits that the model needs per byte of text; unlike the loss per token, comparable between tokenizers."""
 
     higher_is_better = False
 
     def update(self, loss_sum: Tensor | float, num_bytes: Tensor | int) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             loss_sum: Sum of the losses of its tokens in nats, a scalar.
-            num_bytes: Bytes, in UTF-8, of the text that these tokens stand for.
+            num_bytes: Number of UTF-8 bytes of the text of these tokens.
         """
         self._add(loss_sum, num_bytes)
 
     def value(self) -> Tensor | None:
-        """Bits per byte."""
+        """Return the bits per byte."""
         nats = super().value()
         return None if nats is None else nats / log(2)
 
 
 class TokenAccuracy(RatioMetric):
-    """Share of the tokens that the model holds to be the likeliest."""
+    """Fraction of the tokens that the model ranks first."""
 
     higher_is_better = True
 
     def update(self, num_correct: Tensor | int, num_tokens: Tensor | int) -> None:
-        """Adds a batch: how many tokens are right, of how many."""
+        """Add the number of correct tokens and of all tokens of a batch."""
         self._add(num_correct, num_tokens)
 
 
 class WeightedAccuracy(RatioMetric):
-    """Mean of accuracies of batches, each with the weight `accuracy_denom`.
+    """Weighted mean of batch accuracies, each with the weight `accuracy_denom`.
 
     Args:
         nonfinite: As in `RatioMetric`.
-        kwargs: Of `torchmetrics.Metric`.
+        kwargs: Arguments of `torchmetrics.Metric`.
     """
 
     higher_is_better = True
@@ -248,11 +244,11 @@ class WeightedAccuracy(RatioMetric):
         super().__init__(nonfinite, weights=True, **kwargs)
 
     def update(self, accuracy: Tensor | float, accuracy_denom: Tensor | float) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
-            accuracy: Of the batch, a scalar; of no meaning if it has no weight.
-            accuracy_denom: What it is a mean over, e.g. the number of tokens.
+            accuracy: Accuracy of the batch, a scalar; ignored if the weight is zero.
+            accuracy_denom: Number of items that the accuracy is a mean over, e.g. tokens.
         """
         accuracy = torch.as_tensor(accuracy, dtype=torch.float64, device=self.device).detach()
         weight = torch.as_tensor(accuracy_denom, dtype=torch.float64, device=self.device)
@@ -260,11 +256,11 @@ class WeightedAccuracy(RatioMetric):
 
 
 class AcceptanceRate(RatioMetric):
-    """Share of the draft tokens at one position that the target model accepts.
+    """Fraction of the draft tokens at one position that the target model accepts.
 
     Args:
-        position: Counted from 0, the first draft token.
-        kwargs: Of `RatioMetric`.
+        position: Position, counted from 0 for the first draft token.
+        kwargs: Arguments of `RatioMetric`.
     """
 
     higher_is_better = True
@@ -277,11 +273,11 @@ class AcceptanceRate(RatioMetric):
         self.set_apart(f"position_{position}")
 
     def update(self, accepted: Tensor, total: Tensor) -> None:
-        """Adds a batch; one with fewer positions says nothing about this one.
+        """Add a batch; a batch with fewer positions does not count.
 
         Args:
-            accepted: How many draft tokens were accepted, int [positions].
-            total: Of how many, int [positions].
+            accepted: Number of accepted draft tokens, int [positions].
+            total: Number of draft tokens, int [positions].
         """
         accepted, total = _counts(accepted, total, self.device)
         if self.position < total.numel():
@@ -289,9 +285,10 @@ class AcceptanceRate(RatioMetric):
 
 
 class AcceptanceLength(SumMetric):
-    """Draft tokens that would be accepted in a row: the sum of the cumulative products of the rates at all positions.
+    """Expected number of draft tokens accepted in a row: the sum of the cumulative products of the acceptance rates.
 
-    Rates are those over all batches and ranks. From the first position that was never counted on, nothing is accepted.
+    The rates of the positions are those over all batches and ranks. From the first position without any draft token on,
+    the rate is zero.
 
     Attributes:
         accepted: Int64 [positions].
@@ -308,17 +305,17 @@ class AcceptanceLength(SumMetric):
         self.add_sum("total", torch.int64, by_position=True)
 
     def update(self, accepted: Tensor, total: Tensor) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
-            accepted: How many draft tokens were accepted, int [positions]; as many positions as this batch has.
-            total: Of how many, int [positions].
+            accepted: Number of accepted draft tokens, int [positions]; as many positions as this batch has.
+            total: Number of draft tokens, int [positions].
         """
         counts = _counts(accepted, total, self.device)
         self._reduce_states(dict(zip(("accepted", "total"), counts, strict=True)))
 
     def value(self) -> Tensor | None:
-        """The length, in tokens."""
+        """Return the length in tokens."""
         if not self.total.numel() or not self.total[0]:
             return None
         rates = torch.where(self.total > 0, self.accepted.double() / self.total.clamp(min=1), 0.0)

@@ -1,4 +1,4 @@
-"""Trains any causal language model of transformers, with images or without: `CausalLMModule`."""
+"""CausalLMModule: training of any causal language model of transformers, with or without images."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from lightning_protrain.models.metrics import NonFinite, Perplexity, TokenAccura
 
 
 def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
-    """Return the learning rate of an optimizer step over the peak.
+    """Return the learning rate of an optimizer step as a fraction of the peak.
 
     Args:
-        step: Optimizer steps taken before this one.
-        warmup: Steps of linear warm-up; the last of them is the first at the peak.
-        num_steps: Steps in all; None holds the peak after the warm-up.
-        floor: The factor at and after the last step.
+        step: Number of optimizer steps taken before this one.
+        warmup: Number of linear warm-up steps; the last of them is the first at the peak.
+        num_steps: Number of all steps; None holds the peak after the warm-up.
+        floor: Factor at and after the last step.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -61,10 +61,10 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Refuses hyperparameters of a module that are out of their range.
+    """Raise ValueError if a hyperparameter of the module is out of range.
 
     Raises:
-        ValueError: Names the first one, with its value.
+        ValueError: With the first such hyperparameter and its value.
     """
     chunk_tokens = given["loss_chunk_tokens"]
     for name, wrong, must in (
@@ -79,12 +79,13 @@ def check_numbers(given: Mapping[str, Any]) -> None:
 
 
 class TokenScores(NamedTuple):
-    """Sums over the scored tokens of a batch; named as the arguments of `lightning_protrain.models.metrics`.
+    """Sums over the scored tokens of a batch, named as the arguments of `lightning_protrain.models.metrics`.
 
     Attributes:
-        loss_sum: Of the losses in nats, a float64 scalar: the same, but for the last bits, in whatever batches.
-        num_correct: Tokens that the model holds to be the likeliest, an int64 scalar.
-        num_tokens: All of them.
+        loss_sum: Sum of the losses in nats, a float64 scalar; only its last bits depend on how tokens fall into
+            batches.
+        num_correct: Number of tokens that the model ranks first, an int64 scalar.
+        num_tokens: Number of scored tokens.
     """
 
     loss_sum: Tensor
@@ -96,14 +97,14 @@ class TokenScores(NamedTuple):
 def token_scores(
     hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024, ignore_index: int = IGNORE_INDEX
 ) -> TokenScores:
-    """Scores the labelled tokens, a slice at a time, as `chunked_cross_entropy` does; there is nothing to go backward.
+    """Score the labelled tokens without gradients, a slice of tokens at a time like `chunked_cross_entropy`.
 
     Args:
         hidden: Last hidden states, [batch, seq, hidden].
         head: Maps [tokens, hidden] to logits, [tokens, vocab]; called once per slice, at least once.
         labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
-        chunk_tokens: Most tokens whose logits exist at the same time.
-        ignore_index: The label of a token that is not scored.
+        chunk_tokens: Maximum number of tokens whose logits exist at the same time.
+        ignore_index: Label of a token that is not scored.
 
     Raises:
         ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
@@ -129,23 +130,23 @@ def load_module(
     strict: bool | None = None,
     **kwargs: Any,
 ) -> _Module:
-    """Makes a module with the weights and hyperparameters in a checkpoint folder, such as `best_model_path`.
+    """Make a module with the weights and hyperparameters of a checkpoint folder, such as `best_model_path`.
 
-    Every byte of the folder is checked, and nothing in it is executed. Frozen weights that it only refers to are read
-    from where they came from.
+    Every byte of the folder is checked, and nothing in it is executed. Frozen weights that the folder only refers to
+    are read from their source.
 
     Args:
-        kind: The class of the module.
+        kind: Class of the module.
         folder: The checkpoint.
-        map_location: As in `torch.load`; None: the host.
-        strict: Whether the names of the weights have to be those of the module; None: its `strict_loading`.
-        kwargs: Arguments of the module that take the place of hyperparameters in the checkpoint.
+        map_location: As in `torch.load`; None means the host.
+        strict: True requires the names of the weights to be those of the module; None means its `strict_loading`.
+        kwargs: Arguments of the module that override hyperparameters in the checkpoint.
 
     Raises:
-        ValueError: It is not good, and what is wrong with it; its weights are quantised; or the source of frozen ones
-            is gone or another one.
-        FileNotFoundError: There is no such checkpoint.
-        RuntimeError: The weights are those of another module.
+        ValueError: If the checkpoint is not good or has quantised weights, or the source of frozen weights is gone or
+            has others.
+        FileNotFoundError: If there is no such checkpoint.
+        RuntimeError: If the weights are those of another module.
     """
     place = resolve(Path(os.path.abspath(folder)))
     content = load_folder(place, map_location)
@@ -175,10 +176,10 @@ class RestorableModule(LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As that of LightningModule; a folder as in `load_module`, and with its own hyperparameters alone.
+        """Load a stock file like LightningModule, or a folder like `load_module` with its own hyperparameters.
 
         Raises:
-            ValueError: As in `load_module`; or a folder is given a file of hyperparameters.
+            ValueError: As in `load_module`, or if `hparams_file` is given for a folder.
         """
         is_path = isinstance(checkpoint_path, (str, os.PathLike))
         if not is_path or not os.path.isdir(checkpoint_path):
@@ -192,7 +193,7 @@ class RestorableModule(LightningModule):
         return load_module(cls, checkpoint_path, map_location, strict, **kwargs)
 
 
-# A vocabulary of a multiple of 64 rows keeps the matrix products of the head on the fast kernels.
+# A multiple of 64 rows keeps the matrix products of the head on the fast kernels.
 VOCAB_MULTIPLE = 64
 NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
@@ -200,12 +201,14 @@ NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 class CausalLMModule(RestorableModule):
     """Next-token training of a causal language model, loaded from a folder or built from a config.
 
-    The model is built in `configure_model`, where the strategy says on which device and in which dtype. Its parameters
+    The model is built in `configure_model`, on the device and in the dtype that the strategy chooses. Its parameters
     are named `model.<name in transformers>`. A batch is a dict with `input_ids` and `labels` ([batch, seq]; -100 marks
-    tokens that are not scored; not shifted), and whatever else the model takes, such as `attention_mask` or
-    `position_ids`. With `trained_tokens` too, which TrainLoader adds, the loss of an optimizer step is the mean over
-    the tokens of its batches on all ranks; `loss_weights` ([batch, seq], int64 in units of 1 / WEIGHT_UNITS)
-    weigh the tokens in training.
+    tokens that are not scored; not shifted). It may have further inputs of the model, such as `attention_mask` or
+    `position_ids`, and two optional entries for the loss:
+
+    - `trained_tokens`, which TrainLoader adds: the loss of an optimizer step is then the mean over the tokens of all
+      its batches on all ranks.
+    - `loss_weights` ([batch, seq], int64 in units of 1 / WEIGHT_UNITS): weights of the tokens in training.
 
     Args:
         model: Folder or Hugging Face id of a pretrained model. Exactly one of `model` and `config` is given.
@@ -215,21 +218,23 @@ class CausalLMModule(RestorableModule):
         betas: Moment decays of AdamW.
         warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps.
         min_learning_rate_ratio: Learning rate at the last step over the peak.
-        loss_chunk_tokens: Most tokens whose logits exist at the same time; None holds the logits of all tokens.
+        loss_chunk_tokens: Maximum number of tokens whose logits exist at the same time; None keeps the logits of all
+            tokens.
         attn_implementation: Attention of transformers, e.g. `sdpa` or `flash_attention_2`; None lets it choose.
         dtype: Dtype of the weights as loaded or built; `auto` takes that of the checkpoint.
         lora: Arguments of `peft.LoraConfig`, e.g. `{r: 16, lora_alpha: 32}`: only adapters are trained, by default in
             all linear layers but the head. None trains the model itself.
-        nonfinite: What becomes of batches in validation and test that are not finite: `exclude` leaves them out, counts
-            them and warns, `error` ends the run on all ranks, `keep` lets them through to the metrics.
-        vocab_size: Rows of the embedding. None: what the model or the config says, else the size of the tokenizer of
-            the datamodule, rounded up to a multiple of 64.
-        allow_pickle: Whether weights of `model` may be unpickled from `.bin` files where there are no safetensors.
+        nonfinite: Treatment of non-finite batches in validation and test. `exclude` leaves them out, counts them and
+            warns; `error` ends the run on all ranks; `keep` passes them to the metrics.
+        vocab_size: Number of embedding rows. None takes it from the model or the config, else the size of the
+            datamodule's tokenizer, rounded up to a multiple of 64.
+        allow_pickle: True allows to unpickle weights of `model` from `.bin` files if there are no safetensors.
         quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, for frozen weights
             below adapters; needs `model` and `lora`.
 
     Raises:
-        ValueError: Not exactly one of `model` and `config`, a number out of its range, an unknown `model_type` or key.
+        ValueError: If not exactly one of `model` and `config` is given, a number is out of range, or `model_type` or a
+            key is unknown.
     """
 
     model: Any  # a PreTrainedModel, or a PeftModel around one; None until it is built
@@ -278,7 +283,7 @@ class CausalLMModule(RestorableModule):
         """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
 
         Raises:
-            ValueError: The model has fewer embeddings than there are tokens, or may not keep packed rows apart.
+            ValueError: If the model has fewer embeddings than tokens, or may not keep packed rows apart.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -288,9 +293,11 @@ class CausalLMModule(RestorableModule):
             check_packing(config)
 
     def configure_model(self) -> None:
-        """Build the model or load its weights; does nothing where there is one already."""
+        """Build the model or load its weights; do nothing if there is a model already."""
         if self.model is None:
-            self._is_new = self._trainer is not None and self.hparams["model"] is None  # Else it may get weights yet.
+            self._is_new = (
+                self._trainer is not None and self.hparams["model"] is None
+            )  # Otherwise it may still get weights.
             self.model = load_once(self._trainer, self._build, partial(self._build, outline_model))
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
@@ -312,7 +319,7 @@ class CausalLMModule(RestorableModule):
         return (model if given["lora"] is None else with_lora(model, given["lora"])).train()
 
     def _resolve_config(self) -> PretrainedConfig:
-        """Return the config of the model to be, with its vocabulary settled and checked against the tokenizer."""
+        """Return the config of the model to build, with its vocabulary size set and checked against the tokenizer."""
         if self.model is not None:
             config = self.model.config
         elif self.hparams["model"] is not None:
@@ -337,14 +344,14 @@ class CausalLMModule(RestorableModule):
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:
             raise ValueError("The number of embeddings is open: set vocab_size, or give the datamodule a `tokenizer`.")
-        # Among the hyperparameters, so that a checkpoint can be loaded where there is no tokenizer.
+        # Stored among the hyperparameters, so that a checkpoint can be loaded without a tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move and cast as any module, but cast no buffer that a checkpoint does not hold.
+        """Move and cast like any module, but cast no buffer that a checkpoint does not hold.
 
-        transformers computes rotary frequencies in float32 whatever dtype the weights have. Cast to bfloat16 they turn
-        late positions by another angle than in the model that is exported and used.
+        transformers computes rotary frequencies in float32 whatever the dtype of the weights. In bfloat16 they would
+        rotate late positions by other angles than in the exported model.
         """
         kept = [
             (module._buffers, name, buffer)
@@ -360,7 +367,7 @@ class CausalLMModule(RestorableModule):
         return applied
 
     def on_fit_start(self) -> None:
-        """Put the model into train mode: Lightning leaves a model in eval mode where it is."""
+        """Put the model into train mode: Lightning does not change a model in eval mode."""
         self._built().train()
         self._window = None
         if self._is_new and self.trainer.ckpt_path is None:
@@ -383,7 +390,7 @@ class CausalLMModule(RestorableModule):
         return self._built()(**batch, use_cache=False)
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
-        """Return the mean loss over the labelled tokens, plus the loss of the router where the model has one."""
+        """Return the mean loss over the labelled tokens, plus the router loss if the model has a router."""
         scores, head, router_loss = self._scores(batch)
         loss_sum, num_tokens = self._training_loss(scores, head, batch)
         if "trained_tokens" in batch and self._trainer is not None:
@@ -394,7 +401,7 @@ class CausalLMModule(RestorableModule):
         return loss if router_loss is None else loss + router_loss
 
     def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
-        """Return the sum of the weighted losses, and that of the weights: the number of tokens where there are none."""
+        """Return the sum of the weighted losses and the sum of the weights; without weights, the number of tokens."""
         labels, weights = batch["labels"], batch.get("loss_weights")
         if weights is None:
             return self._token_loss(scores, head, labels)
@@ -402,9 +409,9 @@ class CausalLMModule(RestorableModule):
         return loss_sum, weights[:, 1:][labels[:, 1:] != IGNORE_INDEX].sum() / WEIGHT_UNITS
 
     def _share_of_window(self, loss_sum: Tensor, batch: Batch, batch_idx: int) -> Tensor:
-        """Return what becomes the share of this batch in the mean loss over the tokens of an optimizer step.
+        """Return the share of this batch in the mean loss over the tokens of an optimizer step, scaled up.
 
-        Lightning divides by the number of batches that are accumulated, and data parallelism by that of ranks.
+        Lightning divides the result by the number of accumulated batches, and data parallelism by the number of ranks.
         """
         self._window = TokenWindow.at(batch_idx, batch, self.trainer, self._window)
         share = self._window.add(loss_sum)
@@ -413,11 +420,11 @@ class CausalLMModule(RestorableModule):
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def validation_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `val_metrics`; several dataloaders are added up."""
+        """Add the batch to `val_metrics`; several dataloaders are summed."""
         self._evaluate(batch, self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `test_metrics`; several dataloaders are added up."""
+        """Add the batch to `test_metrics`; several dataloaders are summed."""
         self._evaluate(batch, self.test_metrics)
 
     def predict_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -437,7 +444,7 @@ class CausalLMModule(RestorableModule):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """What fails in the evaluation of one rank ends all of them."""
+        """Return a callback that ends all ranks if the evaluation fails on one."""
         return [SharedFailure()]
 
     # Logged at the end, not in the step: a rank whose shard is empty must take part in the reduction.
@@ -451,7 +458,7 @@ class CausalLMModule(RestorableModule):
         self._log(self.test_metrics, prog_bar=False)
 
     def _log(self, metrics: MetricCollection, prog_bar: bool) -> None:
-        # A metric that has no value this time must not be taken for what it was the last time.
+        # A metric without a value must not keep its earlier value.
         for name in map(str, metrics.keys()):
             self.trainer.callback_metrics.pop(name, None)
         self.log_dict(metrics, prog_bar=prog_bar)
@@ -460,15 +467,15 @@ class CausalLMModule(RestorableModule):
         scores, head, _ = self._scores(batch)
         labels = batch["labels"]
         found = token_scores(scores, head, labels, self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1))
-        # Where the loss is not finite, the likeliest token is any: the batch counts in all metrics or in none.
+        # If the loss is not finite, the likeliest token is arbitrary: the batch counts in all metrics or in none.
         num_correct = torch.where(found.loss_sum.isfinite(), found.num_correct.double(), math.nan)
         metrics.update(loss_sum=found.loss_sum, num_correct=num_correct, num_tokens=found.num_tokens)
 
     def _scores(self, batch: Batch) -> tuple[Tensor, nn.Module, Tensor | None]:
-        """Return what the loss is computed from, what maps that to logits, and the loss of the router if any.
+        """Return the input of the loss, the module that maps it to logits, and the router loss or None.
 
-        With a plain head: hidden states [batch, seq, hidden] and the head. Else the model's own forward makes the
-        logits [batch, seq, vocab], which nothing maps any further.
+        With a plain head, these are the hidden states [batch, seq, hidden] and the head. Otherwise the model's forward
+        makes the logits [batch, seq, vocab], and the module is the identity.
         """
         model = self._built()
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_THE_MODEL}
@@ -496,11 +503,11 @@ class CausalLMModule(RestorableModule):
 
         Args:
             input_ids: Prompts of the same length, [batch, seq].
-            max_new_tokens: Most tokens added.
-            eos_token_id: The token that ends a sequence; None takes that of the model.
+            max_new_tokens: Maximum number of added tokens.
+            eos_token_id: Token that ends a sequence; None takes that of the model.
 
         Returns:
-            Prompts and continuations, [batch, seq + new]; what ended early is filled up with the end token.
+            Prompts and continuations, [batch, seq + new]; sequences that end early are padded with the end token.
         """
         model = self._built()
         eos = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
@@ -526,9 +533,9 @@ class CausalLMModule(RestorableModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and a schedule of linear warm-up and cosine decay, stepped with the optimizer.
 
-        Parameters of two and more dimensions decay (embeddings are among them), norms and biases do not; frozen ones
-        are left out. The groups carry the names of their parameters. Without an end of training (`max_steps` and the
-        length of an epoch unknown), the rate stays constant after the warm-up.
+        Parameters of two and more dimensions decay, including embeddings; norms and biases do not; frozen parameters
+        are left out. The groups carry the names of their parameters. If the number of steps is unknown (neither
+        `max_steps` nor the length of an epoch), the rate stays constant after the warm-up.
 
         Raises:
             ValueError: If all parameters are frozen, or if the warm-up is a fraction of an unknown number of steps.
@@ -546,13 +553,13 @@ class CausalLMModule(RestorableModule):
         optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
-        # A checkpoint holds no argument of a partial: a resumed run with more steps follows a schedule of its own.
+        # A checkpoint does not hold the arguments of a partial: a resumed run with more steps follows its own schedule.
         factor = partial(learning_rate_factor, warmup=warmup, num_steps=num_steps, floor=floor)
         scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _schedule_steps(self) -> tuple[int | None, int]:
-        """Return the number of optimizer steps, None if unknown, and how many of them warm up."""
+        """Return the number of optimizer steps (None if unknown) and the number of warm-up steps."""
         estimate = self.trainer.estimated_stepping_batches
         num_steps = int(estimate) if math.isfinite(estimate) and estimate > 0 else None
         warmup = self.hparams["warmup_steps"]

@@ -1,9 +1,9 @@
-"""ProTrainCheckpoint: a ModelCheckpoint whose checkpoints are folders, and whose memory is what these folders say.
+"""ProTrainCheckpoint: a ModelCheckpoint whose checkpoints are folders.
 
-[Note: Memory]
-Nothing is remembered from run to run but what the manifests say. The best checkpoint is the best of the line that the
-run continues (see [Note: Lineage] in checkpoint/manifest.py), so it survives a restart and a move of the folder. What a
-run has left behind by going back to an earlier checkpoint is hidden, and not removed.
+The callback keeps no memory of its own from run to run: everything comes from the manifests in the folder. The best
+checkpoint is the best one of the lineage that the run continues (see [Note: Lineage] in checkpoint/manifest.py), so it
+survives a restart and a move of the folder. Checkpoints that a run has left behind by resuming from an earlier one are
+hidden, but not removed.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):
-    """Saves and keeps checkpoints that survive a crash, and finds the newest and the best again.
+    """Saves and keeps checkpoints that survive a crash, and finds the newest and the best one again.
 
-    With a metric every evaluation counts: the best one so far is saved when it is found, whatever the other triggers
-    say. The newest checkpoint is always kept, so `save_last` makes no copy: it saves the last step of the fit, where
-    no other trigger does. `fit(ckpt_path="last")` takes the newest one of which every byte is right, says which ones
-    it has skipped, and never begins anew in silence.
+    If a metric is monitored, every evaluation counts: a new best checkpoint is saved when it is found, whatever the
+    other triggers say. The newest checkpoint is always kept, so `save_last` makes no copy; it saves the last step of
+    the fit if no other trigger does. `fit(ckpt_path="last")` resumes from the newest checkpoint without a fault, names
+    those that it skips, and never silently starts anew.
 
     Args:
         dirpath, filename, monitor, verbose, save_last, save_top_k, save_on_exception, save_weights_only, mode: As in
-            `ModelCheckpoint`. `save_top_k` never counts the newest, the best and the one resumed from: these stay.
+        `ModelCheckpoint`. `save_top_k` never removes the newest and best checkpoint and the one resumed from.
         auto_insert_metric_name, every_n_train_steps, train_time_interval, every_n_epochs: As in `ModelCheckpoint`.
         save_on_train_epoch_end: As in `ModelCheckpoint`.
-        enable_version_counter: As in `ModelCheckpoint`; without it a checkpoint of the same name is replaced.
-        run: Begins the names of the checkpoints; several runs in one folder never touch each other's. None: one run.
-        min_delta: By how much a score must be better than the best one.
-        allow_drift: Terms that may differ from those of the checkpoint that is resumed from, of `TERMS` in
-            checkpoint/contract.py. If `"optimizer"` does, it begins anew, with its schedule.
-        weights_and_counters_only: Resume with weights, steps and epochs, and begin everything else anew.
-        replay: Whether batches that were trained are drawn again to find the place in the data. None: where loaders
-            have a length and no position, and no data module saves a state.
-        save_on_preemption: Whether SIGTERM, SLURM's signal, SIGHUP or Ctrl-C on any rank ends the run with a checkpoint
-            at the end of the step; a second Ctrl-C ends it at once.
-        asynchronous: Whether a save only copies the states to host memory, and writes them behind the training.
-        frozen: `"reference"` names frozen weights and does not save them; `"auto"`: those that their source has.
+        enable_version_counter: As in `ModelCheckpoint`; without it, a checkpoint of the same name is replaced.
+        run: Prefix of the checkpoint names; several runs in one folder never touch each other's checkpoints. None means
+            a single run.
+        min_delta: Minimum improvement over the best score.
+        allow_drift: Keys of `TERMS` in checkpoint/contract.py that may differ from the resumed checkpoint. With
+            `"optimizer"`, the optimizer and its schedule begin anew.
+        weights_and_counters_only: True resumes only weights, steps and epochs, and begins everything else anew.
+        replay: True finds the place in the data by drawing the trained batches again. None does so for loaders with a
+            length and without a position, unless the data module saves a state.
+        save_on_preemption: True ends the run with a checkpoint at the end of the step after SIGTERM, SLURM's signal,
+            SIGHUP or Ctrl-C on any rank; a second Ctrl-C ends it at once.
+        asynchronous: True copies the states to host memory and writes them while training continues.
+        frozen: `"store"` saves frozen weights; `"reference"` saves only a reference to them; `"auto"` does so for
+            weights that their source has.
 
     Raises:
-        ValueError: A name or number that cannot be; more in `setup`, before anything is trained.
+        ValueError: If a name or number is not allowed; `setup` checks more before training.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
         self._scores = EvaluationScores(self.ranking)
         self._exchange = Rendezvous(None)
-        # What "last" has found on this rank, on one of several.
+        # Checkpoint that "last" has found on this rank, if there are several ranks.
         self._listed: str | None = None
         self._due = False
-        # How Lightning counts epochs at the end of the latest batch.
+        # Lightning's count of epochs at the end of the latest batch.
         self._epoch: dict[str, Any] | None = None
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
@@ -107,12 +109,12 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     @property
     def state_key(self) -> str:
-        # Other triggers do not make it another callback.
+        # Triggers are not part of the key: with other triggers it is still the same callback.
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint of this run; before a fit, the best one that its folder has."""
+        """Best checkpoint of this run; before a fit, the best one in its folder."""
         if self._known_best is None and self.dirpath:
             best = self._best_of(lineage_of(find_checkpoints(Path(self.dirpath), self.run)))
             return "" if best is None else str(best.path)
@@ -123,20 +125,20 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._known_best = path or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing that a manifest does not say better, see [Note: Memory]."""
+        """Return only what identifies the callback: everything else is in the manifests."""
         return {"monitor": self.monitor, "mode": self.mode, "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing, see [Note: Memory]."""
+        """Do nothing: everything is in the manifests."""
 
     # --- before and after training ------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Sees to it that checkpoints can be written and read.
+        """Check that checkpoints can be written and read.
 
         Raises:
-            ValueError: They cannot, or another process is writing this run.
-            OSError: The disk has not even room for the weights.
+            ValueError: If they cannot, or another process is writing this run.
+            OSError: If the disk has not even room for the weights.
         """
         super().setup(trainer, pl_module, stage)
         self._exchange = self._scores.exchange = Rendezvous.open(self.state_key)
@@ -152,13 +154,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
                 self._preemption.shield_workers(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on it is known what the run continues from.
+        """Determine the checkpoint that the run continues from, and compare its terms with this run.
 
         Raises:
-            ValueError: The ranks have loaded different checkpoints, or it is one of a run on other terms.
+            ValueError: If the ranks have loaded different checkpoints, or the terms differ.
         """
         checkpoints = installed_io(trainer)
-        # Without a checkpoint to resume from, a second fit goes on where the first one has ended.
+        # Without `ckpt_path`, a second fit continues where the first one has ended.
         parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
         refuse_unequal(
@@ -176,7 +178,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if trainer.world_size > 1:  # They do not know of each other yet; `choose` verifies it.
+        if trainer.world_size > 1:  # The ranks are not connected yet; `choose` verifies the checkpoint.
             listed = newest_listed(root, self.run)
             self._listed = None if listed is None else str(listed)
             return super()._find_last_checkpoints(trainer) if listed is None else {str(listed)}
@@ -190,20 +192,20 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     # --- what goes on in a resumed run --------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds what only this rank has; `_write` puts that of the others beside it."""
+        """Add the states of this rank; `_write` adds those of the other ranks."""
         self._resumption.save(trainer, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The weights are loaded."""
+        """Remove the hooks for loading weights: the weights are loaded."""
         self._resumption.loaded()
 
     # --- when to save -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The time between saves begins, and random numbers go on.
+        """Start the time between saves, and restore the random states.
 
         Raises:
-            ValueError: The checkpoint has something else in their place.
+            ValueError: If the checkpoint has invalid random states.
         """
         self._last_time_checked = time.monotonic()
         self._resumption.restore(trainer)
@@ -212,11 +214,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._listen(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What is drawn from here on counts."""
+        """Note that random numbers drawn from here on belong to the epoch."""
         self._resumption.begin_epoch()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Saves if steps or time say so: at the end of the step, and after the evaluation that follows on it."""
+        """Save at the end of a step if steps or time require it, or after the validation that follows this step."""
         self._epoch = trainer.fit_loop.epoch_progress.state_dict()
         every, stepped = self._every_n_train_steps, not accumulates(trainer)
         steps = stepped and every >= 1 and trainer.global_step % every == 0
@@ -232,10 +234,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves what is best so far, and what was to be saved after this evaluation.
+        """Save a new best checkpoint, and any save that was postponed until after this validation.
 
         Raises:
-            ValueError: The metric does not exist.
+            ValueError: If the metric does not exist.
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or is_fast_dev_run(trainer):
             return
@@ -254,7 +256,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._leave(trainer)
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
-        """Saves what is best so far, if it is measured by an `Evaluator`."""
+        """Save a new best checkpoint if an `Evaluator` measures the metric."""
         if self.monitor in names and not is_fast_dev_run(trainer) and self._is_better(trainer):
             self._save_now(trainer, *self._scores.now(trainer), again=True)
 
@@ -266,7 +268,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self._scores.note(trainer, best) and self.save_top_k != 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves if epochs say so and no evaluation has seen to it."""
+        """Save if epochs require it and no validation has done so."""
         if is_fast_dev_run(trainer) or not self._epoch_is_due(trainer):
             return
         if not validates(trainer) and not trainer_events.is_from_evaluator(self.monitor, trainer):
@@ -276,26 +278,26 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._save_now(trainer, *self._scores.now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves at the end of a step, if asked to, and if all ranks end there."""
+        """Save at the end of a step if `save_on_exception` is set and all ranks end at the same step."""
         try:
             if self._should_save_on_exception(trainer):
                 where = trainer.global_step, accumulates(trainer)
                 steps = self._exchange.gather(where, f"Ending at step {where[0]}", patience=BOUND / 4)
                 if set(steps) == {(where[0], False)}:
                     self._save_now(trainer, None, fresh=False)
-        except (OSError, RuntimeError, ValueError) as error:  # The exception that ends the run is the one to be seen.
+        except (OSError, RuntimeError, ValueError) as error:  # The user must see the exception that ends the run.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
         finally:
             self._close(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step, as `save_last` promises."""
+        """Save the last step if `save_last` is set."""
         if self.save_last:
             self._save_now(trainer, *self._scores.now(trainer))
         self._settle(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so if a finished run was resumed: nothing was left to train."""
+        """Tell the user if a finished run was resumed and nothing was left to train."""
         if trainer.ckpt_path and self._epoch is None and not is_fast_dev_run(trainer):
             rank_zero_info(
                 f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
@@ -303,7 +305,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Others may write this run now."""
+        """Release the lock of the run, and restore the signal handlers."""
         self._close(trainer)
         self._preemption.restore()
 
@@ -344,12 +346,12 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._settle(trainer)
 
     def _write(self, trainer: Trainer, path: str, record: dict[str, Any], behind: bool) -> None:
-        """What `Trainer.save_checkpoint` does, but that all ranks fail if one does."""
+        """Save like `Trainer.save_checkpoint`, but fail on all ranks if it fails on one."""
         doing = f"Saving {path}"
         with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
             if (epoch := self._epoch_of_batch(trainer)) is not None and not trainer.is_last_batch:
-                # Lightning counts an epoch that `max_steps` has ended as a whole one, and would skip the rest of it.
+                # Lightning counts an epoch that `max_steps` has ended as complete, and would skip the rest of it.
                 checkpoint["epoch"] = epoch["current"]["completed"]
                 checkpoint["loops"]["fit_loop"]["epoch_progress"] = epoch
             self._frozen.take_out(trainer, checkpoint, record)
@@ -358,13 +360,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
     def _epoch_of_batch(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Return how epochs were counted at the end of the latest batch; None before one of this epoch has ended."""
+        """Return the count of epochs after the latest batch; None before the first batch of this epoch has ended."""
         epoch = self._epoch
         same = epoch is not None and epoch["current"]["ready"] == trainer.fit_loop.epoch_progress.current.ready
         return epoch if same else None
 
     def _settle(self, trainer: Trainer) -> None:
-        """Ends the save that is under way, if there is one: every rank calls it at the same point."""
+        """Finish the save that is under way, if there is one; every rank calls it at the same point."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -386,7 +388,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
                 logger.after_save_checkpoint(self)
 
     def _prune(self, trainer: Trainer) -> list[FoundCheckpoint]:
-        """Removes what nobody wants any more; what is left. It may be called on another thread."""
+        """Remove surplus checkpoints and return the remaining ones; may run on another thread."""
         checkpoints = installed_io(trainer)
         assert checkpoints.parent is not None
         protected = [] if self._resumed_from is None else [self._resumed_from]
@@ -415,7 +417,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self.ranking.best(line)
 
     def _path(self, candidates: dict[str, Tensor], fresh: bool) -> str:
-        """A name of which every number was measured at this step."""
+        """Return a path whose name only has values measured at this step."""
         filename = self.filename
         fields = set(re.findall(r"\{([^:}]+)", filename or ""))
         if not fresh and fields - {"epoch", "step"}:

@@ -1,4 +1,4 @@
-"""Which weights of a module its checkpoints refer to, see [Note: References] in checkpoint/references.py."""
+"""Decides which frozen weights a checkpoint refers to, see [Note: References] in checkpoint/references.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from lightning_protrain.checkpoint.references import FROZEN, Reference, Referenc
 from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
 
 Frozen = Literal["reference", "store", "auto"]
-# In the record of a checkpoint.
+# Key in the record of a checkpoint.
 RECORD = "frozen"
-# What an 8-bit layer of bitsandbytes saves beside its `weight`; what a 4-bit one does begins with the weight's name.
+# Entries that an 8-bit layer of bitsandbytes saves beside its `weight`. Those of a 4-bit layer begin with the weight's
+# name.
 _OF_8BIT = ("SCB", "weight_format")
 
 
 class _KnownWeights(NamedTuple):
-    """A fingerprint, and what it was made of: as long as that is the same, so is the fingerprint."""
+    """A cached digest, valid as long as the weight's owner, address, version and dtype are unchanged."""
 
     owner: weakref.ref[Tensor]
     place: int
@@ -32,13 +33,13 @@ class _KnownWeights(NamedTuple):
 
 
 class FrozenWeights:
-    """Takes the frozen weights of a module out of its checkpoints, and holds a module that resumes to them.
+    """Takes the frozen weights of a module out of its checkpoints, and compares them with a module that resumes.
 
     Args:
         mode: As `frozen` of ProTrainCheckpoint.
 
     Raises:
-        ValueError: No such mode.
+        ValueError: If there is no such mode.
     """
 
     def __init__(self, mode: Frozen) -> None:
@@ -46,20 +47,20 @@ class FrozenWeights:
             raise ValueError(f"frozen={mode!r}: give one of {', '.join(map(repr, get_args(Frozen)))}.")
         self.mode = mode
         self._known: dict[str, _KnownWeights] = {}
-        # By "auto": for which fingerprints the source was read, and those that it has.
+        # For "auto": digests that the source was searched for, and digests that it has.
         self._asked: set[str] = set()
         self._proven: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": {}}  # Another process has other memory.
+        return {**vars(self), "_known": {}}  # Addresses are only valid in one process.
 
     def stored_bytes(self, module: nn.Module) -> int:
-        """The least that the weights take in a checkpoint."""
+        """Return the minimum size of the weights in a checkpoint, bytes."""
         refers = self._refers(module)
         return sum(each.nbytes for each in module.parameters() if each.requires_grad or not refers)
 
     def expected(self, module: nn.Module) -> set[str]:
-        """Keys that will most likely be references; nothing is compared, so that values may be missing still."""
+        """Return the keys that will most likely be references; nothing is compared, so values may still be missing."""
         if not self._refers(module):
             return set()
         weights = stored(module)
@@ -72,28 +73,28 @@ class FrozenWeights:
             found = listed(frozen, source)
         except (FileNotFoundError, ValueError):
             return set()
-        same = {id(frozen[key]) for key in found}  # Of tied ones the source has one.
+        same = {id(frozen[key]) for key in found}  # The source has one name of tied weights.
         return {key for key, value in frozen.items() if id(value) in same}
 
     def prepare(self, trainer: Trainer) -> None:
-        """Makes the fingerprints before the first save needs them: a run that is preempted has no time for that.
+        """Compute the digests before the first save needs them: a preempted run has no time for that.
 
         Raises:
-            ValueError: As `take_out`.
+            ValueError: As in `take_out`.
         """
         if self._refers(trainer.lightning_module) and trainer.is_global_zero:
             self._references(trainer.lightning_module, trainer.strategy.lightning_module_state_dict())
 
     def take_out(self, trainer: Trainer, checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
-        """Puts references in the place of frozen weights, on the rank that writes.
+        """Replace frozen weights by references, on the rank that writes.
 
         Args:
-            trainer: Whose checkpoint it is.
-            checkpoint: As Lightning made it; `state_dict` is replaced.
-            record: For the manifest; gets what there is to say.
+            trainer: Trainer that saves.
+            checkpoint: Checkpoint dict of Lightning; its `state_dict` is replaced.
+            record: Record of the manifest; gets a summary of the references.
 
         Raises:
-            ValueError: The frozen weights are split among ranks, and they were to be referred to.
+            ValueError: If the frozen weights are split among ranks and references were requested.
         """
         module = trainer.lightning_module
         if not self._refers(module) or not trainer.is_global_zero:
@@ -110,16 +111,16 @@ class FrozenWeights:
         record[RECORD] = {"source": references.source, "weights": len(weights), "nbytes": nbytes}
 
     def accept(self, module: LightningModule, references: References, name: str, same_roles: bool) -> None:
-        """Compares the frozen weights of a checkpoint with those in memory.
+        """Compare the frozen weights of a checkpoint with those in memory.
 
         Args:
-            module: That resumes.
-            references: Of the checkpoint.
-            name: The checkpoint, for messages.
-            same_roles: Whether what was trained has to be trained, and nothing else.
+            module: Module that resumes.
+            references: References of the checkpoint.
+            name: Name of the checkpoint, for messages.
+            same_roles: True requires that exactly the same weights are trained.
 
         Raises:
-            ValueError: They differ.
+            ValueError: If they differ.
         """
         _refuse_split(module, name)
         if same_roles:
@@ -156,8 +157,8 @@ class FrozenWeights:
         return sizes[False] > sizes[True] > 0 and source_of(module) is not None and not _is_split(module)
 
     def _digest(self, key: str, tensor: Tensor, owner: Tensor) -> str:
-        """The fingerprint, made once as long as the weight is where it was and nobody has written to it."""
-        if owner.is_inference() or tensor.data_ptr() != owner.data_ptr():  # A copy, or a companion, which is small.
+        """Return the digest of a weight, computed once as long as its address and version do not change."""
+        if owner.is_inference() or tensor.data_ptr() != owner.data_ptr():  # A copy, or a small companion.
             return digest_of(tensor)
         known = self._known.get(key)
         place, version, dtype = owner.data_ptr(), owner._version, str(tensor.dtype)
@@ -168,24 +169,24 @@ class FrozenWeights:
     def _in_source(
         self, weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str | None
     ) -> dict[str, Reference]:
-        """Those that can be found again: the source has been read, and has them to the last bit."""
+        """Return the references whose weights the source has bit for bit."""
         assert source is not None
         asked = {each.digest for each in weights.values()}
         if asked != self._asked:
             try:
                 self._proven = held(weights, tensors, source)
-            except (FileNotFoundError, ValueError):  # It may be a name that only its loader understands.
+            except (FileNotFoundError, ValueError):  # The source may be a name that only its loader understands.
                 self._proven = set()
             self._asked = asked
         return {key: each for key, each in weights.items() if each.digest in self._proven}
 
 
 def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Keys of a state dict that belong to frozen parameters, those of their companions too, each with the parameter.
+    """Return the state dict's keys that belong to frozen parameters or their companions, each with its parameter.
 
     Args:
-        module: Whose state dict it is.
-        state_dict: Its keys are names of parameters and buffers, and what quantised layers save beside these.
+        module: Module of the state dict.
+        state_dict: State dict with the keys of parameters, buffers, and companions that quantised layers save.
     """
     frozen = {name: each for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
     others = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
@@ -201,14 +202,14 @@ def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, T
 
 
 def source_of(module: nn.Module) -> str | None:
-    """Folder or name that the weights of a module came from: its hyperparameter `model`."""
+    """Return the folder or name that the weights of a module came from: its hyperparameter `model`; None if unknown."""
     hparams = getattr(module, "hparams", None)
     source = hparams.get("model") if isinstance(hparams, Mapping) else None
     return source if isinstance(source, str) and source else None
 
 
 def drop_missing(keys: Collection[str]) -> Any:
-    """A hook after the next `load_state_dict`, for which these keys are not missing: they are in memory."""
+    """Return a hook that removes these keys from the missing ones of the next `load_state_dict`: they are in memory."""
     left = set(keys)
 
     def hook(module: nn.Module, incompatible: Any) -> None:

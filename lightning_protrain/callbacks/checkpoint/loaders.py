@@ -1,19 +1,21 @@
-"""The training data of a fit, of which a resumed one finds the place again, to the bit.
+"""Training data of a fit in which a resumed fit finds its place again, bit for bit.
 
 [Note: Place]
-Where an epoch goes on is what the progress of Lightning's loops says. How it is found depends on the loaders:
+The progress of Lightning's loops says where an epoch continues. How that place is found depends on the loaders:
 
-- *stateful*: all have `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`. They go where they were.
-- *replayed*: plain ones with a length, and stateful ones whose shuffled order Lightning deals out to ranks. The epoch
-  is begun again with the random numbers that it was begun with, and the batches that were trained are drawn and thrown
-  away. So the order is the same whoever has drawn it (a sampler, the global generator, a generator of its own), and
-  worker processes are where they were, with their random numbers.
-- *placed*: by a data module that saves its own state. Nothing is done for them.
+- *stateful*: all loaders have `state_dict` and `load_state_dict`, like torchdata's `StatefulDataLoader`. They load
+  their positions.
+- *replayed*: plain loaders with a length, and stateful ones whose shuffled order Lightning distributes to ranks. The
+  epoch begins again with its initial random states, and the trained batches are drawn and discarded. So the order is
+  the same whatever draws it (a sampler, the global generator, a generator of its own), and worker processes have the
+  same random numbers.
+- *placed*: a data module saves its own state. Nothing is done.
 
-Lightning makes the first iterator of a fit before it has read the checkpoint's random numbers, and with the order of
-the first epoch. In a resumed fit it is made when the first batch is drawn, when all that is known. Of data without a
-length it draws that batch at once, and is one batch ahead from then on: so the place before the latest one is kept, and
-that batch is drawn with the random numbers with which it was drawn, or would have been.
+In a resumed fit, the iterator must be made with the random states of the checkpoint and the order of the right epoch.
+Lightning makes the first iterator before it has loaded either. So `ResumableLoader` makes its iterator when the first
+batch is drawn, when both are known. If the data have no length, Lightning draws the first batch at once and stays one
+batch ahead. So the position before the latest batch is kept too, and that batch is drawn again with its original random
+states.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ class ResumableLoader(CombinedLoader):
     """The loaders of a fit; see [Note: Place].
 
     Args:
-        loaders: As a Trainer takes them.
-        trainer: Whose fit it is.
-        saved: What `place` has said when the checkpoint was taken; None: nothing is resumed.
-        replay: Whether plain loaders are replayed; None: unless the data module saves a state.
+        loaders: Loaders as a Trainer takes them.
+        trainer: Trainer of the fit.
+        saved: Result of `place` in the checkpoint; None if nothing is resumed.
+        replay: True replays plain loaders, False does not; None does unless the data module saves a state.
 
     Attributes:
-        random_state: What the first batch of a resumed fit is drawn with; None: with what there is.
-        random_after: The same, where the first batch had to be drawn before training started.
-        epoch_begins: Whether hooks at the begin of an epoch have been called since: what they draw counts.
+        random_state: Random states for the first batch of a resumed fit; None uses the present ones.
+        random_after: Random states after the first batch, if it had to be drawn before training started.
+        epoch_begins: True if the hooks at the beginning of an epoch have been called; what they draw counts.
     """
 
     def __init__(self, loaders: Any, trainer: Trainer, saved: dict[str, Any] | None, replay: bool | None) -> None:
@@ -68,14 +70,14 @@ class ResumableLoader(CombinedLoader):
         self.random_after: dict[str, Any] | None = None
         self.epoch_begins = False
         self._drawn = 0
-        # Whether the data may be shorter than what was trained of it: the epoch is over then.
+        # True if the data may be shorter than the trained part of the epoch; then the epoch is over.
         self._may_end = False
-        # Positions and random states before the latest batch, of data without a length.
+        # Positions and random states before the latest batch, for data without a length.
         self._ahead: tuple[list[Any], dict[str, Any]] | None = None
 
     @property
     def kind(self) -> Kind:
-        """How the place is found, see [Note: Place]; `"nowhere"`: in the middle of an epoch not at all."""
+        """Method of finding the place, see [Note: Place]; `"nowhere"` cannot find one in the middle of an epoch."""
         stateful = [isinstance(loader, _Stateful) for loader in self.flattened]
         dealt_out = any(_inner_samplers(loader) for loader in self.flattened)
         if all(stateful) and not dealt_out and self._replay is not True:
@@ -96,7 +98,7 @@ class ResumableLoader(CombinedLoader):
         return any(sized_len(loader) is None and limit == float("inf") for loader, limit in pairs)
 
     def place(self) -> dict[str, Any]:
-        """What it takes to be found again: random states and positions of this rank, as plain values and tensors."""
+        """Return the random states and positions of this rank as plain values and tensors, for a checkpoint."""
         positions, ahead = super()._state_dicts() if self.kind == "stateful" else [], None
         if self._ahead is not None and self._drawn > self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             positions, ahead = self._ahead
@@ -109,18 +111,18 @@ class ResumableLoader(CombinedLoader):
         }
 
     def refuse_other_length(self, name: str, trained: int, same: bool) -> None:
-        """Refuse to go on in the middle of an epoch of data that is not as long as what the checkpoint was taken in.
+        """Refuse to resume in the middle of an epoch if the data has another length than at the save.
 
         Args:
-            name: The checkpoint, for the message.
-            trained: Batches of the epoch that were trained.
-            same: Whether the data is to have the length that it had.
+            name: Name of the checkpoint, for messages.
+            trained: Number of trained batches of the epoch.
+            same: True if the data must have its former length.
 
         Raises:
-            ValueError: The data is shorter than what was trained of it, or has another length than it had.
+            ValueError: If the data has another length, or is shorter than its trained part.
         """
         saved, limit = self._saved or {}, self._trainer.fit_loop.max_batches
-        self._may_end = not same or "moved" in saved  # Another number of ranks has loaders of another length.
+        self._may_end = not same or "moved" in saved  # Loaders have another length for another number of ranks.
         if self._may_end:
             return
         lengths = [sized_len(loader) for loader in self.flattened]
@@ -162,7 +164,7 @@ class ResumableLoader(CombinedLoader):
         return batch
 
     def _draw_early(self, saved: dict[str, Any]) -> Any:
-        """The first batch, before training has started; see [Note: Place]."""
+        """Draw the first batch before training has started; see [Note: Place]."""
         with self._kept_randomness():
             if saved["ends"]:
                 restore(saved["now"], self._device)
@@ -176,18 +178,18 @@ class ResumableLoader(CombinedLoader):
         return batch
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        # Lightning has the positions of rank 0 only; this one has those of its own rank.
+        # Lightning has only the positions of rank 0; `saved` has those of this rank.
         if self._saved is None:
             super()._load_state_dicts(states)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        # At the end of an epoch others would go on with no batch at all, and count that as an epoch.
+        # At the end of an epoch, other loaders would resume with no batch at all, and count that as an epoch.
         return [] if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch else super()._state_dicts()
 
     def _resume(self, saved: dict[str, Any], trained: int | None = None) -> None:
         self._saved = None
         if self.random_state is not None and not self.epoch_begins:
-            # Lightning may have made an iterator of the validation since training started.
+            # Lightning may have made a validation iterator since training started, which draws random numbers.
             restore(self.random_state, self._device)
         loop = self._trainer.fit_loop
         trained = loop.epoch_loop.batch_progress.current.ready if trained is None else trained
@@ -195,7 +197,7 @@ class ResumableLoader(CombinedLoader):
             _set_sampler_epoch(loader, loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         kind = self.kind
         if kind == "stateful" and "moved" in saved:
-            kind = "replayed"  # Positions are those of another number of ranks.
+            kind = "replayed"  # The positions belong to another number of ranks.
         if kind == "stateful" and saved["positions"]:
             super()._load_state_dicts(saved["positions"])
         if trained and kind == "replayed" and len(saved["begun"]) == 2:
@@ -203,11 +205,11 @@ class ResumableLoader(CombinedLoader):
                 self._replay_epoch(saved["begun"], trained)
             return
         if trained or kind == "stateful":
-            with self._kept_randomness():  # What an iterator draws when it is made has been drawn before.
+            with self._kept_randomness():  # The iterator draws numbers that had been drawn before.
                 super().__iter__()
         self._begun, self._drawn = saved["begun"], trained
         if not trained:
-            # The epoch that the checkpoint was taken in is over; loaders are as they were then.
+            # The epoch of the checkpoint is over: restore the generators of the loaders as they were then.
             self._set_generators(saved["generators"])
             iter(self)
 
@@ -267,28 +269,28 @@ class ResumableLoader(CombinedLoader):
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """A loader, and whatever of it may hold a generator."""
+    """Return a loader and all of its parts that may hold a generator."""
     batches = getattr(loader, "batch_sampler", None)
     return [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 def _inner_samplers(loader: Any) -> list[Any]:
-    """Samplers whose order Lightning deals out to ranks; positions of their loaders say nothing of them."""
+    """Return samplers whose order Lightning distributes to ranks: their loaders' positions do not include them."""
     found = [getattr(getattr(each, "dataset", None), "_sampler", None) for each in _samplers(loader)]
     return [each for each in found if each is not None]
 
 
 class ResumableSource(_DataLoaderSource):
-    """Where Lightning gets the loaders of a fit from: those of the user, in a `ResumableLoader`.
+    """Lightning's source of the training loaders, which puts the user's loaders into a `ResumableLoader`.
 
     Args:
-        source: That of the user.
-        trainer: Whose fit it is.
+        source: Source of the user's loaders.
+        trainer: Trainer of the fit.
         replay: As for `ResumableLoader`.
 
     Attributes:
-        saved: Of the checkpoint that is being resumed from.
-        made: The latest one.
+        saved: Result of `place` in the checkpoint that is resumed from.
+        made: Latest `ResumableLoader`.
     """
 
     def __init__(self, source: _DataLoaderSource, trainer: Trainer, replay: bool | None) -> None:
@@ -299,7 +301,7 @@ class ResumableSource(_DataLoaderSource):
         self._replay = replay
 
     def dataloader(self) -> ResumableLoader:
-        """Asks for the loaders."""
+        """Request the loaders from the user's source."""
         saved, self.saved = self.saved, None
         self.made = ResumableLoader(super().dataloader(), self._trainer, saved, self._replay)
         return self.made

@@ -1,15 +1,15 @@
-"""Ends a run with a checkpoint when a signal announces the end of its job; worker processes outlive the signal.
+"""Ends a run with a checkpoint when a signal announces the end of its job; worker processes survive the signal.
 
-[Note: Workers]
-Schedulers send a signal to whole groups of processes, and a worker of a DataLoader that dies takes the run with it in
-the middle of a step. So workers block these signals; a thread of theirs hears them, and ends the process if the process
-whose worker it is has sent it. What is forked in a fit does so at once. What is spawned inherits the blocked signals
-from the thread that starts it, and hears them when it has imported what it needs; so its loader gets a context whose
-processes begin like that. Workers of a fork server are left alone: the server itself would have to block the signals,
-and would hand that on to all that it forks, whoever has asked for it and means to end it with a signal.
+[Note: Shielded workers]
+Schedulers send a signal to whole groups of processes. A worker of a DataLoader that dies ends the run in the middle of
+a step. So workers block these signals, and a thread in each worker exits the process only if its parent has sent the
+signal. Forked workers do so at once. A spawned worker inherits the blocked signals from the thread that starts it, and
+starts its own thread when its imports are done; so its loader gets a multiprocessing context for such processes.
+Workers of a fork server are not shielded: the server itself would have to block the signals, and all processes that it
+forks, for anybody, would inherit that.
 
-A handler only writes down that a signal has come: what it means is agreed on by all ranks at the end of a step, see
-[Note: Facts] in agreement.py.
+A signal handler only records the signal. All ranks agree on its meaning at the end of a step, see [Note: Flags] in
+callbacks/checkpoint/rendezvous.py.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from torch.utils.data import DataLoader
 
 
 class SignalShield:
-    """While it is there, processes that are forked are as [Note: Workers] says, and so are workers of a fit's loaders.
+    """While it exists, forked processes and workers of a fit's loaders are shielded, see [Note: Shielded workers].
 
     Args:
-        signals: What they block.
+        signals: Signals that they block.
     """
 
     def __init__(self, signals: Collection[int]) -> None:
         self._signals = frozenset(signals)
         self._covered: list[tuple[DataLoader[Any], Any]] = []
         self._sources: list[tuple[Any, _DataLoaderSource]] = []
-        register_after_fork(self, SignalShield._raise)  # It knows this object by a weak reference.
+        register_after_fork(self, SignalShield._raise)  # It keeps only a weak reference to this object.
 
     def cover_fit(self, trainer: Trainer) -> None:
-        """Loaders that are asked for in the fit are covered, those for training and those for validation."""
+        """Shield the workers of all loaders of the fit, for training and for validation."""
         for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
             self._sources.append((loop, loop._data_source))
             loop._data_source = _CoveredSource(loop._data_source, self)
 
     def cover(self, loaders: Any) -> None:
-        """Workers of these loaders are shielded, if they are spawned.
+        """Shield workers of these loaders if they are spawned.
 
         Args:
-            loaders: As a Trainer takes them.
+            loaders: Loaders as a Trainer takes them.
         """
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
         for loader in combined.flattened:
@@ -68,13 +68,13 @@ class SignalShield:
                 continue
             given = loader.multiprocessing_context
             context: Any = multiprocessing.get_context() if given is None else given
-            stock = type(context).__module__ == BaseContext.__module__  # Nobody's own.
+            stock = type(context).__module__ == BaseContext.__module__  # Not a context of the user.
             if stock and context.get_start_method() == "spawn":
                 self._covered.append((loader, given))
                 loader.multiprocessing_context = _Spawning(self._signals)
 
     def close(self) -> None:
-        """Loaders have what they had."""
+        """Restore the contexts of the loaders."""
         while self._covered:
             loader, context = self._covered.pop()
             loader.multiprocessing_context = context
@@ -87,11 +87,11 @@ class SignalShield:
 
 
 def exit_with_parent(signals: Collection[int], parent: int) -> None:
-    """This process blocks signals from here on, and ends if its parent ends it.
+    """Block signals in this process, and exit if its parent sends SIGTERM.
 
     Args:
-        signals: Numbers.
-        parent: Whose worker it is.
+        signals: Numbers of the signals.
+        parent: Process id of the parent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
@@ -99,13 +99,13 @@ def exit_with_parent(signals: Collection[int], parent: int) -> None:
         while True:
             heard = signal.sigwaitinfo(signals)
             if (heard.si_pid, heard.si_signo) == (parent, signal.SIGTERM):
-                os._exit(0)  # What a worker does itself.
+                os._exit(0)  # As a worker does by default.
 
     threading.Thread(target=listen, name="hears signals", daemon=True).start()
 
 
 class _CoveredSource(_DataLoaderSource):
-    """Where Lightning gets loaders from, which are covered then."""
+    """Lightning's source of loaders, which shields their workers."""
 
     def __init__(self, source: _DataLoaderSource, shield: SignalShield) -> None:
         super().__init__(source.instance, source.name)
@@ -119,7 +119,7 @@ class _CoveredSource(_DataLoaderSource):
 
 @contextmanager
 def _blocked(signals: Collection[int]) -> Iterator[None]:
-    resource_tracker.ensure_running()  # Who starts it unblocks SIGTERM.
+    resource_tracker.ensure_running()  # Starting it would unblock SIGTERM.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -152,9 +152,9 @@ class _Spawning(SpawnContext):
         return worker
 
 
-# What a shell says of a process that SIGTERM has ended, 128 + 15; schedulers take it for a preemption.
+# Exit code of a shell for a process ended by SIGTERM, 128 + 15; schedulers treat it as preemption.
 EXIT_CODE = 143
-# What a person does at a terminal: Ctrl-C, and closing it. Where a shell or `nohup` has them ignored, they stay so.
+# Signals of a terminal: Ctrl-C, and closing it. They stay ignored if a shell or `nohup` ignores them.
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 _SAID = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end at once, with nothing saved.\n"
 
@@ -163,8 +163,8 @@ class Preemption:
     """Listens for signals from `listen` to `restore`.
 
     Attributes:
-        received: The signal by which this rank was told to end, 0 before; and whether SLURM sent it to requeue the job.
-        agreed: The same of all ranks, as far as they have agreed.
+        received: Signal that told this rank to end, or 0; and True if SLURM sent it to requeue the job.
+        agreed: Maximum of `received` over all ranks at the latest step.
     """
 
     def __init__(self) -> None:
@@ -178,44 +178,44 @@ class Preemption:
         self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
-        """Workers that are started from here on outlive the signals, see [Note: Workers] in shields.py."""
+        """Shield workers that are started from now on, see [Note: Shielded workers]."""
         self._shield = SignalShield(self._signals(trainer))
         self._shield.cover_fit(trainer)
 
     def listen(self, trainer: Trainer) -> None:
-        """From here on SIGTERM, what SLURM sends in its place, SIGHUP, and a first Ctrl-C, end no process.
+        """Handle SIGTERM, SLURM's signal, SIGHUP, and a first Ctrl-C without ending the process.
 
-        Lightning puts its own handlers in when a fit starts, and those from before back when it ends. Its handlers talk
-        to other ranks, or save, in the middle of whatever is being done; they are left out.
+        Lightning installs its own handlers when a fit starts, and restores the former ones when it ends. Its handlers
+        talk to other ranks, or save, in the middle of anything; this method replaces them.
         """
         if not self.is_listening:
             self.received, self.agreed = (signal.SIGTERM * trainer.received_sigterm, False), (0, False)
             self._speaks = trainer.is_global_zero
             self._terminals = [number for number in (1, 2) if os.isatty(number)]
-            trainer._signal_connector.received_sigterm = False  # It would end the run with nothing saved.
+            trainer._signal_connector.received_sigterm = False  # Otherwise Lightning ends the run without a save.
             if threading.current_thread() is threading.main_thread():
                 for number in self._signals(trainer):
                     self._previous[number] = signal.signal(number, self._note)
 
     @property
     def is_listening(self) -> bool:
-        """Whether a signal on this rank would be heard."""
+        """True if this rank handles signals."""
         return any(signal.getsignal(number) == self._note for number in self._previous)
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the run ends."""
+        """True if all ranks have agreed to end the run."""
         return any(self.agreed)
 
     def leave(self, trainer: Trainer, saved: str) -> NoReturn:
-        """End the run, when everything is saved.
+        """End the run after everything is saved.
 
         Args:
-            trainer: Whose run it is.
-            saved: The newest checkpoint.
+            trainer: Trainer of the run.
+            saved: Path of the newest checkpoint.
 
         Raises:
-            SIGTERMException: The run ends, with the exit code that a shell gives the signal: 143 for SIGTERM.
+            SIGTERMException: Always, with the exit code of a shell for the signal: 143 for SIGTERM.
         """
         name = signal.Signals(self.agreed[0]).name
         rank_zero_info(
@@ -227,13 +227,13 @@ class Preemption:
         raise SIGTERMException(128 + self.agreed[0])
 
     def close(self) -> None:
-        """Workers that are started from here on are as any others."""
+        """Stop shielding workers that are started from now on."""
         shield, self._shield = self._shield, None
         if shield is not None:
             shield.close()
 
     def restore(self) -> None:
-        """Puts back the handlers that nobody else has put back."""
+        """Restore handlers that nobody else has restored."""
         for number, handler in self._previous.items():
             mine = (self._note, signal.SIG_DFL) if number == signal.SIGINT else (self._note,)
             if signal.getsignal(number) in mine and handler is not None:
@@ -250,21 +250,21 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         requeues = number == self._requeue_signal
-        # Of several signals the one that schedulers ask for counts, which has the highest number.
+        # The scheduler's signal wins over others: SIGTERM has the highest number.
         self.received = (max(self.received[0], signal.SIGTERM if requeues else number), self.received[1] or requeues)
         if number == signal.SIGINT:
-            # The system ends the process, whatever it waits for; a notebook's process is left to its user.
+            # The next Ctrl-C ends the process whatever it waits for; a notebook keeps its own handler.
             again = self._previous.get(number) if hasattr(sys, "ps1") else signal.SIG_DFL
             signal.signal(number, again)
             if self._speaks:
                 os.write(2, _SAID)
-        if number == signal.SIGHUP:  # The terminal is gone: what is written to it would raise, and end the run.
+        if number == signal.SIGHUP:  # The terminal is gone: writing to it would raise and end the run.
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
 
 
 def _requeue() -> None:
-    job = SLURMEnvironment.job_id()  # Tasks of an array have one each.
+    job = SLURMEnvironment.job_id()  # Each task of an array has its own job.
     if job is None:
         return
     try:

@@ -1,16 +1,15 @@
-"""Lets ranks agree around a checkpoint and at the end of a step, so that nobody waits for a rank that is gone.
+"""Lets ranks agree on a checkpoint and at the end of a step, so that no rank waits for one that is gone.
 
-[Note: Store]
-A collective of a process group ends with the timeout of the group, half an hour by default, where a rank does not
-join it, and names nobody. A save may take as long on one rank while the others wait. So the ranks meet in the store
-that the group was made with: each lays down what it has to say, rank 0 collects it and lays down the whole. Meanwhile
-a thread of each rank counts up a number there. A rank whose number stands still for `BOUND` seconds is gone, however
-long the others are ready to wait for one that is only slow. A rank that has failed says so, and waits for nobody.
+A collective that a rank does not join fails only after the timeout of its group, half an hour by default, and names
+nobody. A save may take that long on one rank while the others wait. So the ranks meet in the store of the process
+group: each rank writes its value, and rank 0 collects the values and writes them all. Meanwhile a thread of each rank
+increments a counter in the store. A rank whose counter does not change for `BOUND` seconds is gone, however long the
+others would wait for a slow rank. A rank that fails writes that, and waits for nobody.
 
-[Note: Facts]
-In every optimizer step the ranks put together a few facts, one byte each, over a group of their own on the host: the
-question is asked before the optimizer steps and answered after it, so that it runs beside the step, and no rank waits
-for a device. All get the same answer at the same step. What becomes true after the question belongs to the next step.
+[Note: Flags]
+In every optimizer step the ranks combine a few flags, one byte each, over a group of their own on the host. The
+all-reduce starts before the optimizer step and is read after it, so it runs beside the step and no rank waits for a
+device. All ranks get the same result at the same step. A flag that is set after the start counts at the next step.
 """
 
 from __future__ import annotations
@@ -28,26 +27,27 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 Value = TypeVar("Value")
 
-# Seconds without a sign of life after which a rank is gone; between two signs; between two looks.
+# Seconds without a sign of life after which a rank is gone; seconds between two signs; shortest and longest seconds
+# between two looks.
 BOUND = 8.0
 _BEAT = 0.5
 _LOOKS = (0.001, 0.05)
-# Seconds for which rank 0, with whom the store may end, waits until the others have read that it failed.
+# Seconds for which rank 0, whose exit may end the store, waits until the others have read that it failed.
 _FAREWELL = 2.0
 
 
 class FailedElsewhere(RuntimeError):
-    """It failed on another rank."""
+    """An error on another rank."""
 
 
 class Rendezvous:
-    """Of one rank; `Rendezvous.open` makes it. Every rank does the same with its own, in the same order.
+    """The meeting point of the ranks, made by `Rendezvous.open`. Every rank makes the same calls in the same order.
 
     Args:
-        store: That all ranks have; None: there is only one.
-        rank: Of this rank.
+        store: Store that all ranks share; None if there is only one rank.
+        rank: Number of this rank.
         world_size: Number of ranks.
-        bound: Seconds after which a rank that gives no sign is gone; None: `BOUND`.
+        bound: Seconds after which a rank without a sign of life is gone; None means `BOUND`.
     """
 
     def __init__(
@@ -60,49 +60,49 @@ class Rendezvous:
         self._count = 0
         self._closing: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        if store is not None:  # Without others there is nothing that could not be pickled: processes may be spawned.
+        if store is not None:  # A single rank makes no thread, so that the object can be pickled for spawned processes.
             self._closing = threading.Event()
             self._thread = threading.Thread(target=self._beat, name="is there", daemon=True)
             self._thread.start()
 
     @staticmethod
     def open(name: str, bound: float | None = None) -> Rendezvous:
-        """The one for the process group that there is; every rank calls it.
+        """Return the rendezvous of the present process group; every rank calls it.
 
         Args:
-            name: Whose it is; the same on all ranks.
-            bound: As above.
+            name: Name of the caller; the same on all ranks.
+            bound: As in the constructor.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return Rendezvous(None)
         store, rank = dist.PrefixStore(f"lightning_protrain/{name}", _get_default_store()), dist.get_rank()
-        number = store.add(f"opened/{rank}", 1)  # Nothing that an earlier one has left is read.
+        number = store.add(f"opened/{rank}", 1)  # Do not read keys of an earlier rendezvous.
         return Rendezvous(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
 
     def gather(self, value: Value, doing: str, patience: float | None = None) -> list[Value]:
-        """The values of all ranks, by rank.
+        """Return the values of all ranks, by rank.
 
         Args:
-            value: What can be pickled.
-            doing: What all of them do, for messages: `"Saving x.ckpt"`.
-            patience: Seconds after which even a rank that is there is not waited for; None: as long as it takes.
+            value: Value that can be pickled.
+            doing: Description of the common task, for messages: `"Saving x.ckpt"`.
+            patience: Seconds to wait even for a rank that is alive; None waits without a limit.
 
         Raises:
-            Failed: Another rank failed meanwhile, or has gone, or does something else; the message names it.
+            FailedElsewhere: If another rank has failed, is gone, or does something else; the message names it.
         """
         values: list[Value] = self._meet(value, None, doing, patience)
         return values
 
     def broadcast(self, value: Value, doing: str) -> Value:
-        """That of rank 0."""
+        """Return the value of rank 0."""
         return self.gather(value if self._rank == 0 else None, doing)[0]  # type: ignore[return-value]
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """What every rank does within it ends on all ranks if it fails on one; they all go through it.
+        """Let an error of one rank within the context end all ranks; every rank enters it.
 
         Raises:
-            Failed: As in `gather`.
+            FailedElsewhere: As in `gather`.
         """
         try:
             yield
@@ -113,7 +113,7 @@ class Rendezvous:
         self._meet(None, None, doing)
 
     def close(self, reason: str = "has ended") -> None:
-        """This rank takes part in nothing any more; goes on after "rank 1" in the messages of others."""
+        """Leave the rendezvous for good; messages of other ranks say "rank 1" and `reason`."""
         if self._thread is None or self._closing is None or self._closing.is_set():
             return
         self._closing.set()
@@ -194,7 +194,7 @@ class Rendezvous:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
 
     def _await(self, rank: int, key: str, doing: str, patience: float | None) -> None:
-        """Waits for what another rank lays down."""
+        """Wait until another rank has written a key."""
         assert self._store is not None
         beats, pause = -1, _LOOKS[0]
         begin = since = time.monotonic()
@@ -218,17 +218,17 @@ class Rendezvous:
     def _beat(self) -> None:
         assert self._store is not None
         assert self._closing is not None
-        with suppress(RuntimeError):  # The store has gone: who asks for it next says so.
+        with suppress(RuntimeError):  # The store is gone: its next reader reports that.
             while not self._closing.is_set():
                 self._store.add(f"alive/{self._rank}", 1)
                 self._closing.wait(_BEAT)
 
 
 class StepFlags:
-    """Asks for the highest value of each fact on any rank, see [Note: Facts].
+    """Finds the maximum of each flag over all ranks, see [Note: Flags].
 
     Args:
-        facts: Those of this rank, numbers from 0 to 255; always as many.
+        facts: Returns the flags of this rank: always the same count of numbers from 0 to 255.
     """
 
     def __init__(self, facts: Callable[[], Sequence[int]]) -> None:
@@ -237,12 +237,12 @@ class StepFlags:
         self._question: tuple[dist.Work, torch.Tensor] | None = None
 
     def open(self) -> None:
-        """From here on there are other ranks, if there are; every rank calls it."""
+        """Make the group for the flags if there are several ranks; every rank calls it."""
         if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
 
     def ask(self) -> None:
-        """Asks, unless that was done; every rank calls it, and `answer` after it."""
+        """Start the all-reduce, unless it is under way; every rank calls it, and `answer` afterwards."""
         if self._group is not None and self._question is None:
             facts = torch.tensor(self._facts(), dtype=torch.uint8)
             work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -250,10 +250,10 @@ class StepFlags:
             self._question = work, facts
 
     def answer(self) -> list[int]:
-        """To `ask`, or to a question of its own; the same on every rank.
+        """Return the maximum of each flag, starting an all-reduce if `ask` has not; it is the same on every rank.
 
         Raises:
-            RuntimeError: Another rank has gone.
+            RuntimeError: If another rank is gone.
         """
         if self._group is None:
             return list(self._facts())
@@ -271,9 +271,10 @@ class StepFlags:
         return [int(each) for each in facts]
 
     def close(self) -> None:
-        """There are no other ranks any more."""
+        """Destroy the group."""
         group, self._group = self._group, None
         question, self._question = self._question, None
-        # With a question under way it would wait for ranks that may have failed; the end of the process closes it too.
+        # With an all-reduce under way this would wait for ranks that may have failed; the end of the process destroys
+        # the group too.
         if group is not None and question is None and dist.is_initialized():
             dist.destroy_process_group(group)

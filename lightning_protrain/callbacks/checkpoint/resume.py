@@ -1,4 +1,4 @@
-"""Resumes a fit: which checkpoint all ranks take, what is kept, and what is restored besides weights and optimizers."""
+"""Resumes a fit: chooses one checkpoint for all ranks, and restores everything besides weights and optimizers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.checkpoint.verification import Fault, verify_files
 from lightning_protrain.device.quant_state import accept_companions
 
-# In the record of a checkpoint that was made between two steps.
+# Marks the record of a checkpoint that was saved while gradients were being accumulated.
 ACCUMULATING = "accumulating"
 
 
@@ -65,19 +65,21 @@ def prune(
     protected: Collection[str],
     remove: Callable[[Path], None],
 ) -> list[FoundCheckpoint]:
-    """Remove what nobody wants any more; what cannot be removed is named in a warning, and tried again next time.
+    """Remove surplus checkpoints.
+
+    A checkpoint that cannot be removed is named in a warning, and the next save tries again.
 
     Args:
-        root: The folder of the checkpoints.
-        head: The latest one of the run.
-        callback: Only what this one has saved is removed.
-        ranking: Says what is surplus.
+        root: Folder of the checkpoints.
+        head: Manifest of the run's latest checkpoint.
+        callback: State key; only checkpoints of this callback are removed.
+        ranking: Decides which ones are surplus.
         save_top_k: As in `ModelCheckpoint`.
-        protected: Identities of those that stay.
-        remove: Removes one.
+        protected: Identities of checkpoints to keep.
+        remove: Removes a checkpoint.
 
     Returns:
-        What is left of the line of `head`, newest first.
+        The remaining checkpoints of the lineage of `head`, newest first.
     """
     line = lineage_of(find_checkpoints(root, head.run), head)
     mine = [each for each in line if each.manifest.record.get("callback") == callback]
@@ -96,7 +98,7 @@ def prune(
 
 
 def free_path(path: Path, joined: str, version: int) -> Path:
-    """`path`, or the first one with a version, such as `name-v1.ckpt`, that nothing has."""
+    """Return `path`, or the first free path with a version, such as `name-v1.ckpt`."""
     stem, extension = path.name.removesuffix(path.suffix), path.suffix
     free = path
     while os.path.lexists(free):
@@ -106,23 +108,23 @@ def free_path(path: Path, joined: str, version: int) -> Path:
 
 
 def usable(each: FoundCheckpoint) -> list[Fault]:
-    """What keeps a run from going on from it."""
+    """Return the faults that keep a run from resuming from a checkpoint."""
     if each.manifest.record.get(ACCUMULATING):
         return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
     return verify_files(each.path, each.manifest)
 
 
 _CALLBACKS = "callbacks"
-# Bytes of a state from which on all ranks are taken to have the same: it is not compared.
+# Larger states are not compared: they are assumed to be equal on all ranks.
 MOST_COMPARED = 1 << 20
 
 
 def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, bytes]:
-    """States of callbacks and of the data module, as bytes, by key: ranks may have different ones.
+    """Return the states of callbacks and of the data module as bytes by key: they may differ between ranks.
 
     Args:
-        trainer: On several ranks, else nothing is only one's own.
-        checkpoint: What Lightning has made on this rank.
+        trainer: The trainer; on a single rank the result is empty.
+        checkpoint: Checkpoint dict that Lightning has made on this rank.
     """
     if trainer.world_size == 1:
         return {}
@@ -140,12 +142,12 @@ def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, byte
 
 
 def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The states of this rank; puts those of callbacks and of the data module where Lightning looks for them.
+    """Return the states of this rank, and put those of callbacks and the data module where Lightning looks for them.
 
     Args:
-        trainer: That resumes.
-        content: Of the checkpoint; its progress becomes that of as many ranks as there are.
-        name: The checkpoint, for messages.
+        trainer: Trainer that resumes.
+        content: Content of the checkpoint; its progress is converted to the present number of ranks.
+        name: Name of the checkpoint, for messages.
     """
     states, now = content.get(RANK_STATES) or [], trainer.world_size
     own = state_of_rank(states, trainer.global_rank, now, trainer.strategy.root_device)
@@ -185,7 +187,7 @@ def _tensor_bytes(state: Any) -> int:
 
 
 def newest_listed(root: Path, run: str) -> Path | None:
-    """The newest checkpoint by its manifest alone, before the ranks know of each other; None: there is none."""
+    """Return the newest checkpoint by its manifest alone, before the ranks are connected; None if there is none."""
     listing = find_checkpoints(root, run)
     line = [each for each in lineage_of(listing) if not each.manifest.record.get(ACCUMULATING)]
     if line:
@@ -194,17 +196,17 @@ def newest_listed(root: Path, run: str) -> Path | None:
 
 
 def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
-    """What all ranks load: the newest good one, if what is to be loaded was found by `newest_listed`.
+    """Return the checkpoint that all ranks load: the newest good one, if `path` is what `newest_listed` has found.
 
     Args:
-        exchange: With the other ranks.
-        rank: Of this rank.
-        path: What is to be loaded.
-        listed: What `newest_listed` has found on this rank, if it was asked.
+        exchange: Connection to the other ranks.
+        rank: Number of this rank.
+        path: Checkpoint that Lightning wants to load.
+        listed: Result of `newest_listed` on this rank; None if it was not called.
         run: Name of the run.
 
     Returns:
-        The checkpoint, and whether all that this rank reads of it is verified.
+        The checkpoint, and True if everything that this rank reads of it has been verified.
     """
     if listed != str(path):
         return path, False
@@ -215,11 +217,11 @@ def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run:
 
 
 def newest_of_all(exchange: Rendezvous, rank: int, root: Path, run: str) -> Newest:
-    """What rank 0 has found and all ranks have verified; every rank calls it.
+    """Return the newest checkpoint that rank 0 has found and all ranks have verified; every rank calls it.
 
     Raises:
-        ValueError: There are checkpoints and none of them is good.
-        RuntimeError: The same, raised on another rank.
+        ValueError: If there are checkpoints and none of them is good.
+        RuntimeError: If that happened on another rank.
     """
     doing = f"Looking for the newest checkpoint in {root}"
     newest: Newest | None = None
@@ -250,16 +252,16 @@ CONTRACT = "contract"
 
 
 class ResumedFit:
-    """Holds a fit to the contract of its checkpoint, and goes on with its random numbers and its data.
+    """Checks a fit against the contract of its checkpoint, and restores its random numbers and its place in the data.
 
     Args:
         allow_drift: Terms of the contract that may have changed.
-        weights_and_counters_only: Whether nothing else is taken from a checkpoint.
+        weights_and_counters_only: True takes nothing else from a checkpoint.
         replay: As for `ResumableLoader`.
-        frozen: Knows the frozen weights of the module; None: it is asked for none.
+        frozen: Frozen weights of the module; None handles none.
 
     Raises:
-        ValueError: A term that there is not.
+        ValueError: If a term is unknown.
     """
 
     def __init__(
@@ -288,11 +290,11 @@ class ResumedFit:
     # --- before the fit -----------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, exchange: Rendezvous) -> None:
-        """A fit is set up; nothing is loaded, no loader is made.
+        """Prepare a fit that is set up but has not loaded anything or made a loader.
 
         Args:
-            trainer: Whose fit it is.
-            exchange: With the other ranks.
+            trainer: Trainer of the fit.
+            exchange: Connection to the other ranks.
         """
         self._clear()
         self._exchange = exchange
@@ -300,15 +302,15 @@ class ResumedFit:
         trainer.fit_loop._data_source = self._source
 
     def accept(self, trainer: Trainer, content: dict[str, Any], name: str) -> None:
-        """A checkpoint is read, and nothing of it is in place.
+        """Check the content of a checkpoint before any of it is restored.
 
         Args:
-            trainer: About to fit, or to evaluate.
-            content: Of the checkpoint; what is not to be taken is taken out.
-            name: The checkpoint, for messages.
+            trainer: Trainer that is about to fit or to evaluate.
+            content: Content of the checkpoint; parts that must not be restored are removed.
+            name: Name of the checkpoint, for messages.
 
         Raises:
-            ValueError: It is one of another model.
+            ValueError: If it is a checkpoint of another model.
         """
         module = trainer.lightning_module
         assert module is not None
@@ -350,15 +352,16 @@ class ResumedFit:
         self._handles.append(module.register_load_state_dict_post_hook(hook))
 
     def loaded(self) -> None:
-        """The weights of the model are in place."""
+        """Remove the hooks for loading weights: the weights are loaded."""
         while self._handles:
             self._handles.pop().remove()
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Everything is set up, the weights are in place, and nothing else is.
+        """Compare the contracts once everything is set up and the weights are loaded, before anything else is restored.
 
         Raises:
-            ValueError: The terms have changed, or the data cannot be found again; the message has all of it.
+            ValueError: If the terms have changed, or the place in the data cannot be found; the message has all
+                details.
         """
         self.loaded()
         self._contract = {**trainer_signature(trainer), **optimizer_signature(trainer, pl_module)}
@@ -388,7 +391,7 @@ class ResumedFit:
                 self._start_anew(trainer, content)
 
     def contract(self) -> dict[str, Any]:
-        """The terms of this fit, as far as they are known."""
+        """Return the terms of this fit that are known so far."""
         loader = self._loader
         return {**self._contract, **({} if loader is None else data_signature(loader.flattened))}
 
@@ -414,18 +417,18 @@ class ResumedFit:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Adds the contract, and what only this rank has."""
+        """Add the contract and the states of this rank to a checkpoint."""
         checkpoint[CONTRACT] = self.contract()
         place = None if self._loader is None else self._loader.place()
         own = {RANDOM: capture(trainer.strategy.root_device), DATA: place, OTHERS: small_states(trainer, checkpoint)}
         checkpoint[RANK_STATES] = [own]
 
     def gather(self, checkpoint: dict[str, Any], doing: str) -> None:
-        """Puts what the other ranks have beside it; all ranks call it.
+        """Add the states of the other ranks to a checkpoint; all ranks call it.
 
         Args:
-            checkpoint: What `save` was given.
-            doing: For messages.
+            checkpoint: Checkpoint dict that `save` was given.
+            doing: Description for messages.
         """
         if RANK_STATES in checkpoint:
             states = self._exchange.gather(checkpoint[RANK_STATES][0], doing)
@@ -434,15 +437,15 @@ class ResumedFit:
     # --- when training starts -----------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """The hooks at the begin of an epoch are called."""
+        """Note that the hooks at the beginning of an epoch are called."""
         if self._loader is not None:
             self._loader.epoch_begins = True
 
     def restore(self, trainer: Trainer) -> None:
-        """Goes on with the random numbers of the checkpoint, if there was one: what was drawn until now does not count.
+        """Restore the random states of the checkpoint, if there is one; numbers drawn until now do not count.
 
         Raises:
-            ValueError: The checkpoint has something else in their place.
+            ValueError: If the checkpoint has invalid random states.
         """
         state, self._randomness = self._randomness, None
         if self._loader is not None:
@@ -464,7 +467,7 @@ def _keep_weights_and_counters(trainer: Trainer, content: dict[str, Any]) -> Non
     kind = type(trainer.precision_plugin).__qualname__
     for name in (RANK_STATES, CONTRACT, kind):
         content.pop(name, None)
-    # Lightning asks for these; `check` has fresh states for them.
+    # Lightning reads these keys; `check` fills them with fresh states.
     content.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
     data = getattr(trainer, "datamodule", None)
     if data is not None:

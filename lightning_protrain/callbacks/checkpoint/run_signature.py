@@ -1,4 +1,4 @@
-"""What a fit is: the terms of [Note: Contract] in checkpoint/contract.py, read from a Trainer, as plain values."""
+"""Reads the terms of [Note: Contract] in checkpoint/contract.py from a Trainer, as plain values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils.data import SequentialSampler, TensorDataset
 
 from lightning_protrain.checkpoint.serialize import flat_bytes
 
-# Steps at which a schedule that is nothing but a function is asked for its factor.
+# Steps at which a schedule that is only a function is evaluated.
 _ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
-# What a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in device/quant_state.py.
+# Entries that a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in device/quant_state.py.
 _COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_HASHED_BYTES = 64 << 20
 
 
 def model_signature(state_dict: Mapping[str, Any], common_with: Collection[str] | None = None) -> dict[str, Any]:
-    """Shapes of the tensors of a state dict, by name; not of the companions of quantised weights.
+    """Return the shapes of a state dict's tensors by name, without companions of quantised weights.
 
     Args:
-        state_dict: Of a module.
-        common_with: Names of another one; None: all are told, else those that both have.
+        state_dict: State dict of a module.
+        common_with: Names to restrict the result to; None means all.
     """
     return {
         name: list(value.shape)
@@ -38,17 +38,17 @@ def model_signature(state_dict: Mapping[str, Any], common_with: Collection[str] 
 
 
 def dtype_signature(state_dict: Mapping[str, Any], common_with: Collection[str]) -> dict[str, Any]:
-    """Their dtypes, of those that both have."""
+    """Return the dtypes of the tensors whose names are in `common_with`."""
     return {name: str(state_dict[name].dtype) for name in model_signature(state_dict, common_with)}
 
 
 def trainer_signature(trainer: Trainer) -> dict[str, Any]:
-    """What the Trainer was told."""
+    """Return the terms that are arguments of the Trainer."""
     return {"precision": str(trainer.precision), "accumulation": trainer.accumulate_grad_batches}
 
 
 def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Optimizers and schedules as `configure_optimizers` made them; to be asked before they have stepped."""
+    """Return the optimizers and schedules from `configure_optimizers`; call it before they have stepped."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [
         {
@@ -65,13 +65,13 @@ def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, 
 
 
 def data_signature(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Batch sizes, and what the data is known by without reading it; both None where nothing is known.
+    """Return batch sizes and a description of the data without reading it; None for what is unknown.
 
-    A dataset may say more: with an attribute `fingerprint`, or `_fingerprint` as those of Hugging Face have it. A
-    sampler that says more has a method `identity`.
+    A dataset may describe itself with an attribute `fingerprint`, or `_fingerprint` as in Hugging Face datasets. A
+    sampler may do so with a method `identity`.
 
     Args:
-        loaders: Of the training.
+        loaders: Training loaders.
     """
     loaders = list(loaders)
     sizes = [_batch_size(loader) for loader in loaders]
@@ -83,7 +83,7 @@ def data_signature(loaders: Iterable[Any]) -> dict[str, Any]:
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """Constants of a schedule, and the values of those that are functions; it does not matter what they hide."""
+    """Return the constants of a schedule, and the values of its functions at some steps."""
     state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
     terms = {name: plain for name, value in state.items() if (plain := _plain(value)) is not None}
     functions = [each for each in getattr(scheduler, "lr_lambdas", []) if callable(each)]
@@ -98,7 +98,7 @@ def _asked(function: Callable[[int], Any]) -> dict[str, Any]:
 
 
 def _batch_size(loader: Any) -> int | None:
-    # A batch sampler of the user may be a list, or anything.
+    # A batch sampler of the user may be a list or any other object.
     for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         size = getattr(holder, "batch_size", None)
         if type(size) is int:
@@ -109,7 +109,7 @@ def _batch_size(loader: Any) -> int | None:
 def _data(loader: Any) -> dict[str, Any]:
     identity = getattr(getattr(loader, "sampler", None), "identity", None)
     if callable(identity):
-        # The batch size is a term of its own, and the number of ranks is none.
+        # The batch size is a term of its own, and the number of ranks may change.
         told = {name: _plain(value) for name, value in identity().items()}
         return {name: told[name] for name in told if name not in ("batch_size", "world_size", "num_batches")}
     dataset = getattr(loader, "dataset", None)
@@ -129,7 +129,7 @@ def _data(loader: Any) -> dict[str, Any]:
 def _is_shuffled(sampler: Any) -> bool | None:
     if isinstance(sampler, SequentialSampler):
         return False
-    if type(sampler).__name__ == "RandomSampler":  # torchdata has one of its own
+    if type(sampler).__name__ == "RandomSampler":  # torchdata has its own class
         return True
     shuffled = getattr(sampler, "shuffle", None)
     return shuffled if isinstance(shuffled, bool) else None
@@ -152,7 +152,7 @@ def _fingerprint(dataset: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be saved and compared, or None."""
+    """Return a value that can be saved and compared, or None."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

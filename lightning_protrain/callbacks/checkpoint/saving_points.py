@@ -22,13 +22,13 @@ from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
 
 
 class EvaluationScores:
-    """The score of the latest evaluation, and of which step it is.
+    """The score of the latest evaluation and its step.
 
     Args:
         ranking: Names the metric.
 
     Attributes:
-        exchange: With the other ranks.
+        exchange: Connection to the other ranks.
     """
 
     def __init__(self, ranking: Ranking) -> None:
@@ -40,19 +40,19 @@ class EvaluationScores:
         """Forget the evaluations of an earlier fit.
 
         Args:
-            known: Whether the run that is resumed has logged the metric.
+            known: True if the resumed run has logged the metric.
         """
         self._known = known
         self._latest: tuple[int, float | None] | None = None
-        # The value that was read last, and at which step: Lightning keeps it where a later evaluation logs none.
+        # The step and value of the last read: Lightning keeps the value if a later evaluation logs none.
         self._read: tuple[int, Tensor] | None = None
         self._warned = False
 
     def read(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
-        """Return the score in `metrics`; None without a metric that ranks, or where this evaluation has not logged it.
+        """Return the score in `metrics`; None if there is no metric, or this evaluation has not logged it.
 
         Raises:
-            ValueError: The metric was never logged, and others were.
+            ValueError: If the metric was never logged, but others were.
         """
         monitor = self.ranking.monitor
         if monitor is None:
@@ -83,26 +83,26 @@ class EvaluationScores:
         return score
 
     def note(self, trainer: Trainer, best: float | None) -> bool:
-        """Note an evaluation that has just ended, and return whether it is better than `best`."""
+        """Record an evaluation that has just ended, and return True if it is better than `best`."""
         score = self.read(trainer, trainer.callback_metrics)
         self._latest = trainer.global_step, score
         return self.exchange.broadcast(self.ranking.is_better(score, best), f"Ranking {self.ranking.monitor!r}")
 
     def now(self, trainer: Trainer) -> tuple[float | None, bool]:
-        """Return the score of the weights as they are, and whether metrics of them may be in a name."""
+        """Return the score of the present weights, and True if a file name may contain their metrics."""
         step, score = self._latest or (-1, None)
         fresh = step == trainer.global_step and (score is not None or self.ranking.monitor is None)
         return (score, True) if fresh else (None, False)
 
 
 def _has_logged(trainer: Trainer) -> bool:
-    """Return whether what has just ended has logged anything; a validation without a trained token has not."""
+    """Return True if the loop that has just ended has logged anything; a validation without a trained token has not."""
     results = trainer._results if trainer.validating else None
     return results is None or any(not each.has_reset for each in results.values())
 
 
 class PendingSave(NamedTuple):
-    """A save that is under way; `job` is on the rank that writes, and only if it is written behind the training."""
+    """A save that is under way; `job` is set only on the writing rank of an asynchronous save."""
 
     path: str
     step: int
@@ -111,13 +111,13 @@ class PendingSave(NamedTuple):
 
 
 class StepEndCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that ends runs and saves where all ranks agree to; what it saves, and how, others say.
+    """A ModelCheckpoint that ends runs and saves at steps on which all ranks agree; subclasses define what is saved.
 
     Args:
         args, kwargs: As in `ModelCheckpoint`.
-        save_on_preemption: Whether a signal on any rank ends the run.
-        asynchronous: Whether saves are written behind the training.
-        frozen: What is saved of frozen weights.
+        save_on_preemption: True ends the run if any rank gets a signal.
+        asynchronous: True writes saves while training continues.
+        frozen: Treatment of frozen weights.
     """
 
     def __init__(
@@ -135,23 +135,23 @@ class StepEndCheckpoint(ModelCheckpoint):
         self._agreement = StepFlags(self._facts)
         self._frozen = FrozenWeights(frozen)
         self._pending: PendingSave | None = None
-        # What was under way when the question was asked that is answered next.
+        # Save that was under way when the flags were last sent.
         self._asked: PendingSave | None = None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listens for signals: Lightning has just put its own handlers in."""
+        """Listen for signals: Lightning has just installed its own handlers."""
         self._listen(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Asks beside the step whether it is the last one, and whether a save has ended."""
+        """Start the exchange of flags beside the step: whether the run ends, and whether a save has ended."""
         self._agreement.ask()
 
     def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-        """Host memory for the copy from which a save is written behind the training, on the rank that writes.
+        """Return the host memory for the copy of an asynchronous save on the writing rank, bytes.
 
         Args:
-            trainer: About to fit.
-            optimizers: Of its module.
+            trainer: Trainer that is about to fit.
+            optimizers: Optimizers of its module.
             state_bytes: As in `copy_of`.
         """
         module = trainer.lightning_module
@@ -161,7 +161,7 @@ class StepEndCheckpoint(ModelCheckpoint):
         return copy_of(module, self._frozen.expected(module), kept, state_bytes)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Ends the save that is under way, if there is one: every rank calls it at the same point."""
+        """Finish the save that is under way, if there is one; every rank calls it at the same point."""
         raise NotImplementedError
 
     def _saves(self, trainer: Trainer) -> bool:
@@ -179,7 +179,10 @@ class StepEndCheckpoint(ModelCheckpoint):
         return (*self._preemption.received, job is not None and not job.done())
 
     def _agree(self, trainer: Trainer) -> bool:
-        """Whether the run ends here; settles a save that has ended. Every rank calls it at the end of a step."""
+        """Return True if the run ends here, and finish a save that has ended.
+
+        Every rank calls it at the end of a step.
+        """
         end, requeue, writing = self._agreement.answer()
         self._preemption.agreed = end, bool(requeue)
         if not writing and self._asked is self._pending:
@@ -187,7 +190,7 @@ class StepEndCheckpoint(ModelCheckpoint):
         return bool(end)
 
     def _leave(self, trainer: Trainer) -> None:
-        """Ends the run if that is agreed, also if it was asked for in the save that has just been made."""
+        """End the run if all ranks agree, even if the signal came during the save that was just made."""
         if self._preemption.is_agreed or self._agree(trainer):
             self._settle(trainer)
             self._preemption.leave(trainer, self.last_model_path)

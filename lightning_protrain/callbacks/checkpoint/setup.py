@@ -1,4 +1,4 @@
-"""Finds the CheckpointIO of a Trainer that saves folders, and the host memory that copies take."""
+"""Finds the CheckpointIO of a Trainer, prepares its folder, and computes the host memory of copies."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DEFAULT_RUN = "run"
 
 
 def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainCheckpointIO:
-    """Has the Trainer save folders of this run.
+    """Let the Trainer save folders of this run.
 
     Args:
-        trainer: Whose strategy saves.
+        trainer: Trainer whose strategy saves.
         run: Name of the run.
-        exchange: With the other ranks.
+        exchange: Connection to the other ranks.
 
     Raises:
-        ValueError: It was given something else to save with.
+        ValueError: If the Trainer has another CheckpointIO.
     """
     checkpoints = trainer.strategy.checkpoint_io
     if type(checkpoints) is TorchCheckpointIO:
@@ -61,24 +61,24 @@ def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainChec
 
 
 def installed_io(trainer: Trainer) -> ProTrainCheckpointIO:
-    """What `install_io` has installed."""
+    """Return the CheckpointIO from `install_io`."""
     checkpoints = trainer.strategy.checkpoint_io
     assert isinstance(checkpoints, ProTrainCheckpointIO)
     return checkpoints
 
 
 def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvous) -> None:
-    """Takes the lock of the run, and sees to it that checkpoints can be written; all ranks call it.
+    """Take the lock of the run, and check that checkpoints can be written; all ranks call it.
 
     Args:
-        trainer: Whose strategy saves.
-        nbytes: The least that a checkpoint takes.
-        root: The folder.
-        exchange: With the other ranks.
+        trainer: Trainer whose strategy saves.
+        nbytes: Minimum size of a checkpoint, bytes.
+        root: Folder of the checkpoints.
+        exchange: Connection to the other ranks.
 
     Raises:
-        ValueError: They cannot, or another process is writing this run.
-        OSError: The disk has not even room for the weights.
+        ValueError: If they cannot be written, or another process is writing this run.
+        OSError: If the disk has not even room for the weights.
     """
     with exchange.together(f"Preparing {root} for checkpoints"):
         if trainer.is_global_zero:
@@ -91,34 +91,35 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvo
 
 @runtime_checkable
 class HoldsHostCopy(Protocol):
-    """A callback with a copy of states in host memory; `ProTrainCheckpoint` is one."""
+    """A callback with a copy of states in host memory, such as `ProTrainCheckpoint`."""
 
     def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-        """Bytes of it, on the rank that has it."""
+        """Return the bytes of the copy on the rank that holds it."""
 
 
 def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-    """Bytes of host memory that copies of states take in a fit, on the rank that has them.
+    """Return the bytes of host memory that callbacks use for copies of states, on the rank that holds them.
 
     Args:
-        trainer: About to fit; its module is complete, and may have no values yet.
-        optimizers: Those of the module.
-        state_bytes: Of the states of an element, where they are not known any better.
+        trainer: Trainer that is about to fit; its module is complete, but may have no values yet.
+        optimizers: Optimizers of the module.
+        state_bytes: Optimizer state per element, bytes; used if it cannot be determined.
     """
     keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, HoldsHostCopy)]
     return sum(each.copied_bytes(trainer, optimizers, state_bytes) for each in keepers)
 
 
 def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[Optimizer], state_bytes: float) -> int:
-    """What a `Snapshot` of a checkpoint takes once the optimizers have stepped, to the byte.
+    """Return the exact size of a checkpoint's `Snapshot` once the optimizers have stepped, bytes.
 
-    But for tensors in the states of other callbacks, and for parameters that get no gradient.
+    Tensors in the states of other callbacks are not counted. Parameters without a gradient are counted as if they had
+    one.
 
     Args:
-        module: Whose state dict is copied.
-        left_out: Keys of it that are not.
-        optimizers: Whose states are copied; none: only weights are.
-        state_bytes: Of the states of an element, for optimizers that are none of PyTorch's.
+        module: Module whose state dict is copied.
+        left_out: Keys of the state dict that are not copied.
+        optimizers: Optimizers whose states are copied; empty if only weights are.
+        state_bytes: State per element, bytes, for optimizers that are not PyTorch's.
     """
     tensors = {id(value): value for key, value in stored(module).items() if key not in left_out}
     weights = sum(aligned(tensor.nbytes) for tensor in tensors.values())
@@ -127,7 +128,10 @@ def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[O
 
 
 def stored(module: nn.Module) -> dict[str, Tensor]:
-    """What files of tensors would have of its state dict; tied ones are one object, values may be missing."""
+    """Return the tensors of a state dict that get a place in a file.
+
+    Tied ones are one object, values may be missing.
+    """
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and _has_file(value)}
 
@@ -142,7 +146,9 @@ def _group_bytes(optimizer: Optimizer, group: dict[str, Any], state_bytes: float
     total = 0
     for parameter in group["params"]:
         kind = parameter.shape, parameter.dtype
-        if state := optimizer.state.get(parameter):  # Adagrad makes them when it is made, for frozen ones too.
+        if state := optimizer.state.get(
+            parameter
+        ):  # Adagrad makes states in its constructor, even for frozen parameters.
             total += _nbytes(state)
         elif parameter.requires_grad:
             if kind not in made:
@@ -157,8 +163,8 @@ def _nbytes(state: dict[str, Any]) -> int:
 
 
 def _after_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """The states of a parameter after a step without values; None: there is no such step."""
-    # Unwrapped, so that no hook on all optimizers and no profiler takes the probe for a step.
+    """Return the states of a parameter after a step without values, or None if no such step is possible."""
+    # Unwrapped, so that global optimizer hooks and profilers do not see the probe.
     step = inspect.unwrap(type(optimizer).step)
     if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
         return None
@@ -170,6 +176,6 @@ def _after_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) 
     try:
         with torch.no_grad():
             step(trial)
-    except (RuntimeError, NotImplementedError, TypeError):  # It looks at values, or wants a closure.
+    except (RuntimeError, NotImplementedError, TypeError):  # The step reads values, or needs a closure.
         return None
     return dict(trial.state[probe])
