@@ -1,4 +1,4 @@
-"""Conversations in one form, whatever format they had: types, splitting, fingerprinting."""
+"""Conversations in one common form: types, splitting, fingerprinting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Message(TypedDict, total=False):
     """One turn.
 
     Attributes:
-        role: One of `ROLES`, or what the `roles` of the data set map to.
-        content: Text; where the turn has images, a list of parts: `{"type": "text", "text": ...}`, `{"type": "image"}`.
-        reasoning_content: What the assistant thinks before it answers; never empty.
+        role: One of `ROLES`, or a role that the `roles` of the data set map to.
+        content: Text; if the turn has images, a list of parts: `{"type": "text", "text": ...}`, `{"type": "image"}`.
+        reasoning_content: Reasoning of the assistant before its answer; never empty.
         tool_calls: `{"type": "function", "function": {"name": str, "arguments": dict}}`, maybe an `id`; never empty.
-        name: Who speaks, or which tool.
-        tool_call_id: The call that a tool answers.
-        train: Whether the turn is learnt, where the row says so.
-        weight: Factor of the turn's loss, finite and not negative, where the row says so.
+        name: Name of the speaker or the tool.
+        tool_call_id: Id of the call that a tool answers.
+        train: True if the turn is trained; only if the row says so.
+        weight: Factor of the turn's loss, finite and not negative; only if the row says so.
     """
 
     role: Required[str]
@@ -57,15 +57,15 @@ class Conversation(TypedDict, total=False):
 
 
 def text_of(message: Message) -> str:
-    """The text of a turn, without its images."""
+    """Return the text of a turn without its images."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def fingerprint(rows: Iterable[Conversation], **settings: Any) -> str:
-    """Hash of the conversations, their order included, and of JSON-able `settings`: 32 hexadecimal digits.
+    """Return a hash of the conversations in order, and of JSON-able `settings`: 32 hexadecimal digits.
 
-    Images count by their bytes; one that is given as a path counts by the path.
+    Images count by their bytes; an image that is given as a path counts by the path.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for row in rows:
@@ -81,15 +81,15 @@ def _image_digest(image: Any) -> str:
 
 
 def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divides `count` rows by chance into training and validation: the sorted indices of each.
+    """Divide `count` rows at random into training and validation, and return the sorted indices of each.
 
     Args:
         count: Number of rows, at least two.
-        val_fraction: Share of the validation rows, rounded, at least one row on each side.
+        val_fraction: Fraction of the validation rows, rounded, with at least one row on each side.
         seed: Seed of the choice.
 
     Raises:
-        ValueError: Fewer than two rows.
+        ValueError: If there are fewer than two rows.
     """
     if count < 2:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`ChatDataModule`: conversations in, batches with labels on the assistant's tokens out."""
+"""`ChatDataModule`: makes batches with labels on the assistant's tokens from conversations."""
 
 from __future__ import annotations
 
@@ -32,61 +32,61 @@ from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 
 DEFAULT_CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
-# Which rows a stage of the Trainer reads.
+# Splits that a stage of the Trainer reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
 
 class ChatDataModule(LightningDataModule):
-    """Conversations for supervised fine-tuning, with the loss on what the assistant says.
+    """Conversations for supervised fine-tuning, with the loss on the assistant's turns.
 
-    Batches are dicts of int64 tensors of shape [batch, length]: `input_ids`, `labels`, which are -100 where nothing is
-    trained and not shifted, and `attention_mask`, or `position_ids` where several conversations share a row. Equal
+    Batches are dicts of int64 tensors of shape [batch, length]: `input_ids`; `labels`, which are not shifted and -100
+    where nothing is trained; and `attention_mask`, or `position_ids` if several conversations share a row. Equal
     arguments give bitwise equal batches in every epoch, whatever the number of workers.
 
     Args:
-        dataset: What `DatasetSpec.path` may be, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib"
-            for the docstrings of Python's standard library.
-        tokenizer: A folder or a name on the Hugging Face Hub; the processor too, where the data has images. None trains
-            a byte-level BPE on the data, once, and keeps it in `cache_dir`.
+        dataset: A `DatasetSpec.path`, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib" means the
+            docstrings of Python's standard library.
+        tokenizer: Folder or name on the Hugging Face Hub, of the processor too if the data has images. None trains a
+            byte-level BPE on the data once, and keeps it in `cache_dir`.
         vocab_size: Size of the tokenizer trained on the data.
-        max_length: Longer conversations are cut at this number of tokens.
-        batch_size: Rows of a batch, on each device.
-        family: Chat format whose markers say where turns begin and end. None recognises it by what the chat template
-            does with conversations that are known.
-        chat_template: A Jinja template, or the path of one, in place of the tokenizer's.
-        chat_template_kwargs: Further variables of the template, `enable_thinking` for example.
+        max_length: Maximum number of tokens; longer conversations are cut.
+        batch_size: Number of rows in a batch on each device.
+        family: Chat format whose markers delimit turns. None recognises it by rendering known conversations with the
+            chat template.
+        chat_template: A Jinja template, or the path of one, that replaces the tokenizer's.
+        chat_template_kwargs: Further variables of the template, for example `enable_thinking`.
         processor_kwargs: Passed to the processor of images.
-        train_on_inputs: Whether everything is trained, what users say too.
-        roles_to_train: Roles whose turns are trained; None: the assistant. An empty list trains nothing.
-        train_on_eos: Which terminators are trained: those of the trained `turn`s, of `all` turns, the `last` one, or
-            `none`.
-        train_on: `all` turns of these roles, or the `last_turn` of each conversation only.
-        train_thinking: Whether reasoning is trained.
-        role_boundaries: Markers in place of those of the family: a list of mappings with `role`, `start`, and maybe
+        train_on_inputs: True trains everything, including the turns of users.
+        roles_to_train: Roles whose turns are trained; None means the assistant. An empty list trains nothing.
+        train_on_eos: Terminators that are trained: those of the trained turns (`turn`), of `all` turns, only the `last`
+            one, or `none`.
+        train_on: `all` turns of these roles, or only the `last_turn` of each conversation.
+        train_thinking: True trains reasoning.
+        role_boundaries: Markers that replace those of the family: a list of mappings with `role`, `start`, and maybe
             `end`, `include_start` and `include_end`.
-        on_untrainable: What happens with a conversation of which nothing is trained, or whose turns cannot be told
-            apart: `error`, `drop` counts it and leaves it out, `warn` keeps it.
-        packing: Whether several conversations share a row; not those with images.
-        group_by_length: Whether batches hold conversations of like lengths.
-        val_fraction: Share of the conversations kept for validation, at least one, where a data set has no split
+        on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be told apart:
+            `error`; `drop` counts it and leaves it out; `warn` keeps it.
+        packing: True lets several conversations share a row, except those with images.
+        group_by_length: True makes batches of conversations of similar lengths.
+        val_fraction: Fraction of the conversations for validation, at least one, if a data set has no split
             "validation". Without a split "test", testing and prediction read the validation rows.
         seed: Seed of the split and of the order of every epoch.
-        num_workers: Processes that make batches; 0 makes them in the main process.
-        cache_dir: Where tokens and trained tokenizers are kept; None takes `~/.cache/lightning_protrain`.
+        num_workers: Number of processes that make batches; 0 makes them in the main process.
+        cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
 
     Attributes:
-        tokenizer: After `setup`.
-        examples: By split, those of each data set, after `setup`.
-        reports: What became of each data set, after `setup`.
+        tokenizer: The tokenizer, after `setup`.
+        examples: Examples of each data set by split, after `setup`.
+        reports: Counts of kept and dropped conversations of each data set, after `setup`.
 
     Raises:
-        ValueError: A number out of range or an unknown choice, here; wrong data or a wrong tokenizer, in `prepare_data`
-            and `setup`.
+        ValueError: In the constructor, if a number is out of range or a choice is unknown. In `prepare_data` and
+            `setup`, if data or tokenizer are wrong.
     """
 
     def __init__(
         self,
-        # With `Path` among its types, no command line reads the file that is named as a config.
+        # `Path` is among the types so that the command line does not read the named file as a config.
         dataset: str | Path | DatasetSpec | list[str | Path | DatasetSpec] = "stdlib",
         tokenizer: str | None = None,
         vocab_size: int = 4096,
@@ -154,22 +154,22 @@ class ChatDataModule(LightningDataModule):
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
-        """Train the tokenizer if none was given, and tokenize what the Trainer is about to read: once per node.
+        """Train the tokenizer if none was given, and tokenize what the Trainer is about to read, once per node.
 
         Rows with images are left to `setup`.
         """
         self._tokenizer_folder()
         if self.trainer is not None and self.trainer.state.fn is not None:
-            # An Evaluator's data is not that of the Trainer, and validated alone.
+            # An Evaluator's data module is not the Trainer's, and is only used for validation.
             stage = self.trainer.state.fn.value if getattr(self.trainer, "datamodule", None) is self else "validate"
             self._encode_stage(stage, texts_only=True)
 
     def setup(self, stage: str) -> None:
-        """Load the tokenizer, and the tokens of what the stage reads; those that are not in the cache are made."""
+        """Load the tokenizer and the tokens that the stage reads, making those that are not cached."""
         self._encode_stage(stage)
 
     def train_dataloader(self) -> TrainLoader:
-        """Batches in an order that depends on seed and epoch alone, from where training stands."""
+        """Return a loader whose order depends on seed and epoch alone, starting at the present position of training."""
         rank, world_size = self._place
         sampler = EpochSampler(
             self._blocks("train"),
@@ -193,24 +193,24 @@ class ChatDataModule(LightningDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands in the data, and what that depends on."""
+        """Return the position of training in the data, and the values that it depends on."""
         return self._state if self._loader is None else self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there.
+        """Continue from a saved position.
 
         Raises:
-            ValueError: In the middle of an epoch, where the batches are no longer those of the checkpoint.
+            ValueError: If the position is in the middle of an epoch and the batches have changed since.
         """
         self._state = dict(state_dict)
         if self._loader is not None and self._state:
             self._loader.load_state_dict(self._state)
 
     def largest_batch(self) -> Batch:
-        """The longest training row, then those with the most images; of texts the longest ones, and the shortest.
+        """Return a batch that no batch of any epoch exceeds in padded tokens; the strategy "protrain" plans with it.
 
-        No batch of any epoch has more tokens, with padding; and as there is padding, models keep what it takes to mask
-        it. The strategy "protrain" makes its plan with it.
+        The batch has the longest training row and the rows with the most images. Without images it has the longest
+        texts and the shortest one: its padding makes models keep what they need for masking.
         """
         blocks = self._blocks("train")
         count = min(self.batch_size, -(-len(blocks) // self._place[1]))
@@ -218,7 +218,7 @@ class ChatDataModule(LightningDataModule):
         media = np.add.reduceat(media, blocks.offsets[:-1])
         longest = int(np.lexsort((-media, -blocks.lengths))[0])
         order = np.lexsort((-blocks.lengths, -media))
-        # Packed rows share no batch with others.
+        # Packed rows do not share a batch with other rows.
         order = order[(blocks.packed[order] == blocks.packed[longest]) & (order != longest)]
         others = order if len(order) < count or media.any() else [*order[: count - 2], order[-1]]
         rows = BatchRows(self._joined("train"), blocks)
@@ -226,22 +226,22 @@ class ChatDataModule(LightningDataModule):
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
     def val_dataloader(self) -> DataLoader[BatchRow]:
-        """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
+        """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
         return self._in_order("validation")
 
     def test_dataloader(self) -> DataLoader[BatchRow]:
-        """Batches in the order of the data, dealt out to the ranks: every row once, whatever their number."""
+        """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
         return self._in_order("test")
 
     def predict_dataloader(self) -> DataLoader[BatchRow]:
-        """The batches of `test_dataloader`."""
+        """Return the batches of `test_dataloader`."""
         return self._in_order("test")
 
     def show(self, num: int) -> list[PreviewedConversation]:
-        """The first training conversations of each data set, for people to look at.
+        """Return the first training conversations of each data set for a preview.
 
         Args:
-            num: How many of each.
+            num: Number of conversations of each data set.
         """
         assert self._chats is not None, "setup comes first"
         assert self.tokenizer is not None
@@ -272,10 +272,10 @@ class ChatDataModule(LightningDataModule):
                 self.reports.append(report)
 
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
-        """Return the examples of a data set: from the cache, where they are put if they are not there.
+        """Return the examples of a data set from the cache, making and caching them if needed.
 
         Raises:
-            HasImages: It has images, and they were not wanted.
+            HasImages: If it has images and `texts_only` is set.
         """
         assert self._chats is not None
         source, settings = self._sources[index], self.settings[index]
@@ -303,7 +303,7 @@ class ChatDataModule(LightningDataModule):
         return examples, report
 
     def _token_folder(self, source: Source, settings: ChatSettings, split: str) -> Path:
-        """Return where the tokens of a split are kept, see [Note: Token cache]."""
+        """Return the folder for the tokens of a split, see [Note: Token cache]."""
         return token_folder(
             self.cache_dir,
             tokenizer=self._tokenizer_digest,
@@ -315,7 +315,7 @@ class ChatDataModule(LightningDataModule):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """The rank, and how many there are."""
+        """Rank and number of ranks."""
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @property
@@ -362,7 +362,7 @@ class ChatDataModule(LightningDataModule):
             persistent_workers=self.num_workers > 0,
             collate_fn=self._collator(split),
             pin_memory=self._pins,
-            # Without its own generator each iterator draws from the global one, and dropout changes with it.
+            # With the global generator, each iterator would draw from it and so change dropout.
             generator=torch.Generator().manual_seed(self.seed),
         )
 
@@ -385,7 +385,7 @@ class ChatDataModule(LightningDataModule):
         return found
 
     def _tokenizer_folder(self) -> str | Path:
-        """Where the tokenizer lies: what the user gave, or the one that is trained on the data, now or before."""
+        """Return the user's tokenizer, or the folder of the one trained on the data, training it if needed."""
         if self.tokenizer_name is not None:
             return self.tokenizer_name
         if self._trained_folder is None:
@@ -416,5 +416,5 @@ def _num_media(part: Any) -> Any:
 
 
 def _of(blocks: Blocks, order: Any) -> Blocks:
-    """The same blocks, of the examples at these places."""
+    """Map the examples of the blocks through `order`."""
     return Blocks(order[blocks.examples], blocks.offsets, blocks.lengths, blocks.packed)

@@ -1,9 +1,8 @@
-"""The Hugging Face Hub: which names are looked up there, and how long a run waits where it does not answer.
+"""The Hugging Face Hub: which names are looked up there, and how long a run waits for it.
 
-[Note: Hub]
-A misspelt path is no name on the Hub, and asking there takes half a minute of retries where there is no network. What
-looks like a path is never sent, and before the first name is, the Hub gets SECONDS to answer. If it does not, its
-library works from its cache alone for the rest of the process, as with HF_HUB_OFFLINE.
+A misspelt path is no name on the Hub, and without a network asking the Hub takes half a minute of retries. So a name
+that looks like a path is never sent. Before the first name is sent, the Hub gets SECONDS to answer. If it does not
+answer, its library works from its cache for the rest of the process, as with HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, is_offline_mode
 from lightning.pytorch.utilities import rank_zero_warn
 
-# How long the Hub may take to answer.
+# Seconds that the Hub may take to answer.
 SECONDS = 5.0
 # Suffixes that names on the Hub do not have: "Llama-3.1" ends in a version.
 _SUFFIXES = {
@@ -29,10 +28,10 @@ _SUFFIXES = {
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is one of a file or folder, be it there or not, and none on the Hub.
+    """Return True if a name is a file or folder, existing or not, and no name on the Hub.
 
-    It is, if it is there, begins with a dot, a slash or a tilde, has several slashes, a backslash or the suffix of a
-    file, or if the folder that it is in exists.
+    A name is a path if it exists, begins with a dot, a slash or a tilde, has several slashes, a backslash or a file
+    suffix, or if its parent folder exists.
     """
     path = Path(name)
     return (
@@ -47,10 +46,10 @@ def is_path(name: str) -> bool:
 
 
 def look_up(name: str) -> None:
-    """Prepare to load what is in a folder or has a name on the Hub; return after at most SECONDS.
+    """Prepare to load from a folder or the Hub; return after at most SECONDS.
 
     Raises:
-        ValueError: There is no such folder, and it is no name on the Hub.
+        ValueError: If there is no such folder, and the name cannot be one on the Hub.
     """
     if not is_path(name):
         wait_for_hub()
@@ -60,11 +59,11 @@ def look_up(name: str) -> None:
 
 @cache
 def wait_for_hub() -> None:
-    """Give the Hub SECONDS to answer, once in a process; go on without it if it does not."""
+    """Give the Hub SECONDS to answer, once per process; continue offline if it does not."""
     if is_offline_mode():
         return
     answers: list[bool] = []
-    # In a thread: nothing bounds the time that looking up the address takes.
+    # In a thread: resolving the address has no time limit.
     asking = Thread(target=lambda: answers.append(_answers()), daemon=True)
     asking.start()
     asking.join(SECONDS)
@@ -81,8 +80,8 @@ def _answers() -> bool:
         with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS):
             return True
     except HTTPError:
-        return True  # an answer, of whatever kind
+        return True  # any answer counts
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the library has certificates of its own
+        return isinstance(error.reason, ssl.SSLError)  # the library brings its own certificates
     except (OSError, ValueError, HTTPException):
         return False

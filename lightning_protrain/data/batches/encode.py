@@ -52,24 +52,24 @@ def _no_borders() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Tokens of a conversation and what of them is trained.
+    """Tokens of a conversation and their loss mask.
 
     Attributes:
         input_ids: Token ids, int32 of shape [tokens].
-        trained: Whether the token is one to learn, bool of shape [tokens].
-        weights: Weight of each token in the loss, float32 of shape [tokens]; None weighs all trained tokens alike.
-        borders: Ranges of tokens that must not be cut in two, first and one past the last, int32 of shape [ranges, 2]:
-            markers, runs of image tokens.
-        extras: What the processor makes of the images, such as `pixel_values`; empty for text.
+        trained: True for trained tokens, bool of shape [tokens].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None weighs all trained tokens equally.
+        borders: Ranges of tokens that must not be cut in two (markers, runs of image tokens): begin and end, int32 of
+            shape [ranges, 2].
+        extras: Image tensors of the processor, such as `pixel_values`; empty for text.
         images: Number of images.
-        images_stop: One past the last token of the last image; 0 where that is unknown or there is no image.
-        num_unended: Trained turns without a terminator.
-        num_cut: Those of them that were cut at the maximal length.
-        doubt: Why the mask may be wrong; empty: it is held against the messages.
-        num_unwritten: Messages whose thoughts the chat template leaves out.
+        images_stop: End of the last image's tokens; 0 if unknown or there is no image.
+        num_unended: Number of trained turns without a terminator.
+        num_cut: Number of these turns that were cut at the maximum length.
+        doubt: Reason why the mask may be wrong; empty if the mask was checked against the messages.
+        num_unwritten: Number of messages whose reasoning the chat template leaves out.
 
     Raises:
-        ValueError: Shapes that do not fit each other.
+        ValueError: If the shapes do not fit each other.
     """
 
     input_ids: NDArray[np.int32]
@@ -85,7 +85,7 @@ class Encoded:
     num_unwritten: int = 0
 
     def __post_init__(self) -> None:
-        # Made for every row, so the check is written for speed.
+        # This runs for every row, so the check is written for speed.
         shape = self.input_ids.shape
         weights = self.weights
         if self.trained.shape != shape or (weights is not None and weights.shape != shape):
@@ -102,38 +102,38 @@ class Encoded:
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens that a loss sees: the first token has nothing before it that could predict it."""
+        """Number of tokens with a loss: no token precedes the first one and could predict it."""
         return int(np.count_nonzero(self.trained[1:]))
 
     def untrained(self) -> Encoded:
-        """The same tokens, none of them trained."""
+        """Return the same tokens with none of them trained."""
         return replace(self, trained=np.zeros_like(self.trained))
 
 
-# What processors give with one value per token, by the dimension of the tokens.
+# Tensors of processors with one value per token, and the dimension of the tokens.
 TOKEN_EXTRAS = {"token_type_ids": 1, "mm_token_type_ids": 1, "cross_attention_mask": 1}
 
 
 class Dropped(Enum):
-    """Why nothing is left of an example."""
+    """The reason why nothing is left of an example."""
 
     NOTHING_TRAINED = "no trained token lies within max_length"
     IMAGE_CUT = "an image lies beyond max_length"
 
 
 def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
-    """Keeps the first `max_length` tokens, fewer where one of `borders` would be cut in two.
+    """Keep the first `max_length` tokens, or fewer if one of `borders` would be cut in two.
 
     Args:
-        encoded: Is returned as it is where it is short enough, whatever is trained of it.
-        max_length: Tokens at most, at least 1.
+        encoded: Example; a short one is returned unchanged, whatever is trained of it.
+        max_length: Maximum number of tokens, at least 1.
 
     Returns:
-        What is left; the reason why nothing is, where the cut takes all the trained tokens or an image. An example with
-        images loses one with any cut, unless its `images_stop` says otherwise.
+        The rest, or the reason why nothing is left: all trained tokens or an image would be cut. Any cut loses an
+        image, unless `images_stop` shows that all images come before the cut.
 
     Raises:
-        ValueError: `max_length` below 1.
+        ValueError: If `max_length` is below 1.
     """
     if max_length < 1:
         raise ValueError(f"max_length={max_length}: give at least 1.")
@@ -157,11 +157,11 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
 
 
 def cut_before(borders: NDArray[np.int32], length: int) -> int:
-    """The largest number of tokens up to `length` that cuts no range of `borders` in two.
+    """Return the largest number of tokens up to `length` that cuts no range of `borders` in two.
 
     Args:
-        borders: Ranges, first and one past the last, of shape [ranges, 2]; they may overlap.
-        length: Tokens at most.
+        borders: Begin and end of ranges, of shape [ranges, 2]; they may overlap.
+        length: Maximum number of tokens.
     """
     while True:
         cut = borders[(borders[:, 0] < length) & (length < borders[:, 1])]
@@ -183,7 +183,7 @@ UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
 _ENCODE_AT_ONCE = 512
 _SHOW_PROGRESS_FROM = 2_000
-# Rows of a data set that are named with the reason why they are dropped.
+# Maximum number of dropped rows in a report.
 _DROPPED_SHOWN = 20
 
 
@@ -193,17 +193,17 @@ class HasImages(Exception):
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """How the conversations of one data set become examples.
+    """Makes examples of the conversations of one data set.
 
     Attributes:
         renderer: Applies the chat template.
-        markers: Where turns begin and end.
-        options: What is trained.
-        max_length: Tokens of an example at most.
-        on_untrainable: What happens to a conversation of which nothing is trained, or whose mask is in doubt.
-        leaking: Roles that the format does not tell from the assistant, see `proof.leaking_roles`.
-        unproven: Features for which the format is not proven, and why, see `proof.prove`.
-        leaves_open: Whether the template writes nothing behind the last answer, see `proof.leaves_open`.
+        markers: Markers at which turns begin and end.
+        options: Options of the loss mask.
+        max_length: Maximum number of tokens of an example.
+        on_untrainable: Treatment of a conversation without a trained token, or with a doubtful mask.
+        leaking: Roles that the format does not distinguish from the assistant, see `leaking_roles`.
+        unproven: Features for which the format is not proven, and why, see `verify_family`.
+        leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
     """
 
     renderer: Renderer
@@ -217,16 +217,17 @@ class ChatEncoder:
 
     @property
     def knobs(self) -> str:
-        """What is trained of the data set, as one line."""
+        """Settings of the loss mask, as one line."""
         variables = self.renderer.variables
         given = f", chat_template_kwargs={variables}" if variables else ""
         return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
-        """Examples of conversations without images, or why there is none.
+        """Return an example for each conversation without images, or the reason why there is none.
 
         Raises:
-            ValueError: The chat template refuses a conversation; the weights of messages cannot be told apart.
+            ValueError: If the chat template refuses a conversation, or the weights of messages cannot be assigned to
+                turns.
         """
         rendered = [self.renderer.render(conversation) for conversation in conversations]
         ids = [np.asarray(row, dtype=np.int32) for row in self.renderer.encode(rendered)]
@@ -236,15 +237,15 @@ class ChatEncoder:
     def mask(
         self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
     ) -> list[Encoded | UntrainableError]:
-        """What of tokenized conversations is trained, before they are cut; or why the mask is in doubt.
+        """Return the loss mask of tokenized conversations before they are cut, or the reason why a mask is in doubt.
 
         Args:
-            conversations: The messages.
+            conversations: The conversations.
             rendered: The texts that were tokenized.
             ids: Their tokens, each [length].
 
         Raises:
-            ValueError: The weights of messages cannot be told apart.
+            ValueError: If the weights of messages cannot be assigned to turns.
         """
         options, quiet = self.options, not self.options.train_thinking
         found = find_turns(ids, self.markers, options)
@@ -288,7 +289,7 @@ class ChatEncoder:
     def _weights(
         self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
     ) -> list[list[float] | None] | None:
-        """By row, the weights of its turns; None where no message of any row has one."""
+        """Return the weights of the turns of each row, or None if no message has a weight."""
         weights: list[list[float] | None] = [None] * len(conversations)
         for row in np.flatnonzero(~usual).tolist():
             said = [one for one in conversations[row]["messages"] if one["role"] in self.options.roles]
@@ -298,13 +299,13 @@ class ChatEncoder:
     def _check(
         self, row: int, conversation: Conversation, rendered: Rendered, found: TokenTurns, masked: LossMask
     ) -> int:
-        """Holds what is trained of a row against its messages: [Note: Turns and messages] of `agreement`.
+        """Check the trained tokens of a row against its messages, see [Note: Turns and messages] in check_turns.py.
 
         Returns:
-            Messages whose thoughts the template leaves out.
+            Number of messages whose reasoning the template leaves out.
 
         Raises:
-            UntrainableError: They do not agree, or its chat format is not proven for what it has.
+            UntrainableError: If they do not agree, or the chat format is not proven for a feature of the conversation.
         """
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
@@ -317,7 +318,7 @@ class ChatEncoder:
             # The last token of a start marker may hold the first characters of the content.
             begins = found.spans.content[place]
             tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
-            # What tools answer may stand in a turn, and is not the assistant's.
+            # Answers of tools may stand in a turn, but are not the assistant's.
             every = MaskOptions(roles_to_train=options.roles, train_on_eos="none")
             own = trained_tokens(ids, scan(ids, self.markers), self.markers, every)
             own[begins[tails] - 1 - tokens.start] = True
@@ -336,7 +337,7 @@ class ChatEncoder:
             (content,) = self._read([found.ids[found.spans.content[at] : found.spans.end[at]]])
             ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
             if content.rstrip().endswith(ends):
-                # Of a marker that is plain text, a token may hold a part and the end of the content: it is trained.
+                # One token may hold a part of a plain-text marker together with the end of the content: it is trained.
                 masked.unended[at] = False
             else:
                 raise UntrainableError(NO_END, f"the template writes none behind {content[-80:]!r}")
@@ -347,7 +348,7 @@ class ChatEncoder:
         return num_unwritten(said, text)
 
     def _ranges(self, found: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
-        """By row, what must not be cut in two; not worked out where no row will be cut."""
+        """Return the ranges of each row that must not be cut in two; empty if no row will be cut."""
         nothing = np.empty((0, 2), dtype=np.int32)
         if max(map(len, ids)) <= self.max_length:
             return [nothing] * len(ids)
@@ -356,7 +357,7 @@ class ChatEncoder:
         return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
 
     def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
-        """As much of an example as `max_length` allows; or that nothing trained is left, or an image would be lost."""
+        """Cut an example to `max_length`; return the reason if nothing trained is left or an image would be lost."""
         if not encoded.num_trained and self.on_untrainable != "warn":
             return UntrainableError(UNTRAINED)
         cut = truncate(encoded, self.max_length)
@@ -365,7 +366,7 @@ class ChatEncoder:
         if isinstance(cut, Dropped):
             return UntrainableError(cut.value)
         if len(cut) < len(encoded) and encoded.trained[len(cut)] and cut.trained[-1]:
-            # What ended without a terminator was the last turn, and it is this one or lies behind the cut.
+            # The turn without a terminator was the last one: it is this turn, or lies after the cut.
             return replace(cut, num_unended=cut.num_unended + (0 if encoded.num_unended else 1), num_cut=1)
         return cut
 
@@ -374,13 +375,13 @@ class ChatEncoder:
 
 
 class EncodedRows(Sequence[Encoded]):
-    """Examples of different lengths, stored end to end.
+    """Examples of different lengths, stored in concatenated arrays.
 
     Args:
         lengths: Tokens of each example, int64 of shape [examples].
-        ids: Token ids of all, int32 of shape [tokens].
-        trained: Which tokens are trained, bool of shape [tokens].
-        weights: Weight of each token in the loss, float32 of shape [tokens]; None: no example has weights.
+        ids: Token ids of all examples, int32 of shape [tokens].
+        trained: True for trained tokens, bool of shape [tokens].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None if no example has weights.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class EncodedRows(Sequence[Encoded]):
 
     @classmethod
     def of(cls, examples: Sequence[Encoded]) -> Self:
-        """Return examples without images, end to end; their borders are not kept."""
+        """Concatenate examples without images; their borders are not kept."""
         weights = None
         if any(example.weights is not None for example in examples):
             values = [example.trained if example.weights is None else example.weights for example in examples]
@@ -425,10 +426,10 @@ class EncodedRows(Sequence[Encoded]):
         """Map the arrays that `save` wrote.
 
         Raises:
-            OSError, ValueError: A file is missing or broken.
+            OSError, ValueError: If a file is missing or broken.
         """
         paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
-        # As plain arrays: each access to one that knows of its file takes several times as long.
+        # As plain arrays: each access to a memmap object takes several times as long.
         found = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
         if any(len(array) != found[0].sum() for array in found[1:]):
             raise ValueError(f"the arrays in {folder} do not fit each other")
@@ -449,16 +450,16 @@ class EncodedRows(Sequence[Encoded]):
 
 
 def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
-    """Encodes all conversations of a data set.
+    """Encode all conversations of a data set.
 
     Args:
-        rows: Without images.
-        encoder: How.
-        name: Of the data set, for messages.
+        rows: Conversations without images.
+        encoder: Encoder of the data set.
+        name: Name of the data set, for messages.
 
     Raises:
-        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
-        HasImages: One has images.
+        ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
+        HasImages: If a conversation has images.
     """
     kept, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
     return EncodedRows.of(kept), report
@@ -467,16 +468,16 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
 def collect(
     results: Iterable[Encoded | UntrainableError], rows: Sequence[Conversation], encoder: ChatEncoder, name: str
 ) -> tuple[list[Encoded], DatasetReport]:
-    """Keeps what can be trained on and counts what cannot.
+    """Keep the examples and count the conversations that cannot be trained on.
 
     Args:
-        results: One for each of the rows.
-        rows: Say where they come from.
-        encoder: What the results were made with.
-        name: Of the data set, for messages.
+        results: Result for each of the rows.
+        rows: The rows, which know their source.
+        encoder: Encoder that made the results.
+        name: Name of the data set, for messages.
 
     Raises:
-        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+        ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
     """
     kept: list[Encoded] = []
     dropped: list[str] = []
@@ -530,7 +531,7 @@ def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> I
 def _one_by_one(
     rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
 ) -> Iterator[Encoded | UntrainableError]:
-    """The same, where one of them is refused: says which."""
+    """Encode rows one at a time, to find out which of them is refused."""
     for number in range(start, start + size):
         try:
             yield from encoder.encode([rows[number]])

@@ -1,11 +1,10 @@
-"""Makes the batches of training: tensors from encoded conversations, resumable in mid-epoch.
+"""Makes the training batches: tensors from encoded conversations, resumable in the middle of an epoch.
 
-[Note: Position]
-In a `Trainer`, where an epoch goes on is what the progress of its loops says: Lightning saves and restores it with
-every checkpoint, and it counts batches that were trained, whatever workers have read ahead. It is asked when the first
-batch is drawn, and not before: Lightning makes iterators before it has read the checkpoint, or knows the epoch. So
-nothing has to be replayed, and the number of workers may change. The state of the loader adds what the position
-depends on, so that other data, another batch size or another number of ranks are refused instead of mixed up.
+In a `Trainer`, the progress of its loops says where an epoch continues: Lightning saves and restores it with every
+checkpoint, and it counts trained batches, whatever workers have read ahead. The loader reads it when the first batch is
+drawn, because Lightning makes iterators before it has loaded the checkpoint or knows the epoch. So nothing has to be
+replayed, and the number of workers may change. The state of the loader adds the values that the position depends on, so
+that other data, another batch size or another number of ranks are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lightning_protrain.data.batches.pack import Blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 
 Batch = dict[str, Tensor]
-# Weights in batches are counted in these parts of one: integers survive a cast of the batch to half precision.
+# Weights in batches are integers in units of 1 / WEIGHT_UNITS: integers survive a cast of the batch to half precision.
 WEIGHT_UNITS = 2**32
 
 
@@ -38,8 +37,8 @@ class BatchRow:
     """One row of a batch.
 
     Attributes:
-        segments: The examples in it; just one where the row is not packed.
-        packed: Whether the row has positions and no attention mask.
+        segments: Examples in the row; only one if the row is not packed.
+        packed: True if the row has positions and no attention mask.
     """
 
     segments: tuple[Encoded, ...]
@@ -51,7 +50,7 @@ class BatchRows(Dataset[BatchRow]):
 
     Args:
         examples: Any sequence of examples.
-        blocks: Which of them share a row.
+        blocks: Groups of examples that share a row.
     """
 
     def __init__(self, examples: Sequence[Encoded], blocks: Blocks) -> None:
@@ -73,17 +72,17 @@ class BatchRows(Dataset[BatchRow]):
 class Collator:
     """Makes a batch of rows of one kind, padded on the right to the longest of them, rounded up.
 
-    Batches have `input_ids` and `labels` (not shifted, -100 where nothing is trained, at the first token of each
-    segment too), int64 of shape [batch, length]; padded ones `attention_mask`, packed ones `position_ids` that begin at
-    0 in each segment, and once more in the padding. Tensors of images follow as the processor gives them, one after the
-    other along their first dimension, filled up with zeros where the others differ.
+    Batches have `input_ids` and `labels`, int64 of shape [batch, length]. Labels are not shifted, and -100 where
+    nothing is trained and at the first token of each segment. Padded batches have an `attention_mask`. Packed batches
+    have `position_ids` that begin at 0 in each segment, and again in the padding. Image tensors of all rows are
+    concatenated along their first dimension, and padded with zeros where other dimensions differ.
 
     Attributes:
-        pad_token_id: What stands at padded places.
-        max_length: The rounding stops here.
-        multiple: Lengths are rounded up to a multiple of it.
-        weighted: Whether batches have `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0
-            where nothing is trained. All batches of a run have them or none.
+        pad_token_id: Token id of the padding.
+        max_length: Limit of the rounding.
+        multiple: Lengths are rounded up to a multiple of this number.
+        weighted: True if batches have `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0
+            where nothing is trained. All batches of a run have weights, or none has.
     """
 
     pad_token_id: int
@@ -92,10 +91,10 @@ class Collator:
     weighted: bool = False
 
     def __call__(self, rows: Sequence[BatchRow]) -> Batch:
-        """The batch.
+        """Return the batch.
 
         Raises:
-            ValueError: Rows of both kinds, or examples with weights although `weighted` is False.
+            ValueError: If rows of both kinds are mixed, or examples have weights although `weighted` is False.
         """
         packed = rows[0].packed
         if any(row.packed != packed for row in rows):
@@ -104,7 +103,7 @@ class Collator:
         shape = (len(rows), self._length([sum(map(len, row)) for row in segments]))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        places = np.zeros(shape, dtype=np.int64)  # positions of packed rows, the mask of others
+        places = np.zeros(shape, dtype=np.int64)  # positions of packed rows, mask of padded ones
         weights = np.zeros(shape, dtype=np.int64)
         for index, row in enumerate(segments):
             start = 0
@@ -138,19 +137,22 @@ class Collator:
 
 
 def is_packed(batch: Mapping[str, Tensor]) -> bool:
-    """Whether transformers tells segments in the rows of a batch by their positions."""
+    """Return True if transformers distinguishes segments in the rows of a batch by their positions."""
     return "position_ids" in batch and "attention_mask" not in batch
 
 
 def _targets(segment: Encoded) -> NDArray[np.bool_]:
-    """What is scored: trained tokens with a token before them."""
+    """Return a mask of the scored tokens: trained tokens with a token before them."""
     targets = segment.trained.copy()
     targets[:1] = False
     return targets
 
 
 def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
-    """The tensors of images of all rows; those with a value per token are padded to `length` and there for all rows."""
+    """Return the image tensors of all rows.
+
+    Tensors with a value per token are padded to `length` and exist for all rows.
+    """
     names = dict.fromkeys(name for row in rows for name in row.extras)
     stacked = {}
     for name in names:
@@ -164,7 +166,7 @@ def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
 
 
 def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros are added after the end of every dimension but the first, until all are alike."""
+    """Pad all dimensions but the first at their end with zeros, until all tensors have the same shape."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     padded = []
     for part in parts:
@@ -175,13 +177,13 @@ def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class EpochRemainder:
-    """What is left of an epoch.
+    """The rest of an epoch.
 
     Attributes:
-        epoch: The order is that of this epoch.
+        epoch: Epoch that determines the order.
         start: First batch.
         stop: One past the last batch.
-        accumulate: Batches of an accumulation window; windows begin at its multiples.
+        accumulate: Number of batches in an accumulation window; windows begin at its multiples.
     """
 
     epoch: int
@@ -191,15 +193,15 @@ class EpochRemainder:
 
 
 def remainder_of_fit(trainer: Trainer, num_batches: int) -> EpochRemainder:
-    """What is left of the epoch that the trainer is in, see [Note: Position].
+    """Return the rest of the trainer's present epoch; the module docstring says when to read it.
 
     Args:
-        trainer: In training.
-        num_batches: Batches that the loader has in an epoch.
+        trainer: Trainer that is in training.
+        num_batches: Number of batches of the loader in an epoch.
     """
     loop = trainer.fit_loop
     return EpochRemainder(
-        # To overfit is to see the same batches in every epoch.
+        # Overfitting uses the same batches in every epoch.
         epoch=0 if trainer.overfit_batches else loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
         start=loop.epoch_loop.batch_progress.current.ready,
         stop=min(num_batches, int(trainer.num_training_batches)),
@@ -209,12 +211,12 @@ def remainder_of_fit(trainer: Trainer, num_batches: int) -> EpochRemainder:
 
 @dataclass
 class TokenWindow:
-    """The mean loss of an accumulation window, as far as its batches are computed: the other end of `trained_tokens`.
+    """The mean loss of an accumulation window over the batches computed so far; uses `trained_tokens` of the batches.
 
     Attributes:
         key: Epoch, and number of the window in it.
-        num_tokens: Trained tokens of the window on all ranks, or the sum of their weights: a float32 scalar.
-        loss: Sum of the shares of the batches of this rank so far, a scalar.
+        num_tokens: Number of trained tokens of the window on all ranks, or the sum of their weights: a float32 scalar.
+        loss: Sum of the shares of this rank's batches so far, a scalar.
     """
 
     key: tuple[int, int]
@@ -223,43 +225,43 @@ class TokenWindow:
 
     @classmethod
     def at(cls, batch_idx: int, batch: Batch, trainer: Trainer, before: Self | None) -> Self:
-        """The window of a batch: that of the batch before, or a new one, which takes one all-reduce of an integer.
+        """Return the window of a batch: that of the previous batch, or a new one after an all-reduce of one integer.
 
         Args:
             batch_idx: Number of the batch in its epoch.
-            batch: With `trained_tokens`.
-            trainer: In training.
-            before: The window of the batch before; None for the first batch of a fit.
+            batch: Batch with `trained_tokens`.
+            trainer: Trainer that is in training.
+            before: Window of the previous batch; None for the first batch of a fit.
         """
         key = (trainer.current_epoch, batch_idx // trainer.accumulate_grad_batches)
         if before is not None and before.key == key:
             return before
-        # A clone: the reduction is in place.
+        # Clone, because the reduction is in place.
         count = trainer.strategy.reduce(batch["trained_tokens"].clone(), reduce_op="sum").clamp(min=1).float()
         return cls(key, count / WEIGHT_UNITS if "loss_weights" in batch else count)
 
     def add(self, loss_sum: Tensor) -> Tensor:
-        """Adds the summed loss of a batch of this rank, and gives its share in the mean loss of the window."""
+        """Add the summed loss of a batch of this rank, and return its share in the mean loss of the window."""
         share = loss_sum / self.num_tokens
         self.loss = self.loss + share.detach()
         return share
 
 
 class TrainLoader:
-    """Batches of an epoch, from where training stands.
+    """Batches of an epoch, from the present position of training on.
 
-    Each batch has `trained_tokens`, an int64 scalar: the trained tokens of all batches on this rank that make one
-    optimizer step; where there are `loss_weights`, the sum of those in units of 1 / WEIGHT_UNITS. To know it, the
-    batches of a window are made before the first of them is given.
+    Each batch has `trained_tokens`, an int64 scalar: the number of trained tokens of all batches on this rank that make
+    one optimizer step. With `loss_weights`, it is their sum in units of 1 / WEIGHT_UNITS. To know it, all batches of a
+    window are made before the first one is returned.
 
     Args:
-        examples: A map-style sequence, read in worker processes where there are any.
-        sampler: The order; holds the state.
+        examples: Map-style sequence, read in worker processes if there are any.
+        sampler: Sampler with the order and the state.
         collate: Makes a batch of rows.
-        num_workers: Processes that make batches; 0 makes them in this one. Batches do not depend on it.
-        pin_memory: Whether batches are put into page-locked memory.
-        trainer: Whose fit these batches are for. Without one, each batch is a window, and an epoch begins where
-            `load_state_dict` says, else at its begin.
+        num_workers: Number of processes that make batches; 0 makes them in this one. Batches do not depend on it.
+        pin_memory: True puts batches into page-locked memory.
+        trainer: Trainer of the fit. Without one, each batch is its own window, and an epoch begins at the position of
+            `load_state_dict`, else at its beginning.
     """
 
     def __init__(
@@ -287,11 +289,11 @@ class TrainLoader:
         )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches that are left of the epoch, which is looked up when the first is drawn."""
+        """Yield the remaining batches of the epoch, which is determined when the first batch is drawn."""
         stretch = self._stretch()
         self.sampler.epoch, self.sampler.position = stretch.epoch, stretch.start
         self._upcoming[:] = self.sampler.batches(stretch.epoch)[stretch.start : stretch.stop]
@@ -312,7 +314,7 @@ class TrainLoader:
         start = self.sampler.position if self.sampler.position < len(self) else 0
         return EpochRemainder(self.sampler.epoch, start, len(self), accumulate=1)
 
-    # Lightning ends worker processes by way of this attribute of loaders.
+    # Lightning ends the worker processes of a loader through this attribute.
 
     @property
     def _iterator(self) -> Any:
@@ -323,23 +325,23 @@ class TrainLoader:
         self._loader._iterator = iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, batches given in it, and what these depend on: plain numbers, alike on all ranks."""
+        """Return the epoch, the number of batches drawn from it, and the values they depend on; equal on all ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken.
+        """Restore the position of `state`.
 
         Raises:
-            ValueError: In the middle of an epoch, where the batches are no longer those of `state`.
+            ValueError: If `state` is in the middle of an epoch and the batches have changed since.
         """
         self.sampler.load_state_dict(state)
 
 
 def count_trained(window: Sequence[Batch]) -> int:
-    """Tokens that the loss of these batches scores, or the sum of their `loss_weights` in units of 1 / WEIGHT_UNITS.
+    """Return the number of scored tokens of the batches, or the sum of their `loss_weights`.
 
     Args:
-        window: Batches, all of them with weights or none.
+        window: Batches, all of them with weights in units of 1 / WEIGHT_UNITS, or none.
     """
     scored = [batch["labels"][:, 1:] != IGNORE_INDEX for batch in window]
     if not any("loss_weights" in batch for batch in window):

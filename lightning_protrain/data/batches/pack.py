@@ -1,10 +1,9 @@
-"""Packs short texts into rows of one length, and says which models keep the texts of a row apart.
+"""Packs short texts into rows of one length, and lists the models that keep the texts of a row apart.
 
-[Note: Segments]
-A packed row holds several examples one after the other. Each is a *segment*: its `position_ids` begin at 0, and there
-is no attention mask. Where transformers gets both, it builds masks that are block diagonal. That is so for the
-architectures in PACKING_MODEL_TYPES, which the tests compare with rows of their own; others look across segments and
-say nothing, so they are refused.
+A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
+0, and there is no attention mask. From such inputs transformers builds block-diagonal masks, but only for some
+architectures: PACKING_MODEL_TYPES, which tests compare with unpacked rows. Other architectures attend across segments
+without a warning, so they are refused.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-# Not among them, as they mix segments: those with recurrent or convolutional layers (mamba, qwen3_next, lfm2), with
-# ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
+# Not in the list, because they mix segments: architectures with recurrent or convolutional layers (mamba, qwen3_next,
+# lfm2), with ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
 PACKING_MODEL_TYPES = frozenset({
     "arcee", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
     "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
     "llama", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi",
     "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
-# Examples that are packed together at a time; more fill the rows better, fewer keep neighbours less alike.
+# Number of examples that are packed together: a larger window fills rows better, a smaller one keeps the order more
+# random.
 DEFAULT_WINDOW = 8192
 
 
@@ -32,10 +32,10 @@ class Blocks:
     """Groups of examples, each of which becomes one row of a batch.
 
     Attributes:
-        examples: Example indices of all blocks, end to end, int64 of shape [examples].
-        offsets: Where the blocks begin, and the end: int64 of shape [blocks + 1].
+        examples: Example indices of all blocks, concatenated, int64 of shape [examples].
+        offsets: Begin of each block, and the end: int64 of shape [blocks + 1].
         lengths: Tokens of each block, int64 of shape [blocks].
-        packed: Whether the rows of a block are packed; False for a row with images. Bool of shape [blocks].
+        packed: True for packed rows, False for a row with images. Bool of shape [blocks].
     """
 
     examples: NDArray[np.int64]
@@ -53,13 +53,13 @@ class Blocks:
 
     @property
     def fill(self) -> float:
-        """Share of the places in packed rows that hold tokens, as if all rows were as long as the longest."""
+        """Fraction of the positions in packed rows that hold tokens, if all rows were as long as the longest."""
         lengths = self.lengths[self.packed]
         return float(lengths.sum() / (len(lengths) * lengths.max())) if len(lengths) else 1.0
 
 
 def single_blocks(lengths: NDArray[np.int64]) -> Blocks:
-    """One block per example, none of them packed."""
+    """Return one unpacked block per example."""
     count = len(lengths)
     return Blocks(np.arange(count), np.arange(count + 1), np.asarray(lengths, np.int64), np.zeros(count, np.bool_))
 
@@ -73,20 +73,20 @@ def pack(
     epoch: int = 0,
     window: int = DEFAULT_WINDOW,
 ) -> Blocks:
-    """Packs examples into blocks of at most `max_length` tokens: best-fit decreasing in windows of the shuffled order.
+    """Pack examples into blocks of at most `max_length` tokens: best-fit decreasing in windows of the shuffled order.
 
     Every example is in exactly one block. The result depends on the arguments alone.
 
     Args:
         lengths: Tokens of each example, [examples].
-        max_length: Tokens of a block at most.
-        alone: Examples that stay a row of their own, outside of packed rows: those with images. [examples]
+        max_length: Maximum number of tokens in a block.
+        alone: True for examples that get an unpacked row of their own, such as those with images. [examples]
         seed: Seed of the order.
-        epoch: Another one gives other blocks, and perhaps another number of them.
-        window: Examples packed together.
+        epoch: Epoch; another one gives other blocks, and maybe another number of them.
+        window: Number of examples packed together.
 
     Raises:
-        ValueError: An example is longer than `max_length` or empty, or `window` is below 1.
+        ValueError: If an example is longer than `max_length` or empty, or `window` is below 1.
     """
     lengths = np.asarray(lengths, np.int64)
     alone = np.zeros(len(lengths), np.bool_) if alone is None else alone
@@ -117,10 +117,10 @@ def pack(
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The block of each item, where each goes into the fullest block that has room for it.
+    """Return the block of each item, putting each into the fullest block that has room for it.
 
-    Bit `n` of `rooms` says that a block has room for exactly `n` more tokens: the lowest bit at or above a length is
-    found without a search, so this is linear in the items.
+    Bit `n` of `rooms` is set if a block has room for exactly `n` more tokens. The lowest set bit at or above a length
+    is found without a search, so this is linear in the number of items.
     """
     placed: list[int] = []
     blocks_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -145,10 +145,10 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def check_packing(config: PretrainedConfig) -> None:
-    """Refuses a model that would look across the segments of a packed row, see [Note: Segments].
+    """Refuse a model that would attend across the segments of a packed row.
 
     Raises:
-        ValueError: The architecture is not known to keep segments apart.
+        ValueError: If the architecture is not known to keep segments apart.
     """
     if config.model_type not in PACKING_MODEL_TYPES:
         raise ValueError(

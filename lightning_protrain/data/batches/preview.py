@@ -1,4 +1,4 @@
-"""Shows which tokens are trained, in a terminal and on a page of HTML."""
+"""Shows which tokens are trained, in a terminal and on an HTML page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_protrain.data.sources.dataset import DatasetReport
 
 
 def page(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> str:
-    """The whole page.
+    """Return the whole HTML page.
 
     Args:
         shown: Conversations.
-        reports: Of the data sets.
+        reports: Reports of the data sets.
     """
     style = files("lightning_protrain.data.batches").joinpath("page.css").read_text(encoding="utf-8")
     articles = "\n".join(map(_article, shown))
@@ -83,7 +83,7 @@ def _table(reports: Sequence[DatasetReport]) -> str:
 
 
 def _notes(reports: Sequence[DatasetReport]) -> str:
-    """Return the knobs of each data set, and its first rows that are dropped."""
+    """Return the settings of each data set, and its first dropped rows."""
     parts = []
     for report in reports:
         rows = [escape(row) for row in report.dropped_rows]
@@ -98,7 +98,7 @@ def _notes(reports: Sequence[DatasetReport]) -> str:
 
 
 Kind = Literal["text", "marker", "media"]
-# Stand around trained text where there are no colours.
+# Delimiters of trained text in a terminal without colours.
 _OPENING, _CLOSING = "[[", "]]"
 _STYLES: dict[tuple[Kind, bool], str] = {
     ("text", True): "bold green",
@@ -112,12 +112,12 @@ _STYLES: dict[tuple[Kind, bool], str] = {
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Neighbouring tokens that are treated alike.
+    """Neighbouring tokens of one kind.
 
     Attributes:
-        text: What they decode to; for media, the token and how often it stands there.
-        trained: Whether they are.
-        kind: What they are.
+        text: Decoded text; for media, the token and its number of repetitions.
+        trained: True if the tokens are trained.
+        kind: Kind of the tokens.
     """
 
     text: str
@@ -130,10 +130,10 @@ class PreviewedConversation:
     """One conversation.
 
     Attributes:
-        title: Where it comes from.
-        pieces: All of it.
-        num_tokens: Its length.
-        num_trained: How many tokens are trained.
+        title: Source of the conversation.
+        pieces: All of its tokens, in spans.
+        num_tokens: Number of tokens.
+        num_trained: Number of trained tokens.
     """
 
     title: str
@@ -143,28 +143,28 @@ class PreviewedConversation:
 
     @property
     def share(self) -> float:
-        """Part of the tokens that are trained."""
+        """Fraction of the tokens that are trained."""
         return self.num_trained / max(self.num_tokens, 1)
 
 
 def show(
     title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool_], special: NDArray[np.int8]
 ) -> PreviewedConversation:
-    """A conversation in pieces.
+    """Divide a conversation into spans.
 
     Args:
-        title: Where it comes from.
-        tokenizer: Decodes.
+        title: Source of the conversation.
+        tokenizer: Tokenizer that decodes.
         ids: Token ids, [length].
-        trained: Whether each is trained, [length].
-        special: What each is: 0 text, 1 of a marker, 2 media, [length].
+        trained: True for trained tokens, [length].
+        special: Kind of each token: 0 text, 1 marker, 2 media, [length].
     """
     kinds: tuple[Kind, ...] = ("text", "marker", "media")
     pieces = []
     begin, before = 0, ""
     for (kind, is_trained), run in groupby(zip(special.tolist(), trained.tolist(), strict=True)):
         end = begin + len(list(run))
-        # Of all that precedes: a tokenizer may drop the space at the begin of what it decodes.
+        # Decode all preceding tokens: a tokenizer may drop the space at the beginning of what it decodes.
         after = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = after[len(before) :]
         if kinds[kind] == "media":
@@ -181,7 +181,7 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
 
 
 def render(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> Group:
-    """Return what a terminal shows: trained tokens in green, or in brackets where there are no colours; and counts."""
+    """Return what a terminal shows: trained tokens in green, or in brackets without colours; and counts."""
     return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
 
 
@@ -190,7 +190,7 @@ def _has_colours(console: Console) -> bool:
 
 
 class _Legend:
-    """Says what the colours mean, or the brackets of a terminal without colours."""
+    """The legend of the colours, or of the brackets in a terminal without colours."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if _has_colours(console):
@@ -223,7 +223,7 @@ class _Conversation:
 
 
 def notes(reports: Sequence[DatasetReport]) -> Text:
-    """Return the knobs of each data set, and its first rows that are dropped."""
+    """Return the settings of each data set, and its first dropped rows."""
     lines = []
     for report in reports:
         lines.append(f"{report.name}: {report.knobs}")
@@ -234,12 +234,12 @@ def notes(reports: Sequence[DatasetReport]) -> Text:
 
 
 def visible(piece: TokenSpan) -> str:
-    """The text, with a sign before each line break that is trained or belongs to a marker: a break has no colour."""
+    """Return the text with a sign at each line break that is trained or in a marker: a break has no colour."""
     return piece.text.replace("\n", "\u21b5\n") if piece.trained or piece.kind == "marker" else piece.text
 
 
 def table(reports: Sequence[DatasetReport]) -> Table:
-    """One row for each data set and split."""
+    """Return a table with one row for each data set and split."""
     grid = Table(title="Data", title_justify="left")
     for column in (
         "data set",

@@ -1,11 +1,4 @@
-"""The order of training: a pure function of seed and epoch, shared out to ranks, begun again at any batch.
-
-[Note: Leftovers]
-A *step* takes `batch_size` rows for each rank. The rows of a kind that fill no whole step are shared out as evenly as
-they can be; a rank that gets none of them repeats a row without training it. So every row is trained exactly once an
-epoch, all ranks have the same number of batches, and none is empty. A loss that is a mean over the tokens of all ranks
-weighs such smaller batches rightly. Evaluation does the same in the order of the rows.
-"""
+"""The order of training: a pure function of seed and epoch, divided among ranks, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -18,28 +11,32 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_protrain.data.batches.pack import Blocks
 
-# Steps whose rows are sorted by length together: more save more padding, fewer leave more to chance.
+# Number of steps whose rows are sorted by length together: a larger number saves more padding, a smaller one leaves the
+# order more random.
 DEFAULT_GROUP_STEPS = 64
 
 
 class EpochSampler(Sampler[list[int]]):
     """Batches of row indices for one rank.
 
-    An index below zero, `~row`, asks for a row of which nothing is trained, see [Note: Leftovers]. Rows of one step are
-    of one kind on all ranks: packed or not.
+    A step takes `batch_size` rows for each rank. Rows of one step are of one kind on all ranks: packed or not. The rows
+    of a kind that do not fill a whole step are divided as evenly as possible. A rank that gets none of them repeats a
+    row without training it: an index below zero, `~row`, means such a row. So every row is trained exactly once an
+    epoch, all ranks have the same number of batches, and none is empty. A loss that is a mean over the tokens of all
+    ranks weighs the smaller batches correctly.
 
     Args:
         blocks: The rows.
-        batch_size: Rows of a batch.
+        batch_size: Number of rows in a batch.
         seed: Seed of the order.
-        shuffle: Whether rows are taken by chance; else in their order.
-        group_by_length: Whether the rows of a step are of like lengths. The order of steps stays random.
-        rank: Which share.
-        world_size: Number of shares.
-        group_steps: Steps whose rows are sorted together.
+        shuffle: True takes rows at random, False in their order.
+        group_by_length: True puts rows of similar lengths into a step. The order of steps stays random.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        group_steps: Number of steps whose rows are sorted together.
 
     Raises:
-        ValueError: A number out of range, or no rows.
+        ValueError: If a number is out of range, or there are no rows.
     """
 
     def __init__(
@@ -75,22 +72,22 @@ class EpochSampler(Sampler[list[int]]):
         self.position = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same in every epoch and on every rank."""
+        """Return the number of batches of an epoch, the same in every epoch and on every rank."""
         step = self.batch_size * self.world_size
         packed = int(self.blocks.packed.sum())
         return -(-packed // step) + -(-(len(self.blocks) - packed) // step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches of the epoch from the position on."""
+        """Yield the batches of the epoch from the position on."""
         yield from self.batches(self.epoch)[self.position :]
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the begin of an epoch; stays at its position in the epoch that it is in."""
+        """Go to the beginning of an epoch; keep the position if it is the present epoch."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """All batches of this rank in an epoch."""
+        """Return all batches of this rank in an epoch."""
         rng = np.random.default_rng([self.seed, epoch])
         steps: list[list[int]] = []
         for packed in (True, False):
@@ -101,7 +98,7 @@ class EpochSampler(Sampler[list[int]]):
         return [steps[index] for index in rng.permutation(len(steps))]
 
     def _steps(self, rows: NDArray[np.int64], rng: np.random.Generator) -> list[list[int]]:
-        """The batches of this rank, out of rows of one kind."""
+        """Return the batches of this rank from rows of one kind."""
         if self.shuffle:
             rows = rng.permutation(rows)
         size = self.batch_size * self.world_size
@@ -110,14 +107,14 @@ class EpochSampler(Sampler[list[int]]):
         if self.group_by_length:
             group = np.arange(count) // (size * self.group_steps)
             whole = whole[np.lexsort((self.blocks.lengths[whole], group))]
-        # Every n-th row of a step, not a run of them, so that lengths are alike on all ranks.
+        # Every n-th row of a step, not a contiguous part, so that lengths are similar on all ranks.
         steps: list[list[int]] = whole.reshape(-1, size)[:, self.rank :: self.world_size].tolist()
         if len(rest):
             steps.append(rest[self.rank :: self.world_size].tolist() or [~int(rest[0])])
         return steps
 
     def identity(self) -> dict[str, Any]:
-        """What must be unchanged for a position to mean the same."""
+        """Return the values on which the meaning of a position depends."""
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -131,14 +128,14 @@ class EpochSampler(Sampler[list[int]]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position in batches, and what they depend on: plain numbers, alike on all ranks."""
+        """Return the epoch, the position in batches, and their `identity`: plain numbers, equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken.
+        """Restore the position of `state`.
 
         Raises:
-            ValueError: In the middle of an epoch, where the batches are no longer those of `state`.
+            ValueError: If `state` is in the middle of an epoch and the batches have changed since.
         """
         changed = {key: value for key, value in self.identity().items() if state[key] != value}
         if changed and 0 < state["position"] < state["num_batches"]:
@@ -151,20 +148,20 @@ class EpochSampler(Sampler[list[int]]):
 
 
 class ShareSampler(DistributedSampler[Any]):
-    """The rows of one rank in evaluation: every `world_size`-th in their order, none of them twice.
+    """The rows of one rank in evaluation: every `world_size`-th row in order, none of them twice.
 
-    All ranks have the same number of batches, as a forward may be collective: a rank that would have one less gets
-    `~0`, which asks for a row of which nothing is scored, see [Note: Leftovers]. Lightning leaves samplers of this base
-    class as they are, whatever `Trainer(use_distributed_sampler=...)` says, and has others repeat rows.
+    All ranks have the same number of batches, because a forward may be collective: a rank that would have one fewer
+    gets `~0`, a row of which nothing is scored. Lightning keeps samplers of this base class, whatever
+    `Trainer(use_distributed_sampler=...)` says; with others it would repeat rows.
 
     Args:
-        rows: Of all ranks.
-        batch_size: Rows of a batch.
-        rank: Which share.
-        world_size: Number of shares.
+        rows: Rows of all ranks.
+        batch_size: Number of rows in a batch.
+        rank: Number of this rank.
+        world_size: Number of ranks.
 
     Raises:
-        ValueError: `rank` is none of `world_size`.
+        ValueError: If `rank` is not below `world_size`.
     """
 
     def __init__(self, rows: Sized, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:

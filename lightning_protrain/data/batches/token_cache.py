@@ -1,9 +1,10 @@
-"""Tokens of data sets on disk, so that they are made once for each node and not again in the next run.
+"""Tokens of data sets on disk, so that a node makes them only once and later runs reuse them.
 
 [Note: Token cache]
-An entry is named by all that its tokens depend on: the rows, how they are read, masked and cut, the files of the
-tokenizer, the code of this folder and the libraries that render and tokenize. So an entry is never out of date, and
-nothing has to be invalidated. It appears in one rename; processes map its arrays, and share the memory of a node.
+The name of an entry is a hash of everything that its tokens depend on: the rows, how they are read, masked and cut, the
+files of the tokenizer, the code of this folder, and the libraries that render and tokenize. So an entry is never out of
+date, and nothing has to be invalidated. An entry appears in one rename. Processes map its arrays, and so share the
+memory of a node.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _REPORT = "report.json"
 
 
 def token_folder(cache_dir: Path, **terms: object) -> Path:
-    """Return where the tokens of one split of a data set are kept, or will be.
+    """Return the folder for the tokens of one split of a data set.
 
     Args:
         cache_dir: Folder of all caches of the package.
-        terms: What the tokens depend on beside the code, each with a `repr` that says all of it.
+        terms: Everything that the tokens depend on beside the code, each with a complete `repr`.
     """
     key = hashlib.sha256(repr((sorted(terms.items()), _code_digest())).encode())
     return cache_dir / "tokens" / key.hexdigest()[:32]
 
 
 def load_tokens(folder: Path) -> tuple[EncodedRows, DatasetReport] | None:
-    """Return what `keep_tokens` wrote; None if there is nothing, or nothing that can be read."""
+    """Return what `keep_tokens` wrote, or None if there is nothing readable."""
     if not folder.is_dir():
         return None
     try:
@@ -57,7 +58,7 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
     """Write tokens and their report to the cache.
 
     Returns:
-        The tokens, mapped from the cache; as they were given if they could not be written.
+        The tokens mapped from the cache, or the given ones if they could not be written.
     """
 
     def write(staging: Path) -> None:
@@ -76,7 +77,7 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
 
 
 def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Make a folder that appears in one rename, with all that is in it; one that is there already is left.
+    """Make a folder that appears in one rename with all its content; keep one that exists already.
 
     Args:
         folder: Its path.
@@ -86,7 +87,7 @@ def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         write(staging)
-        staging.chmod(0o755)  # mkdtemp keeps others out, a shared cache must not
+        staging.chmod(0o755)  # mkdtemp denies other users access
         os.rename(staging, folder)
     except OSError:
         # Another process came first and put an equal folder there.

@@ -1,4 +1,4 @@
-"""The tokenizer: loaded from where the user says, or a small byte-level BPE trained on the data and kept in a cache."""
+"""The tokenizer: loaded by name, or a small byte-level BPE trained on the data and cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
 # 256 bytes and the special tokens.
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
-# A folder with a tokenizer has one of them.
+# A folder with a tokenizer has one of these files.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 # The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
@@ -32,13 +32,13 @@ CHAT_TEMPLATE = """\
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer.
+    """Load a tokenizer.
 
     Args:
         name: A local folder, or a name on the Hugging Face Hub.
 
     Raises:
-        ValueError: No such tokenizer, or a folder with `tekken.json` and without what says what it is.
+        ValueError: If there is no such tokenizer, or a folder has `tekken.json` but no file that identifies its model.
     """
     folder = Path(name).expanduser()
     others = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -53,7 +53,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
         tokenizer = AutoTokenizer.from_pretrained(str(name))
         if type(tokenizer).__name__ == "MistralCommonBackend":
-            # As it is by default it refuses conversations that the assistant ends.
+            # By default it refuses conversations that the assistant ends.
             tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".: ")
@@ -65,11 +65,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE on the conversations; equal input gives an equal tokenizer.
+    """Train a byte-level BPE on the conversations; equal input gives an equal tokenizer.
 
     Args:
-        rows: Conversations, all turns of which count.
-        vocab_size: Number of tokens; fewer come out when the text has no more pairs to merge.
+        rows: Conversations; all of their turns count.
+        vocab_size: Number of tokens; the result has fewer if the text has no more pairs to merge.
     """
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,12 +92,12 @@ def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrained
 
 
 def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache_dir: Path) -> Path:
-    """Folder of the tokenizer trained on these rows, trained now unless the cache holds it.
+    """Return the folder of the tokenizer trained on these rows, training it now if it is not cached.
 
-    The folder is named by the fingerprint of rows, size and template. It appears in one rename: what is there is whole.
+    The folder is named by a fingerprint of rows, size and template. It appears in one rename, so it is always complete.
 
     Raises:
-        ValueError: `vocab_size` below the 256 bytes and the special tokens.
+        ValueError: If `vocab_size` is below the 256 bytes and the special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} leaves no room for the bytes. Give at least {MIN_VOCAB_SIZE}.")

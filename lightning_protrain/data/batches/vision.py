@@ -1,12 +1,11 @@
-"""Turns conversations with images into tokens and pixels, by the processor of a model, when a batch needs them.
+"""Turns conversations with images into tokens and pixels with the processor of a model, when a batch needs them.
 
-[Note: Tokens without pixels]
-How many tokens stand for an image depends on its size alone, and that is in the header of its file. What a processor
-puts in place of an image is asked once for each size, with a blank image, and put into the tokens of the text. That
-this is what the processor does is proven on the first rows of each kind (so many images, with control tokens in the
-text or not), by giving it all of the row with blank images; one that does something else is given blank images for
-every row. The counts of the report, the lengths and what is dropped come from these tokens; batches from what the
-processor makes of the pixels.
+The number of tokens for an image depends only on its size, which is in the header of its file. So lengths are computed
+without pixels: for each size, the processor is called once with a blank image, and its tokens are inserted into the
+tokens of the text. The first rows of each kind (number of images, control tokens in the text or not) check this against
+the processor's output for the whole row with blank images. If a processor behaves otherwise, it is called with blank
+images for every row. The counts of the report, the lengths and the dropped rows come from these tokens; batches come
+from the real pixels.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources.dataset import DatasetReport, progress_bar
 from lightning_protrain.data.sources.images import image_size, open_images
 
-# What a processor calls the tokens that stand for media.
+# Attributes of processors that name media tokens.
 _MEDIA_TOKENS = (
     *("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token"),
     *("image_break_token", "image_end_token", "fake_image_token", "global_image_tag", "start_image_token"),
@@ -43,11 +42,11 @@ MANAGED_KEYS = ("revision", "trust_remote_code")
 
 
 def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
-    """The markers, and as media whatever the processor puts in place of images.
+    """Return the markers, with the processor's image tokens added to their media.
 
     Args:
-        markers: Those of the text.
-        processor: Of the model.
+        markers: Markers of the text.
+        processor: Processor of the model.
     """
     tokenizer: Any = processor.tokenizer
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
@@ -58,7 +57,7 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
 
 
 def usable_keys(processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are passed on; those of `MANAGED_KEYS` are left out with a warning."""
+    """Return the keys that are passed on, leaving out `MANAGED_KEYS` with a warning."""
     managed = [key for key in MANAGED_KEYS if key in processor_kwargs]
     if managed:
         rank_zero_warn(
@@ -70,10 +69,10 @@ def usable_keys(processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """How conversations with images become examples.
+    """Makes examples of conversations with images.
 
     Attributes:
-        chat: The text and its mask; its markers know the media tokens.
+        chat: Encoder of the text and its mask; its markers include the media tokens.
         processor: Makes tokens and pixels.
         options: Passed to the processor.
     """
@@ -83,14 +82,14 @@ class ImageEncoder:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
-        """The example of a conversation, or why there is none.
+        """Return the example of a conversation, or the reason why there is none.
 
         Args:
-            conversation: With as many images as parts that stand for them.
-            where: Names it in messages.
+            conversation: Conversation with one image for each image part.
+            where: Name of the row, for messages.
 
         Raises:
-            ValueError: An image that does not open; template or processor refuse it.
+            ValueError: If an image does not open, or the template or the processor refuses the conversation.
         """
         rendered = self.chat.renderer.render(conversation)
         images = open_images(conversation, where)
@@ -101,10 +100,10 @@ class ImageEncoder:
         return self.finish(conversation, rendered, ids, extras)
 
     def process(self, rendered: Rendered, images: Sequence[Image.Image], where: str) -> Any:
-        """What the processor makes of a text and its images, as tensors.
+        """Return the processor's tensors for a text and its images.
 
         Raises:
-            MalformedRow: It refuses them.
+            MalformedRow: If the processor refuses them.
         """
         given: dict[str, Any] = {"add_special_tokens": False, **self.options}
         if rendered.sanitized:
@@ -120,16 +119,16 @@ class ImageEncoder:
     def finish(
         self, conversation: Conversation, rendered: Rendered, ids: NDArray[np.int32], extras: Mapping[str, Tensor]
     ) -> Encoded | UntrainableError:
-        """What of tokens is trained, and as much of it as `max_length` allows.
+        """Return the example with its loss mask, cut to `max_length`.
 
         Args:
-            conversation: Whose they are.
-            rendered: The text that they come from.
-            ids: Tokens, those of images among them, [length].
-            extras: What goes with them to the model.
+            conversation: The conversation.
+            rendered: Its rendered text.
+            ids: Its tokens including those of images, [length].
+            extras: Further inputs of the model.
 
         Raises:
-            ValueError: The weights of messages cannot be told apart.
+            ValueError: If the weights of messages cannot be assigned to turns.
         """
         images = len(conversation.get("images", ()))
         media = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
@@ -149,28 +148,28 @@ def _stop(media: Any, num_images: int) -> int:
 
 PROCESSOR = "an image does not open, or the processor refuses it"
 _SHOW_PROGRESS_FROM = 500
-# Rows of each kind on which the tokens are compared with those of the processor.
+# Number of rows of each kind whose tokens are compared with the processor's.
 _PROVEN_BY = 3
-# What a processor may call the token that a template writes where an image stands.
+# Attributes of a processor that may name the token for an image in a template.
 _PLACEHOLDERS = ("image_token", "boi_token")
 _Size = tuple[int, int]
 
 
 class ImageRows(Sequence[Encoded]):
-    """Examples that are made when they are asked for, by whoever asks: a worker process, mostly.
+    """Examples that are made on access, usually in a worker process.
 
-    One that cannot be made although its header was right is an example without a trained token, or an error.
+    If an example fails although its image headers were valid, it has no trained token, or raises an error.
 
     Args:
         rows: Conversations that can be trained on.
         encoder: Makes the examples.
-        name: Of the data set, for messages.
-        measured: The examples without pixels, one for each of the rows.
+        name: Name of the data set, for messages.
+        measured: The examples without pixels, one for each row.
 
     Attributes:
         lengths: Tokens of each example, int64 of shape [rows].
-        num_media: How many of them stand for images, int64 of shape [rows].
-        is_weighted: Whether any has weights.
+        num_media: Image tokens of each example, int64 of shape [rows].
+        is_weighted: True if any example has weights.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class ImageRows(Sequence[Encoded]):
         try:
             result = self.encoder.encode(self.rows[index], where)
         except ValueError as error:
-            # Broken pixels behind a header that was right.
+            # The header was valid, but the pixels are broken.
             result = UntrainableError(PROCESSOR, str(error))
         if isinstance(result, Encoded):
             return result
@@ -203,20 +202,20 @@ class ImageRows(Sequence[Encoded]):
                 f"{where}: {result}. Correct the row, raise `max_length`, or let `on_untrainable` be drop."
             )
         rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
-        # A token that nothing is learnt from, so that the batch keeps its rows.
+        # One token that is not trained, so that the batch keeps its number of rows.
         return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 
 
 def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -> tuple[ImageRows, DatasetReport]:
-    """Counts the tokens of all conversations of a data set, and leaves out those that cannot be trained on.
+    """Count the tokens of all conversations of a data set, and leave out those that cannot be trained on.
 
     Args:
-        rows: With images or without.
-        encoder: How.
-        name: Of the data set, for messages.
+        rows: Conversations with or without images.
+        encoder: Encoder of the data set.
+        name: Name of the data set, for messages.
 
     Raises:
-        ValueError: A conversation cannot be trained on and `on_untrainable` is "error", or none can be.
+        ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
     """
     measure = ImageMeasure(encoder)
     places: list[int] = []
@@ -239,13 +238,13 @@ def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -
 
 
 class ImageMeasure:
-    """Makes the examples of conversations but for their pixels, see [Note: Tokens without pixels].
+    """Makes examples without pixels; the module docstring explains how.
 
     Args:
-        encoder: Of the conversations with their pixels.
+        encoder: Encoder of the conversations with pixels.
 
     Attributes:
-        expands: Whether images of one size are the same tokens wherever they stand, as far as is known.
+        expands: True as long as images of one size have the same tokens everywhere.
     """
 
     def __init__(self, encoder: ImageEncoder) -> None:
@@ -258,7 +257,7 @@ class ImageMeasure:
         self._placeholders = {str(name): int(vocabulary[name]) for name in names if name in vocabulary}
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
-        """The example of a conversation, without what goes with its tokens to the model; or why there is none."""
+        """Return the example of a conversation without its image tensors, or the reason why there is none."""
         try:
             rendered = self.encoder.chat.renderer.render(conversation)
         except ValueError as error:
@@ -286,7 +285,7 @@ class ImageMeasure:
         return expected
 
     def _expanded(self, rendered: Rendered, sizes: Sequence[_Size]) -> NDArray[np.int32] | None:
-        """The tokens of the text, with what stands for each image in its place; None: it is not clear where that is."""
+        """Return the tokens of the text with those of each image inserted; None if their places are unclear."""
         ids = np.asarray(self.encoder.chat.renderer.encode([rendered])[0], dtype=np.int32)
         for text, token in self._placeholders.items():
             places = np.flatnonzero(ids == token)
@@ -298,7 +297,7 @@ class ImageMeasure:
         return None
 
     def _expansion(self, text: str, size: _Size) -> NDArray[np.int32]:
-        """What stands for an image of this size."""
+        """Return the tokens of an image of this size."""
         if (text, size) not in self._expansions:
             made = self.encoder.process(Rendered(text), [_blank(size)], f"an image of {size[0]} x {size[1]} pixels")
             self._expansions[text, size] = _first(made)

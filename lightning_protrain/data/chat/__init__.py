@@ -1,1 +1,1 @@
-"""Which tokens of a chat are trained, whatever its template."""
+"""Chats: which of their tokens are trained, for any chat template."""

@@ -1,8 +1,7 @@
-"""Where the turns of a chat begin and end, as text: what a chat format is, without any tokenizer.
+"""Chat formats as data: the text at which turns begin and end, without any tokenizer.
 
-[Note: Boundaries]
-A chat format is data. Each role has start markers and end markers; what stands between them is the turn's content. The
-markers are the literal text of the chat template; `markers.resolve` turns them into token ids of one tokenizer.
+Each role has start markers and end markers; the text between them is the turn's content. Markers are literal text of
+the chat template; `markers.resolve` turns them into token ids of one tokenizer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 EOS = "eos_token"
-"""Stands among the end markers for the tokenizer's own end-of-sequence token."""
+"""Placeholder among the end markers for the tokenizer's own end-of-sequence token."""
 
 ExclusionKind = Literal["tool_output", "thinking", "scaffold"]
 
@@ -22,18 +21,18 @@ _KEYS = ("role", "start", "end", "include_start", "include_end")
 
 @dataclass(frozen=True)
 class RoleBoundary:
-    """How the turns of one role begin and end.
+    """The markers at which the turns of one role begin and end.
 
     Attributes:
         role: "system", "user", "assistant", "tool", "developer", or any other name that a chat format uses.
-        start: Variants of the start marker; the longest that matches wins.
-        end: Variants of the end marker. `EOS` is the tokenizer's own; None: up to the next start marker of any role, or
-            the end of the segment.
-        include_start: Whether the start marker of a trained turn is trained too.
-        include_end: Whether the end marker of a trained turn is trained too.
+        start: Variants of the start marker; the longest match wins.
+        end: Variants of the end marker. `EOS` means the tokenizer's own. None means the next start marker of any role,
+            or the end of the segment.
+        include_start: True trains the start marker of a trained turn, too.
+        include_end: True trains the end marker of a trained turn, too.
 
     Raises:
-        ValueError: No role, no start marker, an empty marker, or a marker given twice.
+        ValueError: If there is no role or no start marker, or a marker is empty or given twice.
     """
 
     role: str
@@ -59,14 +58,14 @@ class Exclusion:
     """A part of a trained turn that is not trained.
 
     Attributes:
-        kind: "scaffold": text that the template puts at the begin of a turn's content by itself, excluded there alone.
-            "thinking": excluded where thinking is not trained. "tool_output": excluded always, with its markers; up to
-            the end of the turn where its end is missing.
-        start: The text that begins it.
-        end: The text that ends it; empty: `start` is the whole of it.
+        kind: "scaffold": text that the template writes at the beginning of a turn's content; excluded only there.
+            "thinking": excluded unless thinking is trained. "tool_output": always excluded, with its markers, and up to
+            the end of the turn if its end is missing.
+        start: Text that begins it.
+        end: Text that ends it; if empty, `start` is all of it.
 
     Raises:
-        ValueError: An unknown kind or an empty start.
+        ValueError: If the kind is unknown or the start is empty.
     """
 
     kind: ExclusionKind
@@ -85,16 +84,16 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Family:
-    """A chat format: the boundaries of its roles, and what is never trained.
+    """A chat format: the boundaries of its roles, and the parts that are never trained.
 
     Attributes:
-        name: What it is called.
-        boundaries: One or more for each role. None at all: nothing is trained.
+        name: Name of the format.
+        boundaries: One or more for each role. Without any, nothing is trained.
         exclusions: Parts of turns that are not trained.
-        media: Tokens that are never trained, where the vocabulary has them.
+        media: Tokens that are never trained, if the vocabulary has them.
 
     Raises:
-        ValueError: Two boundaries with the same start marker.
+        ValueError: If two boundaries have the same start marker.
     """
 
     name: str
@@ -115,21 +114,21 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The names of the roles, each once, in order."""
+        """Names of the roles, each once, in order."""
         return tuple(dict.fromkeys(boundary.role for boundary in self.boundaries))
 
 
 def parse_boundaries(specs: Sequence[dict[str, Any]], name: str = "role_boundaries") -> Family:
-    """Reads boundaries as a user writes them: a list of mappings.
+    """Parse boundaries as a user writes them: a list of mappings.
 
     Args:
         specs: Mappings with `role`, `start` (text, or a list of variants) and maybe `end` (text, `"eos_token"`, None,
-            or a list of them; None where it is left out), `include_start` and `include_end`. An empty list is an answer
-            too: there are no boundaries, so nothing is trained.
-        name: What the family is called, and the option in messages.
+            or a list of them; default None), `include_start` and `include_end`. An empty list means that nothing is
+            trained.
+        name: Name of the family, and of the option in messages.
 
     Raises:
-        ValueError: A key or a value is not one of these; both are named.
+        ValueError: If a key or a value is invalid; the message names both.
     """
     if isinstance(specs, str | dict) or not isinstance(specs, Sequence):
         raise ValueError(f"{name} is a {type(specs).__name__}. Give a list of mappings with the keys {_join(_KEYS)}.")

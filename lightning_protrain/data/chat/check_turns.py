@@ -1,16 +1,19 @@
 """Checks the turns that were found in tokens against the messages that were rendered.
 
 [Note: Turns and messages]
-The mask comes from the tokens (`scanner`), the messages from the data. Each must account for the other: a template may
-join neighbouring messages of the trained roles into one turn, answers to tools may stand within it, and reasoning and
-calls may be turns of their own, but there are never more turns than these, nor fewer than runs of messages. A
-conversation that breaks this is not trained on silently: its markers stand in its own text, or its template drops
-messages. Where the numbers say too little, what is trained is also held against the text of the messages: where a
-message holds a marker that is plain text, where messages have weights, where the numbers differ, and where the first
-word is the assistant's or the last one somebody else's. Whatever is trained of such a conversation must not hold what
-others said, more often than the assistant itself did. All this is left out for usual rows: plain messages of user and
-assistant in turn, maybe after one of the system, with as many turns as messages; these are told apart for a whole
-batch at once.
+The mask comes from the tokens, the messages from the data. Each must account for the other. A template may join
+neighbouring messages of trained roles into one turn, and answers of tools may stand within a turn. Reasoning and calls
+may be turns of their own. So the number of turns must lie between the number of runs of messages and the number of
+messages, reasoning parts and calls. A conversation outside these limits is not trained silently: its text contains
+markers, or its template drops messages.
+
+If the numbers say too little, the trained text is also compared with the text of the messages. That is the case if a
+message contains a plain-text marker, if messages have weights, if the numbers differ, and if the assistant speaks first
+or somebody else speaks last. The trained text of such a conversation must not contain what others said more often than
+the assistant said it.
+
+All of this is skipped for *usual* rows: plain messages of user and assistant in turn, maybe after a system message,
+with as many turns as messages. Usual rows are identified for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -40,23 +43,23 @@ MARKERS = "markers in messages"
 THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning")
 """Names of the tags that mark thoughts in plain text, in any chat format."""
 THOUGHT_WORD = re.compile(r"think|thought|reason", re.IGNORECASE)
-"""Is in the tags of thoughts of any chat format."""
+"""Matches the tags of thoughts of any chat format."""
 _TAG = re.compile(rf"</?(?:{'|'.join(THOUGHT_TAGS)})>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def has_tags(text: str) -> bool:
-    """Whether a tag of a thought stands in a text."""
+    """Return True if a text contains a tag of a thought."""
     return _TAG.search(text) is not None
 
 
 def features(conversation: Conversation, sanitized: bool = False, quiet: bool = False) -> Iterator[str]:
-    """What of these a conversation has.
+    """Yield the features of a conversation for which a chat format must be proven.
 
     Args:
         conversation: Its messages and tools.
-        sanitized: Whether one of its messages holds a marker or another control token.
-        quiet: Whether thoughts are not trained.
+        sanitized: True if one of its messages contains a marker or another control token.
+        quiet: True if thoughts are not trained.
     """
     messages = conversation["messages"]
     roles = [message["role"] for message in messages]
@@ -81,12 +84,12 @@ def features(conversation: Conversation, sanitized: bool = False, quiet: bool = 
 
 
 def unproven_feature(conversation: Conversation, unproven: Collection[str], sanitized: bool, quiet: bool) -> str | None:
-    """The first feature of a conversation for which its chat format is not proven; None if there is none."""
+    """Return the first feature of a conversation for which its chat format is not proven, or None."""
     return next((one for one in features(conversation, sanitized, quiet) if one in unproven), None)
 
 
 def thoughts(message: Message) -> list[str]:
-    """What a message thinks, in single spaces: its reasoning, and what its text has between tags of thoughts."""
+    """Return the thoughts of a message with single spaces: its reasoning, and the text between thought tags."""
     found = [message["reasoning_content"]] if "reasoning_content" in message else []
     text = text_of(message)
     if "</think>" in text:
@@ -95,11 +98,11 @@ def thoughts(message: Message) -> list[str]:
 
 
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
-    """Messages of whose thoughts a chat template leaves out some.
+    """Return the number of messages with thoughts that a chat template leaves out.
 
     Args:
-        messages: Of a conversation.
-        text: What the template made of it.
+        messages: Messages of a conversation.
+        text: Text that the template wrote.
     """
     said = [thoughts(message) for message in messages]
     if not any(said):
@@ -109,7 +112,7 @@ def num_unwritten(messages: Sequence[Message], text: str) -> int:
 
 
 def text_said(message: Message) -> str:
-    """All text of a message, of its thoughts and of its calls, in single spaces."""
+    """Return all text of a message, with its thoughts and calls, with single spaces."""
     return " ".join(" ".join(_strings(dict(message))).split())
 
 
@@ -134,17 +137,17 @@ NO_TEXT = "the chat template leaves out what is said beside a tool call"
 LEAKED = "what others said would be trained"
 THINKS = "its thoughts cannot be left out"
 NO_END = "a trained turn has no end marker"
-# Shorter texts of others may occur in what a template writes within a turn.
+# Shorter texts of others may also be part of what a template writes within a turn.
 _TELLING = 12
 _USER, _SYSTEM, _OTHER, _TRAINED, _NOT_PLAIN = range(5)
 
 
 class WeightsError(ValueError):
-    """Messages have weights of their own and share turns."""
+    """An error for messages that have weights of their own but share turns."""
 
 
 class UntrainableError(ValueError):
-    """A conversation that cannot be trained on as the options say; `reason` is the same for all of a kind."""
+    """A conversation that cannot be trained on with these options; `reason` is the same for all of a kind."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason}{f': {details}' if details else ''}")
@@ -153,11 +156,11 @@ class UntrainableError(ValueError):
 
 @dataclass(frozen=True)
 class Speakers:
-    """Who speaks in the conversations of a batch.
+    """The speakers in the conversations of a batch.
 
     Attributes:
-        usual: By row, whether it is usual: [Note: Turns and messages].
-        num_messages: By row, its messages of trained roles.
+        usual: True for each usual row, see [Note: Turns and messages].
+        num_messages: Number of messages of trained roles in each row.
     """
 
     usual: NDArray[np.bool_]
@@ -167,17 +170,17 @@ class Speakers:
 def speakers(
     conversations: Sequence[Conversation], roles: Sequence[str], unproven: Collection[str] = (), quiet: bool = False
 ) -> Speakers:
-    """Who speaks, for all rows at once.
+    """Determine the speakers of all rows at once.
 
     Args:
         conversations: The rows.
-        roles: Those that are trained.
-        unproven: Features for which the format is not proven; rows that have them are not usual.
-        quiet: Whether thoughts are not trained; rows that have them in their text are then not usual.
+        roles: Trained roles.
+        unproven: Features for which the format is not proven; rows with such features are not usual.
+        quiet: True if thoughts are not trained; then rows with thoughts in their text are not usual.
     """
     messages = [message for row in conversations for message in row["messages"]]
     kinds = {"user": _USER, "system": _SYSTEM, **dict.fromkeys(roles, _TRAINED)}
-    # One pass in Python over what may be millions of messages.
+    # A single pass in Python over maybe millions of messages.
     kind = np.array(
         [
             kinds.get(one["role"], _OTHER) if len(one) == 2 and "</think>" not in one["content"] else _NOT_PLAIN
@@ -213,14 +216,14 @@ def speakers(
 
 
 def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
-    """One weight for each trained turn; None where no message has one.
+    """Return one weight for each trained turn, or None if no message has one.
 
     Args:
-        messages: Those of the trained roles.
-        num_turns: How many turns they became.
+        messages: Messages of the trained roles.
+        num_turns: Number of turns that they became.
 
     Raises:
-        WeightsError: Messages of different weights share turns.
+        WeightsError: If messages of different weights share turns.
     """
     if not any("train" in message or "weight" in message for message in messages):
         return None
@@ -243,18 +246,18 @@ def check_turns(
     suspicious: bool = False,
     leaking: frozenset[str] = frozenset(),
 ) -> None:
-    """Holds the trained turns against the messages, see [Note: Turns and messages].
+    """Check the trained turns against the messages, see [Note: Turns and messages].
 
     Args:
         conversation: Its messages.
-        roles: Those that are trained.
-        read: Gives the text of each trained turn; called where the numbers say too little.
-        num_turns: How many turns are trained.
-        suspicious: Whether a message holds a marker that is plain text.
-        leaking: Roles whose messages the format does not tell from those of the assistant before them.
+        roles: Trained roles.
+        read: Returns the text of each trained turn; called if the numbers say too little.
+        num_turns: Number of trained turns.
+        suspicious: True if a message contains a plain-text marker.
+        leaking: Roles whose messages the format does not distinguish from those of the assistant before them.
 
     Raises:
-        UntrainableError: They do not agree.
+        UntrainableError: If they do not agree.
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
     _check_roles(conversation, leaking)
@@ -271,7 +274,7 @@ def check_turns(
         return
     turns = [" ".join(turn.split()) for turn in read()]
     together = " ".join(turns)
-    # Templates may leave out what was thought in earlier turns.
+    # Templates may leave out the thoughts of earlier turns.
     contents = [_line(text_of(message).rpartition("</think>")[2]) for message in messages]
     _check_calls(calls, (), together)
     one_by_one = turns if num_turns == len(messages) else [together] * len(messages)
@@ -284,15 +287,15 @@ def check_turns(
 
 
 def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], together: str) -> None:
-    """Check that each call is written, by how often its name and its arguments stand in the assistant's turns.
+    """Check that each call is written, by counting its name and its arguments in the assistant's turns.
 
     Args:
-        calls: As `Message.tool_calls` has them.
-        contents: What is said beside the calls.
-        together: Text of all turns of the assistant, in single spaces.
+        calls: Calls in the form of `Message.tool_calls`.
+        contents: Text beside the calls.
+        together: Text of all turns of the assistant, with single spaces.
 
     Raises:
-        UntrainableError: A name or an argument stands there less often than the calls and the contents hold it.
+        UntrainableError: If a name or an argument occurs less often than in the calls and the contents.
     """
     functions = [call["function"] for call in calls]
     texts = {text: one["name"] for one in functions for text in (one["name"], *_leaves(one["arguments"]))}
@@ -314,7 +317,7 @@ def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], to
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the keys and values of arguments as text; not those that are empty or null."""
+    """Yield the keys and values of arguments as text, without empty and null ones."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if part is not None:
@@ -330,7 +333,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _spellings(text: str) -> set[str]:
-    """Return how templates may write a text, in single spaces: plainly, as JSON once or twice, and as Python does."""
+    """Return the ways in which templates may write a text: plainly, as JSON once or twice, and as Python does."""
     once = {json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)}
     found = {text, repr(text)[1:-1], *once, *(json.dumps(one)[1:-1] for one in once)}
     return set(map(_line, found)) | ({text.capitalize()} if text in ("true", "false") else set())
@@ -341,7 +344,7 @@ def _line(text: str) -> str:
 
 
 def _runs(conversation: Conversation, roles: Sequence[str]) -> int:
-    """Runs of neighbouring messages of the trained roles; answers of tools do not end one."""
+    """Return the number of runs of neighbouring messages of the trained roles; answers of tools do not end a run."""
     within = {*roles, "tool"}
     runs = groupby(conversation["messages"], key=lambda message: message["role"] in within)
     return sum(part and any(message["role"] in roles for message in run) for part, run in runs)
@@ -359,17 +362,18 @@ def _check_roles(conversation: Conversation, leaking: frozenset[str]) -> None:
 def check_trained(
     conversation: Conversation, roles: Sequence[str], trained: str, quiet: bool, whole: bool = True
 ) -> None:
-    """Holds what is trained against what was said.
+    """Check the trained text against the messages.
 
     Args:
         conversation: Its messages.
-        roles: Those that are trained.
-        trained: The text of all trained tokens.
-        quiet: Whether thoughts are not trained.
-        whole: Whether all turns of these roles are trained.
+        roles: Trained roles.
+        trained: Text of all trained tokens.
+        quiet: True if thoughts are not trained.
+        whole: True if all turns of these roles are trained.
 
     Raises:
-        UntrainableError: Others said it; or it is a thought, or lacks an answer behind one.
+        UntrainableError: If text of others would be trained; or, with `quiet`, a thought would be, or an answer after a
+            thought would not be.
     """
     kept = " ".join(trained.split())
     own = [message for message in conversation["messages"] if message["role"] in roles]

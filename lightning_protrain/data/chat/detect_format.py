@@ -1,8 +1,7 @@
-"""Finds the chat format of a tokenizer: by name, by rendering its template, or derived from what the template writes.
+"""Finds the chat format of a tokenizer: by name, by rendering its template, or by inference from the rendered text.
 
-[Note: Derivation]
-The start of an assistant's turn is what the generation prompt adds to a user's turn; its end is what stands between the
-message and the start of the user's next turn. What comes of it is a family to be proven like any other.
+Inference takes as the start of an assistant's turn what the generation prompt adds to a user's turn. Its end is the
+text between the answer and the start of the user's next turn. The inferred family must be proven like any other.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ _TAG_BEFORE, _TAG_BEHIND = re.compile(_TAG + r"\s*$"), re.compile(r"\s*" + _TAG)
 
 
 def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Markers of a user, with the empty thoughts that the template puts before answers as scaffolds.
+    """Return the user's markers, with the empty thoughts that the template puts before answers as scaffolds.
 
     Args:
-        markers: Without exclusions.
-        vocabulary: Spells the tokens.
+        markers: Markers without exclusions.
+        vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
     """
     texts = dict.fromkeys((*EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
@@ -57,11 +56,11 @@ def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> 
 
 
 def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Markers that know thoughts in tags of plain text too, and, if it needs that, in what the template writes.
+    """Return markers that also exclude thoughts in plain-text tags and, if needed, in tags that the template writes.
 
     Args:
-        markers: Of a chat format.
-        vocabulary: Spells the tokens.
+        markers: Markers of a chat format.
+        vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
     """
     tagged = _with(markers, vocabulary, (Exclusion("thinking", f"<{tag}>", f"</{tag}>") for tag in THOUGHT_TAGS))
@@ -74,7 +73,7 @@ def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Marke
 
 
 def _written(vocabulary: Vocabulary, render: Render) -> Iterator[tuple[str, str]]:
-    """What stands right before and right behind a thought, if both look like tags."""
+    """Yield the text right before and right after a thought, if both look like tags."""
     thought = str(THINKING.messages[-1]["reasoning_content"])
     for probe in (THINKING, as_parts(THINKING)):
         try:
@@ -101,18 +100,18 @@ _SHOWN = 1500
 def find_family(
     tokenizer: PreTrainedTokenizerBase, name: str | None = None, render: Render | None = None
 ) -> tuple[Family, Markers]:
-    """The chat family of a tokenizer, proven on its template, and its markers on this tokenizer.
+    """Return the chat family of a tokenizer, proven on its template, and its markers on this tokenizer.
 
     Args:
-        tokenizer: A fast one with a chat template, or one of mistral-common.
-        name: A family, or a model whose format it has. None: all families whose markers the template writes are tried,
-            the most specific first, and a "generic" one that is derived from what the template writes. It is the first
-            that is proven for most features.
-        render: Renders messages as rows will be rendered; by default the tokenizer's template as it is.
+        tokenizer: A fast tokenizer with a chat template, or one of mistral-common.
+        name: A family, or a model that has its format. None tries all families whose markers the template writes, the
+            most specific first, and then a "generic" one that is inferred from the template. The first family that is
+            proven for most features wins.
+        render: Renders messages as rows will be rendered; by default the tokenizer's own template.
 
     Raises:
-        ValueError: No such family; the tokenizer is slow, lacks its vocabulary or a chat template; the named family
-            does not fit, with expected and found text; or none fits and none can be derived.
+        ValueError: If there is no such family; if the tokenizer is slow or lacks its vocabulary or a chat template; if
+            the named family does not fit (with expected and found text); or if none fits and none can be inferred.
     """
     family = None if name is None else family_named(name)
     vocabulary = Vocabulary(tokenizer)
@@ -131,11 +130,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> Non
     """Check that there is a chat template.
 
     Args:
-        tokenizer: Has one, maybe; one of mistral-common needs none.
-        given: A template in place of the tokenizer's.
+        tokenizer: Tokenizer, maybe with a template; one of mistral-common needs none.
+        given: A template that replaces the tokenizer's; None if there is none.
 
     Raises:
-        ValueError: There is none.
+        ValueError: If there is none.
     """
     if not given and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
@@ -146,10 +145,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> Non
 
 
 def family_named(name: str) -> Family:
-    """The family of this name, or of a model of this name.
+    """Return the family of this name, or of a model of this name.
 
     Raises:
-        ValueError: There is none; near names are told.
+        ValueError: If there is none; the message names similar ones.
     """
     family = family_called(name)
     if family is not None:
@@ -220,7 +219,7 @@ def _rendered(vocabulary: Vocabulary, render: Render) -> str:
 
 
 def _candidates(text: str, vocabulary: Vocabulary) -> Sequence[Family]:
-    """The families whose markers the text has, the one with most of what this vocabulary knows first."""
+    """Return the families whose markers the text contains, the one with most tokens in this vocabulary first."""
     scored: dict[str, tuple[tuple[int, int, int], Family]] = {}
     for family in FAMILIES.values():
         assistant = [boundary for boundary in family.boundaries if boundary.role == ASSISTANT]
@@ -235,7 +234,7 @@ def _candidates(text: str, vocabulary: Vocabulary) -> Sequence[Family]:
 
 
 def _known(family: Family, vocabulary: Vocabulary) -> int:
-    """How many control tokens of the family the vocabulary has."""
+    """Return the number of the family's control tokens that are in the vocabulary."""
     texts = [start for boundary in family.boundaries for start in boundary.start] + list(family.media)
     texts += [text for exclusion in family.exclusions for text in (exclusion.start, exclusion.end)]
     return sum(any(token in text for text in texts) for token in vocabulary.added if not token.isspace())
@@ -247,16 +246,16 @@ _CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistan
 
 
 def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
-    """Return a family "generic" from the template's own rendering, see [Note: Derivation].
+    """Infer a family "generic" from the text that the template writes; the module docstring explains how.
 
     Args:
         render: Renders messages.
-        vocabulary: Spells the tokens.
-        by_prompt: Whether the start of an answer is what the generation prompt begins with, too; some templates write
+        vocabulary: Vocabulary of the tokenizer.
+        by_prompt: True requires that the start of an answer also begins the generation prompt; some templates write
             another prompt than header.
 
     Raises:
-        ValueError: The template has nothing that tells where an answer begins.
+        ValueError: If nothing in the template shows where an answer begins.
     """
     for parts in (False, True):
         sample = _sample(render, vocabulary, parts)
@@ -266,11 +265,11 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """What looks like an empty thought and is put before answers by the template itself.
+    """Return the texts that look like empty thoughts and that the template itself puts before answers.
 
     Args:
         render: Renders messages.
-        vocabulary: Spells the tokens.
+        vocabulary: Vocabulary of the tokenizer.
     """
     for parts in (False, True):
         sample = _sample(render, vocabulary, parts)
@@ -284,14 +283,14 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
 
 
 def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
-    """Return the family, changed so that nothing that the generation prompt writes is content of the assistant.
+    """Return the family, changed so that nothing in the generation prompt is content of the assistant.
 
-    Whitespace behind a start marker becomes a further start marker; what else the prompt writes becomes a scaffold.
+    Whitespace after a start marker becomes part of a further start marker; other text of the prompt becomes a scaffold.
 
     Args:
         family: A chat format.
         render: Renders messages.
-        vocabulary: Spells the tokens.
+        vocabulary: Vocabulary of the tokenizer.
     """
     prompt = _prompt(render, vocabulary)
     starts = [start for boundary in family.boundaries if boundary.role == ASSISTANT for start in boundary.start]
@@ -317,7 +316,7 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
 
 
 def _prompt(render: Render, vocabulary: Vocabulary) -> str:
-    """Return what a template writes behind a user's message, with a generation prompt."""
+    """Return the text that a template writes after a user's message, with a generation prompt."""
     for parts in (False, True):
         try:
             text = vocabulary.text(render(_messages(parts)[:1], add_generation_prompt=True))
@@ -334,16 +333,16 @@ def _messages(as_parts: bool) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """What stands around the words of `_CHAT`.
+    """The text around the words of `_CHAT`.
 
     Attributes:
-        head: Before the first user's word.
-        answer: Between it and the first answer.
-        between: Between that and the second user's word.
-        final: Between that and the final answer.
-        tail: After the final answer.
-        user_only: After the user's word where it is the only message.
-        prompt: The same with a generation prompt.
+        head: Text before the first user's word.
+        answer: Text between it and the first answer.
+        between: Text between that and the second user's word.
+        final: Text between that and the final answer.
+        tail: Text after the final answer.
+        user_only: Text after the user's word if it is the only message.
+        prompt: Text after the user's word with a generation prompt.
     """
 
     head: str
@@ -388,18 +387,18 @@ def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
 
 
 def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = True) -> tuple[str, list[str]]:
-    """Return the start marker, and what the template writes between it and the two answers."""
+    """Return the start marker, and the text that the template writes between it and each of the two answers."""
     common = _common(sample.answer, sample.final)
     if by_prompt and len(sample.prompt) > len(sample.user_only):
         common = _common(common, sample.prompt)
-    # Half a token is no part of the marker.
+    # A marker does not end within a token.
     common = _whole_tokens(common, sample.answer, vocabulary)
     common = _whole_tokens(common, sample.final, vocabulary)
     start = common.removeprefix(_whole_tokens(_common(common, sample.user_only), common, vocabulary)).lstrip()
     if not start.strip() or _THOUGHT_TAG.fullmatch(start.strip()):
-        # The end of the user's turn is all there is before the answer; a thought's end may stand in the answer too.
+        # Only the end of the user's turn precedes the answer; the end of a thought may be part of the answer.
         start = common.lstrip()
-    # A letter that is not Latin mostly tells as much as two that are.
+    # A non-Latin letter usually carries as much information as two Latin ones.
     letters = sum(1 if letter.isascii() else 2 for letter in start if letter.isalnum())
     if not any(token in start for token in vocabulary.added) and letters < 3:
         raise ValueError(
@@ -410,7 +409,7 @@ def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = 
 
 
 def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple[tuple[str | None, ...], str]:
-    """The end markers of an answer, and the start marker of the user's turn."""
+    """Return the end markers of an answer, and the start marker of the user's turn."""
     shared = _common(sample.between, sample.tail)
     shared = _whole_tokens(_whole_tokens(shared, sample.between, vocabulary), sample.tail, vocabulary)
     firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
@@ -419,16 +418,16 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
         whole, last = _whole_end(shared, vocabulary), together[-1]
         if whole != "".join(together):
             last = max((token for token in vocabulary.added if whole.endswith(token)), key=len)
-        # What a call of a tool ends with may be the last of them alone.
+        # A tool call may end with only the last of these tokens.
         ends: tuple[str | None, ...] = tuple(dict.fromkeys((whole, last)))
         rest = sample.between.lstrip()[len(whole) :]
     elif shared.strip():
         ends, rest = (shared.strip(),), sample.between[len(shared) :]
     elif firsts[1] and firsts[2]:
-        # The last answer ends otherwise than the others.
+        # The last answer has another end than earlier ones.
         ends, rest = (firsts[1], firsts[2]), sample.between.lstrip()[len(firsts[1]) :]
     elif firsts[1] and firsts[1] not in sample.head:
-        # An end between turns alone.
+        # Only earlier answers have an end.
         ends, rest = (firsts[1],), sample.between.lstrip()[len(firsts[1]) :]
     else:
         ends, rest = (None,), sample.between
@@ -439,13 +438,13 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
 
 
 def _first_token(text: str, vocabulary: Vocabulary) -> str:
-    """The control token at the begin of a text, if there is one."""
+    """Return the control token at the beginning of a text, or an empty text."""
     found = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
     return max(found, key=len, default="")
 
 
 def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
-    """The control tokens at the begin of a text, up to the end-of-sequence token."""
+    """Return the control tokens at the beginning of a text, up to the end-of-sequence token."""
     found: list[str] = []
     text = text.lstrip()
     while token := max((one for one in vocabulary.added if one.strip() and text.startswith(one)), key=len, default=""):
@@ -457,14 +456,14 @@ def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
 
 
 def _whole_end(text: str, vocabulary: Vocabulary) -> str:
-    """Return the control tokens at the begin of a text, with the words between them if it ends in another one."""
+    """Return the control tokens at the beginning of a text, with the words between them if it ends in another one."""
     tokens = _adjacent_tokens(text, vocabulary)
     is_ended = any(token.strip() and text.rstrip().endswith(token) for token in vocabulary.added)
     return text.strip() if tokens and is_ended and tokens[-1] != vocabulary.eos else "".join(tokens)
 
 
 def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
-    """A prefix of a text, shortened so that it cuts no control token nor word of the text."""
+    """Shorten a prefix of a text so that it cuts no control token and no word of the text."""
     for token in vocabulary.added:
         at = text.find(token, max(0, len(prefix) - len(token) + 1))
         if not token.isspace() and 0 <= at < len(prefix) < at + len(token):
@@ -474,6 +473,6 @@ def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
 
 
 def _common(first: str, second: str) -> str:
-    """What both texts begin with."""
+    """Return the common prefix of both texts."""
     length = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
     return first[: min(len(first), len(second)) if length is None else length]

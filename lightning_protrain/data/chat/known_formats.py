@@ -1,8 +1,6 @@
-"""Lists the chat formats that are known by name, as data.
+"""Chat formats that are known by name, as data.
 
-Source: the chat templates and model cards that these publish.
-
-Source: the chat templates and model cards that these publish.
+Source: the chat templates and model cards that their publishers provide.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 
 _THINK = Exclusion("thinking", "<think>", "</think>")
-# An empty thought that the template writes; where thinking is off it belongs to the prompt.
+# Empty thoughts that templates write; with thinking off they are part of the prompt.
 _TURN_SCAFFOLDS = tuple(
     Exclusion("scaffold", text)
     for text in ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>")
@@ -93,7 +91,7 @@ DEEPSEEK = Family(
     (_THINK, *_TURN_SCAFFOLDS, Exclusion("scaffold", "</think>")),
 )
 
-# No end of its own: the token of the next role ends a turn, and is what the model stops at.
+# Turns have no end marker: the token of the next role ends a turn, and stops the model.
 _GLM_NEXT = ("<|user|>", "<|observation|>", "<|system|>", "<|endoftext|>", None)
 GLM4 = Family(
     "glm4",
@@ -193,7 +191,7 @@ GEMMA = Family(
         "<end_of_audio>",
     ),
 )
-# The result of a tool stands inside the model's turn.
+# Results of tools are inside the model's turn.
 GEMMA4 = Family(
     "gemma4",
     tuple(
@@ -300,7 +298,7 @@ PHI4 = Family(
     (_THINK,),
 )
 
-# The channel is written by the model, so it is content. A tool's turn begins with its name.
+# The model writes the channel, so it is content. A tool's turn begins with its name.
 GPT_OSS = Family(
     "gpt-oss",
     (
@@ -318,7 +316,7 @@ GPT_OSS = Family(
 )
 
 _UTTERANCE = ("<end_of_utterance>\n", "<|im_start|>", "<|begin_of_text|>", "<s>")
-# Names of roles are plain text, which only counts at the begin of the row and after the end of a turn.
+# Names of roles are plain text; they only count at the beginning of a row and after the end of a turn.
 IDEFICS3 = Family(
     "idefics3",
     tuple(
@@ -382,7 +380,7 @@ _WESTERN = (
 
 _BY_NAME = {family.name: family for family in (*_EASTERN, *_WESTERN)}
 
-# Models whose chat format is another family's. Names are compared as `family_called` says.
+# Models that use the chat format of another family. `family_called` ignores case and punctuation.
 ALIASES = {
     **dict.fromkeys(("qwen1.5", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "qwen3.6", "qwq", "qvq"), "qwen"),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen2-audio", "qwen2.5-omni", "qwen3-omni"), "qwen"),
@@ -422,7 +420,7 @@ FAMILIES: dict[str, Family] = _BY_NAME | {alias: _BY_NAME[name] for alias, name 
 
 
 def family_called(name: str) -> Family | None:
-    """Return the family of a name, however it is written: case, `_`, `-` and `.` do not matter."""
+    """Return the family of a name, ignoring case, `_`, `-` and `.`."""
     return _BY_KEY.get(_key(name))
 
 

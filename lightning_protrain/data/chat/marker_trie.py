@@ -1,4 +1,4 @@
-"""Finds markers in token ids: all markers of all sets at once, without Python for a token or a match."""
+"""Finds markers in token ids: all markers of all sets at once, without a Python operation per token or match."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_protrain.data.chat.markers import Marker
 Integers = NDArray[np.int64]
 _DEAD, _ROOT = 0, 1
 _NONE = -1
-# Tokens that are looked up at once, so that the outcome stays in the cache.
+# Number of tokens that are looked up at once, so that the result stays in the cache.
 _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids end to end, in pieces that nothing may cross.
+    """Concatenated token ids, in pieces that no match may cross.
 
     Attributes:
         ids: [tokens].
-        borders: [pieces + 1], ascending, from 0 to the number of tokens: begins of rows and of segments, and wherever
-            padding begins or ends.
-        attended: Whether a token is no padding, [tokens]; None if there is no padding.
+        borders: [pieces + 1], ascending, from 0 to the number of tokens: beginnings of rows and segments, and positions
+            at which padding begins or ends.
+        attended: True for tokens that are not padding, [tokens]; None if there is no padding.
     """
 
     ids: NDArray[Any]
@@ -34,13 +34,13 @@ class TokenRow:
     attended: NDArray[np.bool_] | None
 
     def limits(self, position: Integers) -> Integers:
-        """The border behind each of ascending positions."""
+        """Return the border after each of ascending positions."""
         return np.repeat(self.borders[1:], np.diff(np.searchsorted(position, self.borders)))
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Where markers of one set are: arrays of one length in order of position, at most one match for a position.
+    """The matches of one set of markers: arrays of one length, ordered by position, at most one match per position.
 
     Attributes:
         position: First token of the marker.
@@ -57,15 +57,15 @@ class Matches:
 
 
 def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None) -> TokenRow:
-    """Flattens ids and finds the borders.
+    """Flatten ids and find the borders.
 
     Args:
         ids: Integers of shape [tokens] or [rows, tokens].
-        attention_mask: 0 where there is padding, of the same shape.
+        attention_mask: 0 for padding, of the same shape.
         segments: Changes where another segment begins, of the same shape.
 
     Raises:
-        ValueError: The ids are no integers, or a shape is wrong.
+        ValueError: If the ids are not integers, or a shape is wrong.
     """
     array = np.asarray(ids)
     if array.size == 0:
@@ -85,11 +85,11 @@ def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: A
 
 
 def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
-    """Which intervals remain if, from the left, each is dropped that begins inside the last one kept.
+    """Keep intervals from left to right, dropping each one that begins inside the last one kept.
 
     Args:
-        position: Begins, ascending.
-        stop: Ends, each after its begin.
+        position: Beginnings, ascending.
+        stop: Ends, each after its beginning.
 
     Returns:
         An index into the intervals.
@@ -97,7 +97,7 @@ def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
     if not (position[1:] < stop[:-1]).any():
         return slice(None)
     size = position.size
-    # From every interval to the next one that may be kept; the steps double, so a chain takes few rounds.
+    # Jump from every interval to the next one that may be kept; jumps double, so long chains take few rounds.
     jump = np.append(np.searchsorted(position, stop), size)
     kept = np.zeros(size + 1, dtype=bool)
     kept[0] = True
@@ -111,10 +111,10 @@ def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
 class MarkerTrie:
     """Sets of markers as one trie that is walked from all candidates at the same time.
 
-    [Note: Candidates] A candidate is a position whose id begins some marker; one lookup per token finds them. Per
-    depth of the trie the next ids of all candidates are read at once and those that match nothing are dropped. In each
-    set the longest match of a position wins, with its tail counted; of equally long ones the one with more ids, then
-    the one that has tails, then the one named first.
+    A candidate is a position whose id begins some marker; one lookup per token finds all candidates. At each depth of
+    the trie, the next ids of all candidates are read at once, and those without a match are dropped. In each set, the
+    longest match at a position wins, counting its tail. Of equally long matches, the one with more ids wins, then the
+    one with tails, then the one that is named first.
 
     Args:
         sets: The markers; every set is matched on its own.
@@ -126,7 +126,7 @@ class MarkerTrie:
         codes = {token: code for code, token in enumerate(sorted({t for marker in every for t in marker.ids}), 1)}
         self._codes = _table(codes, np.uint16)
         self._first = _table({marker.ids[0]: True for marker in every}, np.bool_)
-        # Node 0 is where nothing matches any more.
+        # Node 0 means that nothing matches any more.
         children: list[dict[int, int]] = [{}, {}]
         nodes = [[_insert(children, [codes[token] for token in marker.ids]) for marker in set_] for set_ in self.sets]
         self._width = len(codes) + 1
@@ -137,7 +137,7 @@ class MarkerTrie:
         self._grows = np.array([bool(edges) for edges in children])
         deepest = max((len(marker.ids) for marker in every), default=0)
         self._layers = [list(self._layers_of(depth, nodes, len(children))) for depth in range(1, deepest + 1)]
-        # Row 0 is for markers without tails: anything may follow.
+        # Row 0 is for markers without tails: any token may follow.
         tails = list(dict.fromkeys(marker.tails for marker in every if marker.tails))
         self._tail_rows = [np.array([tails.index(m.tails) + 1 if m.tails else 0 for m in set_]) for set_ in self.sets]
         self._tail_width = max((max(tail) for tail in tails), default=0) + 2
@@ -148,7 +148,7 @@ class MarkerTrie:
         self._tails = table.reshape(-1)
 
     def find(self, row: TokenRow) -> list[Matches]:
-        """The matches of every set. None crosses a border or covers padding."""
+        """Return the matches of every set. No match crosses a border or covers padding."""
         blocks = range(0, row.ids.size, _BLOCK)
         candidates = [np.flatnonzero(_look_up(self._first, row.ids[at : at + _BLOCK])) + at for at in blocks]
         here = candidates[0] if len(candidates) == 1 else np.concatenate([np.empty(0, dtype=np.int64), *candidates])
@@ -164,7 +164,7 @@ class MarkerTrie:
         return [_latest(parts) for parts in found]
 
     def _hits(self, row: TokenRow, number: int, marker: Integers, here: Integers, depth: int) -> Matches:
-        """Those of the candidates that are a marker, are within borders and have the tail that they need."""
+        """Return the candidates that are a complete marker within borders and have the required tail."""
         hits = np.flatnonzero(marker >= 0)
         marker, stop = marker[hits], here[hits]
         position = stop - depth
@@ -175,7 +175,7 @@ class MarkerTrie:
         rows = self._tail_rows[number]
         if rows.any():
             rows = rows[marker]
-            # Of a marker at the very end its tail was cut off.
+            # The tail of a marker at the very end was cut off.
             inside = stop < limit
             tail = row.ids.take(stop, mode="clip").astype(np.int64)
             tail[(tail < 0) | (tail >= self._tail_width)] = self._tail_width - 1
@@ -186,7 +186,7 @@ class MarkerTrie:
         return Matches(position, stop, marker)[np.flatnonzero(valid)]
 
     def _layers_of(self, depth: int, nodes: list[list[int]], size: int) -> Iterator[tuple[int, Integers]]:
-        """For markers of so many ids: the set, and by node its marker. What comes later takes precedence."""
+        """Yield, for markers of `depth` ids, their set and the marker of each node. Later ones take precedence."""
         for number, markers in enumerate(self.sets):
             order = sorted(range(len(markers)), key=lambda at: (bool(self.sets[number][at].tails), -at))
             tables: list[Integers] = []
@@ -203,7 +203,7 @@ class MarkerTrie:
 
 
 def _insert(children: list[dict[int, int]], codes: Sequence[int]) -> int:
-    """Adds a marker to the trie and gives its last node."""
+    """Add a marker to the trie and return its last node."""
     node = _ROOT
     for code in codes:
         if code not in children[node]:
@@ -214,14 +214,14 @@ def _insert(children: list[dict[int, int]], codes: Sequence[int]) -> int:
 
 
 def _table(values: dict[int, int], dtype: type[np.generic]) -> NDArray[Any]:
-    """By id its value; the last entry is for all larger ids."""
+    """Return an array with the value of each id; the last entry is for all larger ids."""
     table = np.zeros(max(values, default=0) + 2, dtype=dtype)
     table[list(values)] = list(values.values())
     return table
 
 
 def _look_up(table: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
-    """The values of ids, 0 for those that are not in the table."""
+    """Return the values of ids, 0 for ids that are not in the table."""
     values: NDArray[Any] = table.take(ids, mode="clip")
     if table[0]:
         values[ids < 0] = 0
@@ -229,7 +229,7 @@ def _look_up(table: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
 
 
 def _latest(parts: Sequence[Matches]) -> Matches:
-    """All in order of position; of those at one position the one of the last part."""
+    """Merge matches in order of position; at each position the match of the last part wins."""
     if len(parts) == 1:
         return parts[0]
     nothing = np.empty(0, dtype=np.int64)

@@ -1,14 +1,14 @@
-r"""From the text of markers to token ids of one tokenizer.
+r"""Turns the text of markers into token ids of one tokenizer.
 
 [Note: Tails]
-A tokenizer may put the last characters of a marker and the first ones of what follows into one token: after
+A tokenizer may put the last characters of a marker and the first ones of the following text into one token: after
 `<|im_start|>assistant` a content that begins with a newline gives the one token "\n\n". So the ids of a marker stop
-before such a token, and `tails` are all tokens of the vocabulary that begin with the characters that are left. The tail
+before such a token, and `tails` are all tokens of the vocabulary that begin with the remaining characters. The tail
 belongs to the marker.
 
-[Note: Variants]
-The same text has different ids in different surroundings: SentencePiece writes `USER` otherwise at the begin of a row
-than after `</s>`. So each marker is tokenized in all surroundings that a chat has, and every outcome is one `Marker`.
+The same text also has different ids in different surroundings: SentencePiece encodes `USER` at the beginning of a row
+otherwise than after `</s>`. So each marker is tokenized in all surroundings that occur in a chat, and every result is
+one `Marker`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
-# What stands before and after a marker. Words only before a marker that cannot be a part of one.
+# Text before and after a marker. Letters may only precede a marker that they cannot merge with.
 _BEFORE = ("", "\n", "\n\n", " ", ".", ".\n", ".\n\n", ". ", ")\n", '"\n', "a\n", "a\n\n", "a ")
 _BEFORE_SYMBOLS = ("a", "7", ")", "}", "`", '"', ">", "!", "?", "\u3002")
 _AFTER = (
@@ -57,9 +57,9 @@ class Marker:
     """One tokenization of a marker.
 
     Attributes:
-        text: The marker's text.
-        ids: The fixed part, at least one id.
-        tails: If not empty, the next token must be one of these; it belongs to the marker: [Note: Tails].
+        text: Text of the marker.
+        ids: Fixed part, at least one id.
+        tails: If not empty, the next token must be one of these, and belongs to the marker, see [Note: Tails].
     """
 
     text: str
@@ -72,12 +72,12 @@ class RoleMarkers:
     """The markers of a role.
 
     Attributes:
-        role: Its name.
-        starts: At least one.
-        ends: Maybe none.
-        open_ended: Whether the next start, or the end of the segment, is a regular end of a turn.
-        include_start: Whether the start marker of a trained turn is trained.
-        include_end: Whether the end marker of a trained turn is trained.
+        role: Name of the role.
+        starts: Start markers, at least one.
+        ends: End markers, maybe none.
+        open_ended: True if the next start, or the end of the segment, is a regular end of a turn.
+        include_start: True if the start marker of a trained turn is trained.
+        include_end: True if the end marker of a trained turn is trained.
     """
 
     role: str
@@ -90,7 +90,7 @@ class RoleMarkers:
 
 @dataclass(frozen=True)
 class ExclusionMarkers:
-    """The markers of an excluded part; `end` is empty where `start` is the whole of it."""
+    """The markers of an excluded part; `end` is empty if `start` is all of it."""
 
     kind: str
     start: tuple[Marker, ...]
@@ -99,12 +99,12 @@ class ExclusionMarkers:
 
 @dataclass(frozen=True)
 class Markers:
-    """A family on one tokenizer.
+    """The markers of a family on one tokenizer.
 
     Attributes:
-        family: Its name.
-        roles: One for each boundary of the family that this tokenizer has.
-        exclusions: Those of the family that this tokenizer has.
+        family: Name of the family.
+        roles: One entry for each boundary of the family that this tokenizer can spell.
+        exclusions: Exclusions of the family that this tokenizer can spell.
         media: Ids that are never trained.
     """
 
@@ -115,19 +115,20 @@ class Markers:
 
 
 def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, strict: bool = False) -> Markers:
-    """Finds the token ids of a family's markers.
+    """Return the token ids of a family's markers.
 
-    What a tokenizer cannot spell is left out, but for the roles assistant and user. So are media and end markers that
-    it does not have as one token, as long as one end marker is left.
+    Markers that a tokenizer cannot spell are left out, except for the roles assistant and user. Media and end markers
+    that are not one token are left out too, as long as one end marker remains.
 
     Args:
         family: The boundaries as text.
         tokenizer: A fast tokenizer or one of mistral-common, or its vocabulary.
-        strict: Nothing is left out: for boundaries that a user gave.
+        strict: True leaves nothing out: for boundaries that a user gave.
 
     Raises:
-        ValueError: A marker encodes to nothing or to the unknown token, or does not come back from its tokens; the
-            family ends turns with the end-of-sequence token and the tokenizer has none; a slow or a toy tokenizer.
+        ValueError: If a marker encodes to nothing or to the unknown token, or is not restored from its tokens; if the
+            family ends turns with the end-of-sequence token and the tokenizer has none; or if the tokenizer is slow or
+            a toy.
     """
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     resolver = _Resolver(family, vocabulary)
@@ -148,7 +149,7 @@ def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, str
 
 
 def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[ExclusionMarkers]:
-    """Those exclusions of a family that a tokenizer can spell."""
+    """Return the exclusions of a family that a tokenizer can spell."""
     resolver = _Resolver(family, vocabulary)
     return [
         resolver.exclusion_markers(one)
@@ -158,7 +159,7 @@ def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[Exclusion
 
 
 class _Resolver:
-    """Tokenizes the markers of one family; each text once."""
+    """Tokenizes the markers of one family, each text once."""
 
     def __init__(self, family: Family, vocabulary: Vocabulary) -> None:
         self.family = family
@@ -169,7 +170,7 @@ class _Resolver:
         self.known: dict[str, tuple[Marker, ...]] = {}
 
     def can_spell(self, texts: Iterable[str]) -> bool:
-        """Whether the tokenizer spells all the texts."""
+        """Return True if the tokenizer can spell all texts."""
         try:
             return all(map(self.markers, texts))
         except ValueError:
@@ -218,18 +219,19 @@ class _Resolver:
         else:
             found = self._found(core)
             markers = self._with_tails(text, core, found)
-        # A space at the end is content's where it is part of the word that follows, not where it is a token of its own.
+        # A space at the end belongs to the content if it is part of the following word, and to the marker if it is its
+        # own token.
         return (*markers, *(Marker(text, ids, spaces) for ids, rest in found if spaces and not rest))
 
     def _spaces(self, begin: bytes) -> frozenset[int]:
-        """Return the tokens that are nothing but whitespace and begin with `begin`."""
+        """Return the whitespace tokens that begin with `begin`."""
         tokens = sorted(self.vocabulary.beginning_with(begin))
         return frozenset(
             token for token, spelled in zip(tokens, self.vocabulary.spell(tokens), strict=True) if spelled.isspace()
         )
 
     def _found(self, core: str) -> list[tuple[tuple[int, ...], bytes]]:
-        """Return the tokens of a marker in all surroundings, with the end of it that is in the token behind them."""
+        """Return a marker's tokens in all surroundings, each with the rest of the marker that is in the next token."""
         symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
         surroundings = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
         encoded = self.vocabulary.encode([before + core + after for before, after in surroundings])
@@ -244,7 +246,7 @@ class _Resolver:
         return list(found)
 
     def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
-        """Adds, for whatever of the end of a marker may be shared with what follows, the tails."""
+        """Add the tails for every end of a marker that may share a token with the following text."""
         fixed: dict[tuple[tuple[int, ...], bytes], None] = {}
         for ids, rest in found:
             spelled = self.vocabulary.spell(ids)
@@ -261,7 +263,7 @@ class _Resolver:
         return tuple(Marker(text, ids, tails[rest]) for ids, rest in fixed if tails[rest] or not rest)
 
     def _may_merge(self, core: str, index: int, spelled: bytes, rest: bytes) -> bool:
-        """Whether the last token of a marker may grow by what follows."""
+        """Return True if the last token of a marker may merge with the following text."""
         if index in self.vocabulary.added.values() and not spelled.isspace():
             return False
         if core[-1].isspace():
@@ -287,9 +289,9 @@ class _Resolver:
 def _cut(
     spelled: Sequence[bytes], ids: Sequence[int], before: bytes, core: bytes, after: bytes
 ) -> tuple[tuple[int, ...], bytes] | None:
-    """The tokens of `core` in the text `before + core + after`, and the end of it that is in the token after them.
+    """Return the tokens of `core` in `before + core + after`, and the end of it that is in the next token.
 
-    None where the tokens do not spell the text, or a token of `core` holds more than spaces of what is before.
+    The result is None if the tokens do not spell the text, or if a token of `core` holds more than spaces of `before`.
     """
     text = before + core + after
     first, last = len(before), len(before) + len(core)
@@ -297,7 +299,7 @@ def _cut(
     if spans is None:
         return None
     inside: list[int] = []
-    # Spaces that the tokenizer inserts belong to the marker only where more of it follows.
+    # Inserted spaces belong to the marker only if more of it follows.
     inserted: list[int] = []
     for (start, stop), index in zip(spans, ids, strict=True):
         if stop <= first or (start == stop and start in (first, last)):
@@ -318,9 +320,9 @@ def _cut(
 
 
 def _align(text: bytes, spelled: Sequence[bytes]) -> list[tuple[int, int]] | None:
-    """Where each token stands in the text; None if the tokens do not spell it.
+    """Return the place of each token in the text, or None if the tokens do not spell it.
 
-    A tokenizer may put a space before a token, and an added token may swallow the spaces beside it.
+    A tokenizer may insert a space before a token, and an added token may swallow the spaces beside it.
     """
     spans: list[tuple[int, int]] = []
     position = 0

@@ -22,12 +22,11 @@ class TokenTurns:
 
     Attributes:
         row: Tokens of all rows, which no turn crosses.
-        borders: Where rows begin, and the end of the last one: [rows + 1].
+        borders: Beginnings of the rows, and the end of the last one: [rows + 1].
         spans: The turns.
-        first: By row, its first turn, and the number of turns: [rows + 1].
-        trainable: By turn, whether its role is trained.
-        begun: By turn, whether it is trainable and holds anything: what a format writes for the model to go on from is
-            no turn yet.
+        first: First turn of each row, and the number of turns: [rows + 1].
+        trainable: True for turns whose role is trained.
+        begun: True for trainable turns with content: an opened turn for the model to continue does not count.
     """
 
     row: TokenRow
@@ -39,16 +38,16 @@ class TokenTurns:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """The tokens, [tokens]."""
+        """Token ids, [tokens]."""
         return self.row.ids
 
     @property
     def num_begun(self) -> Integers:
-        """By row, its begun turns."""
+        """Number of begun turns in each row."""
         return self.per_row(self.begun)
 
     def per_row(self, turns: Bools) -> Integers:
-        """By row, how many of its turns are among `turns`."""
+        """Return the number of each row's turns that are set in `turns`."""
         until = np.concatenate(([0], np.cumsum(turns)))
         return np.asarray(until[self.first[1:]] - until[self.first[:-1]])
 
@@ -59,17 +58,17 @@ class TokenTurns:
         return last[ends & (last >= self.first[:-1])]
 
     def of_row(self, row: int) -> slice:
-        """The turns of a row."""
+        """Return the slice of a row's turns."""
         return slice(int(self.first[row]), int(self.first[row + 1]))
 
 
 def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
-    """Scans tokenized conversations.
+    """Scan tokenized conversations.
 
     Args:
-        rows: Their tokens, each [length]; at least one row.
-        markers: Where turns begin and end.
-        options: Whose turns are trained.
+        rows: Token ids of the rows, each [length]; at least one row.
+        markers: Markers at which turns begin and end.
+        options: Options with the trained roles.
     """
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     borders = np.concatenate(([0], np.cumsum(sizes)))
@@ -78,7 +77,7 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
     trainable = trainable_turns(spans, markers, options)
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
     found = TokenTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
-    # What a template writes for the model to go on from may be a scaffold.
+    # The text of a turn that is opened for the model may be a scaffold.
     last = found.last_turns()
     last = last[begun[last]]
     if last.size and any(part.kind == "scaffold" for part in markers.exclusions):
@@ -90,13 +89,13 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
 
 @dataclass(frozen=True)
 class LossMask:
-    """What is trained of the tokens.
+    """The loss mask of tokens.
 
     Attributes:
-        trained: By token, [tokens].
-        weights: By token, [tokens]; None where all that is trained weighs alike.
-        unended: By turn, whether it has trained content and no terminator.
-        stopless: Those of `unended` whose terminator should be trained, by the options and by what the format writes.
+        trained: True for trained tokens, [tokens].
+        weights: Weight of each token, [tokens]; None if all trained tokens weigh the same.
+        unended: True for turns with trained content and no terminator.
+        stopless: True for `unended` turns whose terminator should be trained, by the options and the format.
     """
 
     trained: Bools
@@ -108,13 +107,13 @@ class LossMask:
 def mask_turns(
     found: TokenTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
 ) -> LossMask:
-    """Decides what is trained.
+    """Decide which tokens are trained.
 
     Args:
         found: The turns.
-        markers: The markers that they were found with.
-        options: What to train.
-        weights: By row, one for each begun turn, or None where these weigh 1; None: all do.
+        markers: Markers with which the turns were found.
+        options: Options of the mask.
+        weights: For each row, one weight for each begun turn, or None for weights of 1; None means 1 for all rows.
     """
     spans = found.spans
     every = None if weights is None else _spread(found, weights)
@@ -132,7 +131,7 @@ def mask_turns(
 
 
 def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOptions) -> Integers:
-    """What must not be cut in two, in order: markers, excluded parts' markers too, and runs of media: [ranges, 2]."""
+    """Return the ranges that must not be cut in two, in order: markers and runs of media, [ranges, 2]."""
     spans = found.spans
     ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
     ranges.append(exclusion_borders(found.row, markers, options))
@@ -144,7 +143,7 @@ def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOption
 
 
 def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[float]:
-    """Weights by trainable turn."""
+    """Return the weight of each trainable turn."""
     spread = np.ones(len(found.begun))
     for row, of_row in enumerate(weights):
         if of_row is not None:
@@ -154,7 +153,7 @@ def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[fl
 
 
 def _should_end(found: TokenTurns, markers: Markers, options: MaskOptions) -> Bools:
-    """By turn, whether a terminator of it is to be trained and its format always writes one."""
+    """Return True for turns whose terminator should be trained and is always written by the format."""
     ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[found.spans.role]
     if options.train_on_inputs or options.train_on_eos == "none":
         return np.zeros_like(found.trainable)
@@ -171,21 +170,20 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """What of a conversation is trained.
+    """Options for the parts of a conversation that are trained.
 
     Attributes:
-        train_on_inputs: Everything is trained but padding, media, the first token of every segment and turns of weight
-            0; the other options then do not matter.
-        roles_to_train: The roles whose turns are trained; None means the assistant; an empty tuple trains nothing.
-        train_on_eos: Which terminators of turns are trained. `turn`: those of the trained turns. `all`: those of the
-            other turns too, except where the marker means something else as well: it begins a turn, or a role with
-            `include_end=False` ends with it. `last`: only that of the last trainable turn of each segment, and none if
-            that turn was cut. `none`: none.
+        train_on_inputs: True trains everything but padding, media, the first token of every segment and turns of weight
+            0; the other options then have no effect.
+        roles_to_train: Roles whose turns are trained; None means the assistant; an empty tuple trains nothing.
+        train_on_eos: Terminators that are trained. `turn`: those of the trained turns. `all`: those of the other turns
+            too, unless the marker also begins a turn or ends a role with `include_end=False`. `last`: only that of the
+            last trainable turn of each segment, and none if that turn was cut. `none`: none.
         train_on: All trainable turns, or only the last one of each segment.
-        train_thinking: Whether thinking is trained.
+        train_thinking: True trains thinking.
 
     Raises:
-        ValueError: A value is none of these.
+        ValueError: If a value is not allowed.
     """
 
     train_on_inputs: bool = False
@@ -200,13 +198,13 @@ class MaskOptions:
             if value not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {value!r}.")
         for name in ("train_on_inputs", "train_thinking"):
-            # "false" in quotes would be true.
+            # A quoted "false" would be true.
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
         roles: Any = self.roles_to_train
         if roles is None:
             return
-        # A bare string is a sequence of strings too.
+        # A bare string is a sequence of strings, too.
         if not isinstance(roles, tuple | list) or not all(isinstance(role, str) for role in roles):
             raise ValueError(f"roles_to_train must be a list of names of roles, got {roles!r}.")
         object.__setattr__(self, "roles_to_train", tuple(roles))
@@ -220,15 +218,15 @@ class MaskOptions:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that are trained."""
+        """Roles that are trained."""
         return (ASSISTANT,) if self.roles_to_train is None else self.roles_to_train
 
 
 def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """By turn, whether its role is trained: [spans].
+    """Return True for turns whose role is trained: [spans].
 
     Raises:
-        ValueError: The family has no boundary for one of the roles.
+        ValueError: If the family has no boundary for one of the roles.
     """
     names = [role.role for role in markers.roles]
     unknown = sorted(set(options.roles) - set(names))
@@ -249,23 +247,23 @@ def trained_tokens(
     segments: ArrayLike | None = None,
     turn_weights: Sequence[float] | None = None,
 ) -> Bools:
-    """Which tokens are trained, a bool array of the shape of `ids`.
+    """Return True for trained tokens, a bool array of the shape of `ids`.
 
-    Trained is the content of the trained turns, without exclusions and media, with the terminators and start markers
-    that the options and the roles name. Padding and the first token of every segment never are.
+    The content of the trained turns is trained, without exclusions and media, and with the terminators and start
+    markers that the options and the roles name. Padding and the first token of every segment are never trained.
 
     Args:
         ids: Token ids, as given to `scan`.
-        spans: What `scan` found in them.
-        markers: The same markers.
-        options: What to train.
+        spans: Turns that `scan` found in them.
+        markers: Markers that were given to `scan`.
+        options: Options of the mask.
         attention_mask: As given to `scan`.
         segments: As given to `scan`.
-        turn_weights: One for every turn of a role that is trained, in order. A turn of weight 0 is not trained, nor is
-            its terminator, and it is not the last trainable turn.
+        turn_weights: One weight for every turn of a trained role, in order. A turn of weight 0 is not trained, nor is
+            its terminator, and it does not count as the last trainable turn.
 
     Raises:
-        ValueError: The family has no boundary for a role; or the weights are no weights, or of another number.
+        ValueError: If the family has no boundary for a role, or the weights are invalid or of a wrong number.
     """
     row = lay_out(ids, attention_mask, segments)
     return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
@@ -274,7 +272,7 @@ def trained_tokens(
 def trained_in(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> Bools:
-    """As `trained_tokens`, for ids that are laid out: [tokens]."""
+    """Return the trained tokens of ids that are laid out already: [tokens]; see `trained_tokens`."""
     trainable = trainable_turns(spans, markers, options)
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
@@ -294,14 +292,14 @@ def trained_in(
 def token_weights(
     trained: Bools, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> NDArray[np.float32]:
-    """The weight of every token in the loss, of the shape of `trained`: 0 where it is not trained.
+    """Return the weight of every token in the loss, of the shape of `trained`: 0 for tokens that are not trained.
 
     Args:
-        trained: What `trained_tokens` gave.
-        spans: What `scan` found.
-        markers: The same markers.
-        options: The same options.
-        turn_weights: As given to `trained_tokens`; what belongs to none of these turns has weight 1.
+        trained: Result of `trained_tokens`.
+        spans: Result of `scan`.
+        markers: Markers that were given to `scan`.
+        options: Options that were given to `trained_tokens`.
+        turn_weights: As given to `trained_tokens`; tokens outside these turns have weight 1.
     """
     weights = trained.astype(np.float32).reshape(-1)
     if turn_weights is not None:
@@ -315,7 +313,7 @@ def token_weights(
 def _trained_turns(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
 ) -> Bools:
-    """The trained tokens of the turns, media included."""
+    """Return the trained tokens of the turns, media included."""
     if not options.roles:
         return np.zeros(row.ids.size, dtype=bool)
     turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
@@ -328,7 +326,7 @@ def _trained_turns(
         terminated &= last_of_segment(row, spans, trainable) & spans.complete
     elif options.train_on_eos == "none":
         terminated[:] = False
-    # Of a turn that is not trained, at most the terminator.
+    # An untrained turn contributes at most its terminator.
     begin = np.where(turns, np.where(with_start, spans.start, spans.content), spans.end)
     stop = np.where(terminated, spans.stop, spans.end)
     chosen = turns | others
@@ -340,7 +338,7 @@ def _trained_turns(
 
 
 def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
-    """By turn, those of `turns` that are the last ones of their segment."""
+    """Return the turns of `turns` that are the last ones of their segment."""
     index = np.flatnonzero(turns)
     piece = np.searchsorted(row.borders, spans.start[index], side="right")
     last = np.zeros_like(turns)
@@ -349,7 +347,7 @@ def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
 
 
 def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """By turn, whether its terminator means something else too."""
+    """Return True for turns whose terminator has another meaning, too."""
     starts = {start.ids for role in markers.roles for start in role.starts}
     trained = {end.ids for role in markers.roles if role.role in options.roles for end in role.ends}
     closing = {end.ids for role in markers.roles if not role.include_end for end in role.ends}
@@ -370,7 +368,7 @@ def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: 
 def _excluded(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
 ) -> tuple[Integers, Integers]:
-    """Begins and ends of what is excluded from the content of the turns."""
+    """Return the beginnings and ends of the excluded parts of the turns' content."""
     active = _active(markers, options)
     begins, stops = [], []
     if active and turns.any():
@@ -388,7 +386,7 @@ def _excluded(
 
 
 def exclusion_borders(row: TokenRow, markers: Markers, options: MaskOptions) -> Integers:
-    """Where the markers of excluded parts are, wherever they stand: [ranges, 2]."""
+    """Return the places of all markers of excluded parts: [ranges, 2]."""
     found = _exclusion_trie(_active(markers, options)).find(row)
     return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])
 
@@ -398,10 +396,10 @@ def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, .
 
 
 def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, kind: str) -> tuple[Integers, Integers]:
-    """What one exclusion covers: from each start marker in a turn to the next end marker, or to the end of the turn.
+    """Return the intervals of one exclusion: from each start marker in a turn to the next end marker or turn's end.
 
-    A start marker may be part of the turn's own one, as where the template opens the thinking. A thought that is a turn
-    of its own ends with the turn's terminator, which is then a part of it.
+    A start marker may be part of the turn's own start marker, for example if the template opens the thinking. A thought
+    that is a turn of its own ends with the turn's terminator, which is then a part of it.
     """
     turn = np.searchsorted(spans.start, start.position, side="right") - 1
     inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])
@@ -430,7 +428,7 @@ def _exclusion_trie(exclusions: tuple[ExclusionMarkers, ...]) -> MarkerTrie:
 
 @lru_cache(maxsize=64)
 def _trainable_ids(media: frozenset[int]) -> Bools:
-    """By id whether it may be trained. Negative ids read the entry of 0, larger ones the last entry."""
+    """Return True for ids that may be trained. Negative ids read entry 0, larger ids the last entry."""
     table = np.ones(max(media) + 2, dtype=bool)
     table[sorted(media)] = False
     return table
@@ -448,19 +446,19 @@ def _checked(turn_weights: Sequence[float], count: int) -> NDArray[np.float64]:
 
 
 def _disjoint(begin: Integers, stop: Integers) -> tuple[Integers, Integers]:
-    """The same tokens by intervals that do not overlap; what two cover belongs to the first. Begins ascend."""
+    """Return non-overlapping intervals of the same tokens; overlaps belong to the first interval. Beginnings ascend."""
     reached = np.maximum.accumulate(stop) if stop.size else stop
     return np.minimum(np.append(begin[:1], np.maximum(begin[1:], reached[:-1])), reached), reached
 
 
 def _paint(size: int, begin: Integers, stop: Integers) -> Bools:
-    """Whether one of the intervals covers a token, [size]."""
+    """Return True for tokens that an interval covers, [size]."""
     begin, stop = _disjoint(begin, stop)
     return np.repeat(*_runs(size, begin, stop, np.ones(begin.size, dtype=bool), np.False_))
 
 
 def _runs(size: int, begin: Integers, stop: Integers, values: NDArray, other: np.generic) -> tuple[NDArray, Integers]:
-    """The values of intervals and of what lies between, with their lengths, for `np.repeat`."""
+    """Return the values of intervals and of the gaps between them, with their lengths, for `np.repeat`."""
     edges = np.empty(2 * begin.size + 2, dtype=np.int64)
     edges[0], edges[-1], edges[1:-1:2], edges[2:-1:2] = 0, size, begin, stop
     runs = np.full(2 * begin.size + 1, other)

@@ -1,4 +1,4 @@
-"""What a user wants of a chat format, and what becomes of it on one tokenizer."""
+"""Combines the user's chat settings with one tokenizer: chooses, proves and caches its chat format."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _RESERVED = {
     "chat_template": "Use the option `chat_template`.",
     "max_length": "Use the option `max_length`.",
 }
-# What templates call a variable that asks for the whole of a conversation.
+# Names of template variables that request the complete text of a conversation.
 _FOR_TRAINING = re.compile(r"\b\w*train\w*\b")
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How the conversations of one data set are rendered and what of them is trained; see `ChatDataModule`.
+    """Settings for rendering and masking the conversations of one data set; see `ChatDataModule`.
 
     Raises:
-        ValueError: An unknown choice, boundaries that are none, or nothing would be trained and nobody allowed it.
+        ValueError: If a choice or a boundary is invalid, or nothing would be trained without `on_untrainable="warn"`.
     """
 
     family: str | None = None
@@ -74,7 +74,7 @@ class ChatSettings:
         if self.family is not None:
             family_named(self.family)
         _check_variables(self.template_kwargs)
-        assert self.template is None or self.template  # read now, so that a missing file is told now
+        assert self.template is None or self.template  # read now, to report a missing file early
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
         empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
         if empty and self.on_untrainable != "warn" and not self.train_on_inputs:
@@ -85,12 +85,12 @@ class ChatSettings:
 
     @property
     def format(self) -> str:
-        """What recognition and proof depend on; equal for equal chat formats."""
+        """Key of everything that recognition and proof depend on; equal for equal chat formats."""
         return repr((self.family, self.template, sorted(self.template_kwargs.items()), self.boundaries))
 
     @cached_property
     def options(self) -> MaskOptions:
-        """What is trained."""
+        """Options of the loss mask."""
         roles: Any = self.roles_to_train
         if isinstance(roles, list | tuple):
             roles = tuple(roles)
@@ -100,15 +100,15 @@ class ChatSettings:
 
     @cached_property
     def boundaries(self) -> Family | None:
-        """The user's own boundaries."""
+        """Boundaries of the user; None if there are none."""
         return None if self.role_boundaries is None else parse_boundaries(self.role_boundaries)
 
     @cached_property
     def template(self) -> str | None:
-        """The text of the chat template that is to be used in place of the tokenizer's.
+        """Text of the chat template that replaces the tokenizer's; None if there is none.
 
         Raises:
-            ValueError: It is the path of a file that is not there.
+            ValueError: If it is the path of a file that does not exist.
         """
         if self.chat_template is None or not self.chat_template.endswith(_TEMPLATE_SUFFIXES):
             return self.chat_template
@@ -131,11 +131,11 @@ class _Known:
 
 
 class ChatEncoders:
-    """What the settings become on one tokenizer; each once.
+    """The encoders of all settings on one tokenizer, each made once.
 
     Args:
-        tokenizer: Encodes.
-        name: Folder or name that the tokenizer comes from, and the processor; None: it has none.
+        tokenizer: The tokenizer.
+        name: Folder or name that the tokenizer and the processor come from; None means no processor.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
@@ -144,21 +144,21 @@ class ChatEncoders:
         self._known: dict[str, _Known] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
-        """How conversations are encoded.
+        """Return the encoder for conversations.
 
         Args:
-            settings: What the user wants.
-            processor: Whose media are never trained, and whose template is used unless the user gives one.
+            settings: Settings of the data set.
+            processor: Processor whose media are never trained, and whose template is used unless the user gives one.
 
         Raises:
-            ValueError: No family is known or proven to fit, or the one that is given does not fit.
+            ValueError: If no family is known or proven to fit, or the given one does not fit.
         """
         quiet = not settings.options.train_thinking
         key = f"{settings.format} {quiet} {processor is not None}"
         if key not in self._known:
             self._known[key] = self._prove(settings, processor, quiet)
         known = self._known[key]
-        # Refuses roles without boundaries.
+        # Raises for roles without boundaries.
         trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
         if "user" in settings.options.roles and known.user_header and not settings.train_on_inputs:
             raise ValueError(
@@ -208,7 +208,7 @@ class ChatEncoders:
         return _Known(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
 
     def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
-        """Warn that the last turn of a conversation has no end token, and name the variable that changes it."""
+        """Warn that the last turn of a conversation has no end token, and name a variable that adds it."""
         text = str(template or self._tokenizer.chat_template)
         closing = None
         for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
@@ -227,7 +227,7 @@ class ChatEncoders:
         )
 
     def _texts(self, family: Family) -> list[str]:
-        """What begins and ends turns and what tools say in them, and media."""
+        """Return the texts that begin and end turns and outputs of tools, and media."""
         ends = [end for boundary in family.boundaries for end in boundary.end if end is not None]
         eos = str(self._tokenizer.eos_token or "")
         starts = [start for boundary in family.boundaries for start in boundary.start]
@@ -235,10 +235,10 @@ class ChatEncoders:
         return [*starts, *(eos if end == EOS else end for end in ends), *said, *family.media]
 
     def image_encoder(self, settings: ChatSettings) -> ImageEncoder:
-        """How conversations with images are encoded.
+        """Return the encoder for conversations with images.
 
         Raises:
-            ValueError: There is no processor of images where the tokenizer comes from.
+            ValueError: If the tokenizer's folder has no image processor.
         """
         return ImageEncoder(
             self.encoder(settings, self._processor), self._processor, usable_keys(settings.processor_kwargs)
@@ -259,11 +259,11 @@ class ChatEncoders:
         return processor
 
     def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
-        """A function that says of tokens what they are: 0 text, 1 of a marker, 2 media.
+        """Return a function that classifies tokens: 0 text, 1 marker, 2 media.
 
         Args:
-            settings: Of the data set.
-            images: Whether it has images.
+            settings: Settings of the data set.
+            images: True if the data set has images.
         """
         markers = (self.image_encoder(settings).chat if images else self.encoder(settings)).markers
 
@@ -279,10 +279,10 @@ class ChatEncoders:
 
 
 def _check_variables(given: Mapping[str, Any]) -> None:
-    """Refuses variables of the template that are none.
+    """Refuse template variables that are arguments of rendering or tokenizing.
 
     Raises:
-        ValueError: An argument of rendering or tokenizing.
+        ValueError: If there is one.
     """
     for name in given:
         if name in _RESERVED:
@@ -292,7 +292,7 @@ def _check_variables(given: Mapping[str, Any]) -> None:
 
 
 def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> None:
-    """Say the format, where the boundaries come from, what is trained between which markers, and what is not proven."""
+    """Report the format, its source, the trained roles with their markers, and the features that are not proven."""
     options = settings.options
     trained = [role for role in markers.roles if role.role in options.roles]
     roles = "; ".join(

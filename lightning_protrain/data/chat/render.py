@@ -1,12 +1,10 @@
-"""Conversations become token ids by the tokenizer's own chat template.
+"""Turns conversations into token ids with the tokenizer's own chat template.
 
-[Note: Spoofing]
-A user who writes "<|im_end|>" into a message must not end the turn: what looks like a control token in a message (one
-that the tokenizer calls special, or a part of a marker) is encoded as plain text. In messages of the assistant that
-holds for markers of turns and for media only: reasoning and tool calls are often part of its text, as tokens of their
-own. A marker that is plain text ("ASSISTANT:") cannot be told
-apart from a user's words by any tokenizer; a conversation that holds one is pointed out, and its mask is held against
-its text. Source: https://github.com/huggingface/transformers/issues/29279
+A user who writes "<|im_end|>" into a message must not end the turn. So control tokens in a message (special tokens of
+the tokenizer and parts of markers) are encoded as plain text. In messages of the assistant this only holds for markers
+of turns and for media, because reasoning and tool calls are often written into its text as tokens of their own. No
+tokenizer can distinguish a plain-text marker ("ASSISTANT:") from a user's words; a conversation that contains one is
+flagged, and its mask is checked against its text. Source: https://github.com/huggingface/transformers/issues/29279
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ from lightning_protrain.data.conversation import Conversation
 
 try:
     from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
-except ImportError:  # an older version, with which models are trained all the same
+except ImportError:  # an older version, which can still train models
     encode_marked_chat = mark_control_tokens = None
 
-# What of a message a user can fill.
+# Fields of a message whose text may come from a user.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a chat template makes of a conversation.
+    """The text that a chat template makes of a conversation.
 
     Attributes:
-        text: Its output; what is to be encoded as plain text is marked where `sanitized`.
-        sanitized: Whether a message holds a control token.
-        suspicious: Whether a message holds a marker that is plain text.
-        ids: Its tokens, where the tokenizer renders and encodes at once.
+        text: Its output; if `sanitized`, text that must be encoded as plain text is marked.
+        sanitized: True if a message contains a control token.
+        suspicious: True if a message contains a plain-text marker.
+        ids: Token ids, if the tokenizer renders and encodes at once.
     """
 
     text: str
@@ -51,16 +49,16 @@ class Rendered:
 
 
 class Renderer:
-    """Applies a chat template and encodes what it gives, see [Note: Spoofing].
+    """Applies a chat template and encodes its output; control tokens in messages stay plain text.
 
     Args:
-        tokenizer: Its template is used.
-        markers: Texts that begin and end turns, and media; None: any token that is found in text as a whole.
-        template_kwargs: Further variables of the template, `enable_thinking` for example.
-        chat_template: Another template than the tokenizer's.
+        tokenizer: Tokenizer whose template is used.
+        markers: Texts that begin and end turns, and media; None means every added token.
+        template_kwargs: Further variables of the template, for example `enable_thinking`.
+        chat_template: A template that replaces the tokenizer's.
 
     Raises:
-        ValueError: The installed transformers cannot encode control tokens in messages as text.
+        ValueError: If the installed transformers cannot encode control tokens in messages as text.
     """
 
     def __init__(
@@ -82,14 +80,14 @@ class Renderer:
             self._kwargs["chat_template"] = chat_template
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> Rendered:
-        """The text of a conversation.
+        """Render a conversation.
 
         Args:
-            conversation: Its weights do not matter here.
-            add_generation_prompt: Whether what a model is asked to answer by is added.
+            conversation: The conversation; its weights are ignored.
+            add_generation_prompt: True adds the prompt for an answer.
 
         Raises:
-            ValueError: The template refuses it.
+            ValueError: If the template refuses the conversation.
         """
         tools = conversation.get("tools") or None
         if self._encodes_at_once:
@@ -113,7 +111,7 @@ class Renderer:
         return Rendered(self._apply(messages, tools, add_generation_prompt), sanitized, suspicious)
 
     def encode(self, rendered: Sequence[Rendered]) -> list[list[int]]:
-        """Token ids of texts, without any token that the template does not write."""
+        """Return the token ids of texts, without any token that the template does not write."""
         if self._encodes_at_once:
             return [list(one.ids or ()) for one in rendered]
         plain = [one.text for one in rendered if not one.sanitized]
@@ -125,10 +123,10 @@ class Renderer:
     def ids(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Token ids of messages, by the way that conversations take: what `proof.prove` asks for.
+        """Return the token ids of messages, rendered like conversations; `verify_family` uses it.
 
         Raises:
-            ValueError: The template refuses them.
+            ValueError: If the template refuses them.
         """
         conversation: Any = {"messages": messages} if tools is None else {"messages": messages, "tools": list(tools)}
         return self.encode([self.render(conversation, add_generation_prompt)])[0]
@@ -156,12 +154,12 @@ class Renderer:
 
     @property
     def _encodes_at_once(self) -> bool:
-        """Whether it is a tokenizer of mistral-common: no text of a message ever becomes a control token of it."""
+        """True for a tokenizer of mistral-common, which never encodes text of a message as a control token."""
         return getattr(self.tokenizer, "backend_tokenizer", None) is None
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template wants lists of parts: templates for images often drop a text that is none."""
+        """True if the template needs lists of parts: templates for images often drop plain strings."""
         said = [{"role": "user", "content": "walnut"}, {"role": "assistant", "content": "maple"}]
         listed = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in said]
         for messages, wants_parts in ((said, False), (listed, True)):
@@ -175,14 +173,14 @@ class Renderer:
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are found in text as a whole, but for whitespace."""
+        """Ids of added tokens except whitespace."""
         if self._encodes_at_once:
             return frozenset()
         return frozenset(index for token, index in self.tokenizer.get_added_vocab().items() if not token.isspace())
 
     @cached_property
     def _added(self) -> frozenset[str]:
-        """All tokens that are found in text before it is split into pieces, but for whitespace."""
+        """Added tokens except whitespace, which are matched in text before it is split into pieces."""
         return frozenset(token for token in self.tokenizer.get_added_vocab() if not token.isspace())
 
     @cached_property
@@ -198,7 +196,7 @@ class Renderer:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str]:
-        """Those that may begin or end a turn: not a tag of thoughts that is a part of a marker with other tokens."""
+        """Pattern of tokens that may begin or end a turn, without thought tags that are only part of longer markers."""
         return _any_of(token for token in self._of_markers if not self._marks_thoughts_alone(token))
 
     def _marks_thoughts_alone(self, token: str) -> bool:
@@ -217,12 +215,12 @@ def _without_weights(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest first; nothing if there are none."""
+    """Return a pattern that matches any of the texts, the longest first, or nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _marked(value: Any, control: re.Pattern[str]) -> Any:
-    """The same with its control tokens marked as plain text, in keys too: templates write those of arguments."""
+    """Mark control tokens as plain text in values and keys: templates write the keys of arguments, too."""
     if isinstance(value, Mapping):
         return {_marked(key, control): _marked(part, control) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

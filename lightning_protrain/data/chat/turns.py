@@ -1,9 +1,9 @@
 """Finds the turns of conversations in token ids, from the markers of their roles.
 
-[Note: Turns by markers] A turn begins with a start marker of its role. It goes to the first of: an end marker of its
-role, the next start marker of any role, a border. Borders are the ends of rows and of segments, and padding. What
-stands between turns belongs to nobody. An end marker may begin where the next start marker begins: then it is the
-terminator of the turn, and the begin of the next one.
+A turn begins with a start marker of its role. It extends to the first of: an end marker of its role, the next start
+marker of any role, a border. Borders are the ends of rows and of segments, and padding. Tokens between turns belong to
+no turn. An end marker may begin where the next start marker begins: then it is both the terminator of the turn and the
+beginning of the next one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_protrain.data.chat.markers import Markers, RoleMarkers
 
 @dataclass(frozen=True)
 class Spans:
-    """Turns in order: arrays of one length, positions in the flattened ids, see [Note: Turns by markers].
+    """Turns in order: arrays of one length with positions in the flattened ids.
 
     Attributes:
         start: First token of the start marker.
         content: First token of the content.
         end: One past the content.
-        stop: One past the terminator; `end` where there is none. May lie behind the next `start`.
+        stop: One past the terminator; `end` if there is none. May lie after the next `start`.
         role: Index into `Markers.roles`.
-        complete: Whether an end marker was found, or the role is open-ended and another turn follows in the segment.
+        complete: True if an end marker was found, or the role is open-ended and another turn follows in the segment.
     """
 
     start: Integers
@@ -43,24 +43,24 @@ class Spans:
 def scan(
     ids: ArrayLike, markers: Markers, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None
 ) -> Spans:
-    """Finds the turns.
+    """Find the turns in token ids.
 
-    Of start markers the longest at a position wins, and one that begins inside another is none.
+    The longest start marker at a position wins, and a start marker that begins inside another one does not count.
 
     Args:
         ids: Token ids of shape [tokens] or [rows, tokens]; no turn crosses a row.
         markers: The markers as ids.
-        attention_mask: 0 where there is padding, the same shape. Padding is known from this alone.
-        segments: Another value for every packed conversation, the same shape; no turn crosses a change.
+        attention_mask: 0 for padding, of the same shape. None means no padding.
+        segments: A different value for every packed conversation, of the same shape; no turn crosses a change.
 
     Raises:
-        ValueError: The ids are no integers, or a shape is wrong.
+        ValueError: If the ids are not integers, or a shape is wrong.
     """
     return find_spans(lay_out(ids, attention_mask, segments), markers)
 
 
 def find_spans(row: TokenRow, markers: Markers) -> Spans:
-    """As `scan`, for ids that are laid out."""
+    """Find the turns in ids that are laid out already; see `scan`."""
     tables = _tables(markers)
     starts, *ends = tables.trie.find(row)
     starts = starts[without_overlap(starts.position, starts.stop)]
@@ -81,7 +81,7 @@ def find_spans(row: TokenRow, markers: Markers) -> Spans:
 
 
 def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
-    """By turn, the index of its terminator in the `ends` of its role; -1 where there is none."""
+    """Return the index of each turn's terminator in the `ends` of its role, or -1 without one."""
     tables = _tables(markers)
     _, *ends = tables.trie.find(row)
     index = np.full(spans.role.size, -1)
@@ -94,13 +94,13 @@ def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What is worked out once for a set of markers.
+    """Lookup tables that are computed once for a set of markers.
 
     Attributes:
-        trie: Set 0 has the starts of all roles, each further one the ends of one or more roles.
-        role_of_start: By start marker, its role.
-        ends_of_role: By role, the number of its ends: 0 is set 1 of the trie.
-        open_ended: By role.
+        trie: Set 0 has the starts of all roles, each further set the ends of one or more roles.
+        role_of_start: Role of each start marker.
+        ends_of_role: Number of the set of ends of each role; 0 is set 1 of the trie.
+        open_ended: True for open-ended roles.
     """
 
     trie: MarkerTrie
@@ -112,7 +112,7 @@ class _Tables:
 @lru_cache(maxsize=64)
 def _tables(markers: Markers) -> _Tables:
     roles: Sequence[RoleMarkers] = markers.roles
-    # Roles mostly share their ends.
+    # Most roles share their ends.
     ends = list(dict.fromkeys(role.ends for role in roles))
     return _Tables(
         trie=MarkerTrie([[start for role in roles for start in role.starts], *ends]),
@@ -123,7 +123,7 @@ def _tables(markers: Markers) -> _Tables:
 
 
 def _next(matches: Matches, position: Integers) -> tuple[Integers, Integers]:
-    """The first match at or behind each position: which positions have one, and the index of it."""
+    """Find the first match at or after each position; return the positions that have one, and its index."""
     at = np.searchsorted(matches.position, position)
     found = np.flatnonzero(at < matches.position.size)
     return found, at[found]

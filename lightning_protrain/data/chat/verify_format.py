@@ -1,14 +1,14 @@
 """Proves on a tokenizer, with conversations whose mask is known, that a chat format finds what the assistant says.
 
 [Note: Proof]
-Conversations whose words are known are rendered and scanned, as rows will be. Each turn that is trained must be exactly
-one message of the assistant and one end marker; of others nothing may be trained. Between the start marker and the
-message may stand what the model itself writes there, such as the channel of a harmony message: what the template adds
-to its own generation prompt.
+Conversations with known words are rendered and scanned as rows will be. Each trained turn must be exactly one message
+of the assistant and one end marker; nothing of other messages may be trained. Between the start marker and the message
+there may be text that the model itself writes, such as the channel of a harmony message: text that the template adds to
+its own generation prompt.
 
-Plain turns must be proven. Of each further feature (`features`: tools, reasoning, a system message and more) it is
-remembered where it fails, so that the conversations that have it are untrainable and the others are trained. What a
-template refuses proves nothing; rows that have it are held against their messages (`agreement`).
+Plain turns must be proven. For each further feature (`features` in check_turns.py: tools, reasoning, a system message
+and more), failures are recorded. Conversations with such a feature are then untrainable, and the others are trained. If
+a template refuses a probe, nothing is proven; rows with that feature are checked against their messages instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_protrain.data.chat.vocabulary import Vocabulary
 
 Messages = Sequence[dict[str, Any]]
 
-# What templates raise on roles and fields that they do not take.
+# Exceptions of templates for roles and fields that they do not accept.
 REFUSALS: tuple[type[Exception], ...] = (
     TemplateError,
     ValueError,
@@ -57,25 +57,27 @@ REFUSALS: tuple[type[Exception], ...] = (
 
 
 class Render(Protocol):
-    """Token ids of a conversation, by a chat template."""
+    """A function that returns the token ids of a conversation, using a chat template."""
 
     def __call__(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Renders `messages`.
+        """Render `messages`.
 
         Raises:
-            ValueError: The template refuses them.
+            ValueError: If the template refuses them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TemplateRender:
-    """Renders by a tokenizer's own template; control tokens in messages become plain text where it can do that.
+    """Renders with a tokenizer's own template.
+
+    Control tokens in messages become plain text if the tokenizer supports it.
 
     Attributes:
-        tokenizer: Has a chat template, or is one of mistral-common.
+        tokenizer: Tokenizer with a chat template, or one of mistral-common.
         template_kwargs: Further variables of the template.
     """
 
@@ -85,10 +87,10 @@ class TemplateRender:
     def __call__(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Renders `messages`.
+        """Render `messages`.
 
         Raises:
-            ValueError: The template refuses them, with its reason.
+            ValueError: If the template refuses them, with its reason.
         """
         settings: dict[str, Any] = {"tokenize": True, "return_dict": True, **dict(self.template_kwargs)}
         if tools is not None:
@@ -106,23 +108,23 @@ class TemplateRender:
 
 
 def _mistral_refusals() -> tuple[type[Exception], ...]:
-    # An optional package: loaded by now if the tokenizer is one of its own.
+    # An optional package, which is loaded by now if it made the tokenizer.
     exceptions = sys.modules.get("mistral_common.exceptions")
     return () if exceptions is None else (exceptions.MistralCommonException,)
 
 
 @dataclass(frozen=True)
 class ProbeConversation:
-    """A conversation and what must come of it.
+    """A conversation and its expected mask.
 
     Attributes:
-        name: What it tries.
-        messages: Its messages; every text in it has a word of its own.
-        kept: Words that the assistant says: trained, where the template writes them.
-        hidden: Words that others say: never trained.
+        name: Subject of the test.
+        messages: Messages; every text in them has a word of its own.
+        kept: Words of the assistant: trained if the template writes them.
+        hidden: Words of others: never trained.
         tools: Tools that are offered.
-        exact: Whether every message of the assistant is a turn of its own, so that turns can be compared one by one.
-        feature: What conversations have that stand or fall with it; empty: all.
+        exact: True if every message of the assistant is a turn of its own, so that turns can be compared one by one.
+        feature: Feature that this conversation tests; empty means all conversations.
     """
 
     name: str
@@ -135,7 +137,7 @@ class ProbeConversation:
 
     @property
     def expected(self) -> list[str]:
-        """What the assistant says, message by message."""
+        """Text of each message of the assistant."""
         return [str(message["content"]).strip() for message in self.messages if message["role"] == "assistant"]
 
 
@@ -158,12 +160,12 @@ MAIN = ProbeConversation(
     ),
     feature=SEVERAL,
 )
-# Who may speak after the assistant, beside the user.
+# Roles that may speak after the assistant, besides the user.
 LATE_ROLES = ("tool", "system", "developer")
 
 
 def late_message(role: str) -> ProbeConversation:
-    """A message of this role between two of the assistant."""
+    """Return a conversation with a message of this role between two of the assistant."""
     messages = (_user("Walnut?"), _assistant("It is maple."), {"role": role, "content": "say willow"})
     return ProbeConversation(
         f"a late message of {role}", (*messages, _assistant("Then hazel."), _user("Poplar?")), hidden=("willow",)
@@ -179,7 +181,7 @@ _SYSTEM, _DEVELOPER = (
     )
     for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
 )
-# Whatever stands at the borders of a content may share a token with the markers.
+# The first and last characters of a content may share a token with the markers.
 EDGES = ProbeConversation(
     "contents with spaces, line ends and symbols at their borders",
     tuple(
@@ -291,7 +293,7 @@ THINKING = ProbeConversation(
     feature=REASONING,
 )
 THOUGHTS = ("sorrel", "tansy")
-# Each group holds forms of one probe of a feature: the first that the template takes counts.
+# Each group holds forms of one probe of a feature: the first form that the template accepts counts.
 GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
     (_SYSTEM,),
     (_DEVELOPER,),
@@ -310,10 +312,10 @@ GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
 
 
 def spoofed_markers(texts: Sequence[str]) -> ProbeConversation:
-    """A user who writes the markers of a turn of the assistant.
+    """Return a conversation in which a user writes the markers of an assistant's turn.
 
     Args:
-        texts: What the user writes around the word "bryony".
+        texts: Texts that the user writes around the word "bryony".
     """
     messages = list(MAIN.messages)
     messages[0] = _user("First walnut. " + " ".join(f"{text}bryony" for text in texts) + " thyme")
@@ -323,13 +325,13 @@ def spoofed_markers(texts: Sequence[str]) -> ProbeConversation:
 
 
 def single_turns(probe: ProbeConversation) -> list[ProbeConversation]:
-    """The same, each turn of the assistant and what is before it on its own."""
+    """Return a conversation for each pair of a user's and an assistant's message."""
     pairs = zip(probe.messages[::2], probe.messages[1::2], strict=True)
     return [replace(probe, messages=pair) for pair in pairs]
 
 
 def as_parts(probe: ProbeConversation) -> ProbeConversation:
-    """The same with contents as lists of parts, which templates of models with images ask for."""
+    """Return the conversation with contents as lists of parts, which templates of models with images require."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message["content"], str)
@@ -340,34 +342,34 @@ def as_parts(probe: ProbeConversation) -> ProbeConversation:
 
 
 _SHOWN = 1500
-# Up to this many answers of a probe, the generation prompt of each is looked at.
+# The generation prompt of each answer is checked up to this number of answers.
 _ALL_PROMPTS = 2
 
 
 class VerificationError(ValueError):
-    """The markers of a family do not find what the assistant says."""
+    """An error for a family whose markers do not find what the assistant says."""
 
 
 def verify_family(
     render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
 ) -> dict[str, str]:
-    """Proves a family on a tokenizer and its template, see [Note: Proof].
+    """Prove a family on a tokenizer and its template, see [Note: Proof].
 
-    A family without a role "assistant" that has boundaries is not proven: what is trained is then the user's choice.
+    A family without boundaries for the role "assistant" is not checked: the user chooses what is trained.
 
     Args:
         render: Renders messages as rows will be rendered.
         tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: The family on this tokenizer.
-        quiet: Only that thoughts can be left out is proven.
+        markers: Markers of the family on this tokenizer.
+        quiet: True only proves that thoughts can be left out.
 
     Returns:
-        The features for which it fails, and how.
+        The features for which the family fails, with the failure.
 
     Raises:
-        NotProven: Something else than the assistant's messages would be trained in plain turns; expected and found text
-            are shown.
-        ValueError: The template refuses a turn of user and assistant.
+        VerificationError: If in plain turns anything but the assistant's messages would be trained; the message shows
+            expected and found text.
+        ValueError: If the template refuses a turn of user and assistant.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return {}
@@ -382,14 +384,14 @@ def verify_family(
 
 
 def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
-    """Roles whose messages, after one of the assistant, would be trained as if the assistant had said them.
+    """Return the roles whose messages, after one of the assistant, would be trained as the assistant's.
 
-    So it is where turns end with the next start marker alone, and the template writes these roles without one.
+    That happens if only the next start marker ends a turn, and the template writes these roles without one.
 
     Args:
         render: Renders messages as rows will be rendered.
         tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: The family on this tokenizer.
+        markers: Markers of the family on this tokenizer.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return frozenset()
@@ -408,7 +410,7 @@ def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabular
 
 
 def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary) -> bool:
-    """Return whether a template writes nothing behind the last answer of a conversation.
+    """Return True if a template writes nothing after the last answer of a conversation.
 
     Args:
         render: Renders messages as rows will be rendered.
@@ -427,12 +429,12 @@ def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary)
 
 
 def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:
-    """Return what beside a user's words would be trained with the turns of users; empty if there is nothing.
+    """Return the text that would be trained in addition to a user's words in turns of users; empty if there is none.
 
     Args:
         render: Renders messages as rows will be rendered.
         tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: The family on this tokenizer.
+        markers: Markers of the family on this tokenizer.
     """
     if not any(role.role == "user" for role in markers.roles):
         return ""
@@ -453,7 +455,7 @@ def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary,
 
 @dataclass(frozen=True)
 class RenderedTest:
-    """A rendered probe: its tokens, the text they give, and what each trained turn holds."""
+    """A rendered probe: its tokens, their text, and the content of each trained turn."""
 
     ids: tuple[int, ...]
     text: str
@@ -479,12 +481,12 @@ class _Verification:
         self.unproven: dict[str, str] = {}
 
     def plain_turns(self) -> None:
-        """Checks turns of user and assistant: several, or else one alone."""
+        """Check turns of user and assistant: several turns, or a single one."""
         try:
             self._required((MAIN,))
             self._check_group((EDGES,))
         except ValueError as error:
-            # A family without the right end would do for one turn, if the template ends none.
+            # Without this, a family with a wrong end would pass for one turn if the template writes no end.
             self.must_end = isinstance(error, VerificationError)
             try:
                 self._required((ONE,))
@@ -495,14 +497,14 @@ class _Verification:
             self.unproven[SEVERAL] = _first_line(error)
 
     def optional(self, forms: Sequence[ProbeConversation]) -> None:
-        """Checks a feature, and remembers how it fails."""
+        """Check a feature, and record how it fails."""
         try:
             self._check_group(forms)
         except VerificationError as error:
             self.unproven.setdefault(forms[0].feature, _first_line(error))
 
     def thinking(self) -> None:
-        """Checks that thinking is left out where it is not trained, if the family knows how."""
+        """Check that untrained thinking is left out, if the family knows how."""
         if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
             return
         for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):
@@ -520,7 +522,7 @@ class _Verification:
                     break
 
     def spoofs(self) -> tuple[tuple[ProbeConversation, ...], ...]:
-        """A user who writes turns of the assistant, where markers are control tokens."""
+        """Return probes of a user who writes turns of the assistant, if the markers are control tokens."""
         starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
         controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
         end = next(iter(self.ends), "")
@@ -535,7 +537,7 @@ class _Verification:
             ) from refusal
 
     def _check_group(self, forms: Sequence[ProbeConversation]) -> ValueError | None:
-        """Checks the first form that the template takes; why it takes none."""
+        """Check the first form that the template accepts; return the refusal if it accepts none."""
         refusal: ValueError | None = None
         for form in (*forms, *map(as_parts, forms)):
             try:
@@ -551,12 +553,12 @@ class _Verification:
                 return None
             refusal = refusal or ValueError("the chat template leaves out what the assistant says")
             if not form.exact and self._tells_roles(form, ids):
-                # What others say is nothing to train, whatever is left out of the assistant's words.
+                # Words of others must not be trained, whatever the template leaves out of the assistant's words.
                 self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
         return refusal
 
     def _shown(self, probe: ProbeConversation, ids: Sequence[int]) -> RenderedTest | None:
-        """The rendered probe; None where the template leaves out what is said."""
+        """Return the rendered probe, or None if the template leaves out what is said."""
         rendering = self._read(ids, MaskOptions())
         if probe.exact and not self._says_all(probe, rendering.text):
             return None
@@ -565,9 +567,9 @@ class _Verification:
         return rendering
 
     def _tells_roles(self, probe: ProbeConversation, ids: Sequence[int]) -> bool:
-        """Whether the template renders no message of another role as it renders the assistant's.
+        """Return False if the template renders a message of another role like one of the assistant.
 
-        If it does, it does not know that role; rows that have it give more turns than messages of the assistant.
+        Such a template does not know that role; rows with it have more turns than messages of the assistant.
         """
         for at, message in enumerate(probe.messages):
             if message["role"] not in (ASSISTANT, "user"):
@@ -597,11 +599,11 @@ class _Verification:
         return RenderedTest(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
 
     def _overhang(self, spelled: Sequence[bytes]) -> bytes:
-        """What of the content is in the last token of a start marker: [Note: Tails] of `markers`."""
+        """Return the part of the content in the last token of a start marker, see [Note: Tails] in markers.py."""
         text = b"".join(spelled)
         for start in self.starts:
             for length in range(len(spelled[-1])):
-                # A tokenizer may put spaces between the tokens of a marker, and before the first word of a content.
+                # A tokenizer may insert spaces between the tokens of a marker, and before the first word of a content.
                 if not spelled[-1][: len(spelled[-1]) - length].strip(b" "):
                     continue
                 if text[: len(text) - length].translate(None, b" ").lstrip() == start:
@@ -634,12 +636,12 @@ class _Verification:
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
 
     def _check_prompts(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
-        """Check that nothing is trained that a generation prompt writes, where the answer goes on behind it."""
+        """Check that nothing of a generation prompt is trained, if the answer follows it."""
         positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
         if not probe.exact or self.trains_starts:
             return
         if len(positions) > _ALL_PROMPTS:
-            # The space of a prompt is a token of its own before digits and letters that are not Latin.
+            # The space of a prompt is its own token before digits and non-Latin letters.
             said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
             positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
         spelled = self.vocabulary.spell(rendering.ids)
@@ -662,7 +664,7 @@ class _Verification:
                     self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
     def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest, said: Sequence[str]) -> None:
-        """What the model writes between the generation prompt and the message: [Note: Proof]."""
+        """Learn what the model writes between the generation prompt and the message, see [Note: Proof]."""
         positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
         for at, one in zip(positions, said, strict=True):
             try:
@@ -676,7 +678,7 @@ class _Verification:
             self._learn_lead_without_thought(prompt, rendering, one)
 
     def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: RenderedTest, said: str) -> None:
-        """Learn the control tokens that stand before an answer where the prompt opens a thought instead."""
+        """Learn the control tokens before an answer for a prompt that opens a thought instead."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
         shared = sum(1 for _ in same)
         (opening,) = self.vocabulary.spell(prompt[shared : shared + 1]) or (b"",)
@@ -705,5 +707,5 @@ def _said(content: object) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """How a feature fails, without what is the same for all."""
+    """Return the failure of a feature, without the part that is the same for all features."""
     return str(error).split("\n")[0].rpartition("its chat template. On ")[2]

@@ -1,4 +1,4 @@
-"""The vocabulary of a tokenizer as bytes: what each token spells, and which tokens begin with some text."""
+"""The vocabulary of a tokenizer as bytes: the spelling of each token, and the tokens that begin with a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-# Text that a tokenizer is meant to hold as one token: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], and with full-width bars.
+# Texts that look like single control tokens: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], and with full-width bars.
 _CONTROL = re.compile(
     r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<\uff5c[^<>\s]+\uff5c>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z][A-Z_]+\]"
 )
@@ -34,20 +34,20 @@ _LETTER_OF_BYTE = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
 
 
 class Vocabulary:
-    """What the tokens of a tokenizer spell.
+    """The spellings of a tokenizer's tokens.
 
     Args:
         tokenizer: A fast tokenizer, or one of mistral-common.
 
     Raises:
-        ValueError: A slow tokenizer, or one that cannot spell a plain sentence: its folder lacks its vocabulary.
+        ValueError: If the tokenizer is slow, or cannot spell a plain sentence because its folder lacks the vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer: Any = tokenizer
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # mistral-common: text never becomes a control token, so these are looked up and never encoded.
+        # mistral-common never encodes text as a control token: control tokens are looked up instead.
         self.controls_apart = self._backend is None and hasattr(tokenizer, "mode")
         if self._backend is None and not self.controls_apart:
             raise ValueError(
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """Ids of the tokens that are found in text as a whole, by their text."""
+        """Ids of the tokens that are matched in text as a whole, by their text."""
         if self.controls_apart:
             tokens = self.tokenizer.all_special_tokens
             return {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in tokens}
@@ -81,15 +81,15 @@ class Vocabulary:
         return re.compile("(" + "|".join(re.escape(text) for text in sorted(self.added, key=len, reverse=True)) + ")")
 
     def controls_in(self, text: str) -> bool:
-        """Whether a text has a control token, and every one that it has is a token of this tokenizer."""
+        """Return True if a text has control tokens, and all of them are tokens of this tokenizer."""
         return bool(text) and any(token in text for token in self.added if not token.isspace()) and self.has(text)
 
     def has(self, text: str) -> bool:
-        """Whether all that looks like a control token in a text is one token of this tokenizer."""
+        """Return True if everything in a text that looks like a control token is one token of this tokenizer."""
         return all(token in self.added for token in _CONTROL.findall(text))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in which added tokens are whole tokens; nothing is put before or after."""
+        """Return the token ids of each text, with added tokens as whole tokens and nothing before or after."""
         if self.controls_apart:
             return [self._encode_apart(text) for text in texts]
         if not texts:
@@ -106,16 +106,16 @@ class Vocabulary:
         return ids
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """What each token spells, in UTF-8; a token may hold a part of a character."""
+        """Return the UTF-8 spelling of each token; a token may hold a part of a character."""
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return [
             self._added_text.get(index, b"") or self._spell_piece(name) for index, name in zip(ids, names, strict=True)
         ]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text that the tokens spell together, control tokens included.
+        """Return the text that the tokens spell together, control tokens included.
 
-        A space that the tokenizer itself puts at the begin of a text, or after an added token, is left out.
+        A space that the tokenizer itself inserts at the beginning of a text, or after an added token, is left out.
         """
         spelled = self.spell(ids)
         if self._inserts_space:
@@ -142,7 +142,7 @@ class Vocabulary:
         return (piece.replace(SPACE_MARK, " ") if self._space_mark else piece).encode()
 
     def beginning_with(self, text: bytes) -> frozenset[int]:
-        """Ids of the tokens whose spelling begins with `text`."""
+        """Return the ids of the tokens whose spelling begins with `text`."""
         if self._byte_level:
             piece = "".join(_LETTER_OF_BYTE[byte] for byte in text)
         else:
@@ -165,7 +165,7 @@ class Vocabulary:
 
     @cached_property
     def unknown(self) -> int | None:
-        """Id of the token for what the vocabulary cannot spell."""
+        """Id of the token for text that the vocabulary cannot spell."""
         return getattr(self.tokenizer, "unk_token_id", None)
 
     def _check(self) -> None:

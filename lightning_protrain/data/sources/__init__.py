@@ -1,1 +1,1 @@
-"""Where conversations come from: data sets, files and rows become `Conversation`."""
+"""Sources of conversations: turns data sets, files and rows into `Conversation`."""

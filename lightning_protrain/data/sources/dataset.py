@@ -1,4 +1,4 @@
-"""Reads the conversations of one split when they are asked for, and counts what became of them."""
+"""Reads the conversations of one split on access, and counts how many were kept, dropped and trained."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lightning_protrain.data.sources.tables import Table
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """One data set in one split.
+    """Counts of one data set in one split.
 
     Attributes:
-        name: Of the data set, and the split.
-        family: Whose role boundaries are used.
-        num_kept: Conversations that are used.
-        dropped: Why others are not, and how many.
-        num_tokens: Of what is used.
+        name: Name of the data set, and the split.
+        family: Chat family whose boundaries are used.
+        num_kept: Number of used conversations.
+        dropped: Number of dropped conversations for each reason.
+        num_tokens: Tokens of the used conversations.
         num_trained: Tokens with a loss.
         num_unended: Trained turns without a terminator.
         num_doubtful: Conversations that are kept although their turns and messages differ.
-        lengths: Of the conversations: smallest, median, 95th percentile, largest.
-        num_unwritten: Conversations of which the chat template leaves out reasoning.
-        num_cut: Those of `num_unended` that were cut at `max_length`.
-        knobs: What is trained, as the user has set it.
-        dropped_rows: Where the first rows that are not used come from, and why they are not.
+        lengths: Tokens per conversation: minimum, median, 95th percentile, maximum.
+        num_unwritten: Conversations whose reasoning the chat template leaves out.
+        num_cut: Turns among `num_unended` that were cut at `max_length`.
+        knobs: Settings of the loss mask.
+        dropped_rows: Sources of the first dropped rows, with the reason.
     """
 
     name: str
@@ -55,11 +55,11 @@ class DatasetReport:
 
     @property
     def num_dropped(self) -> int:
-        """Conversations that are not used."""
+        """Number of dropped conversations."""
         return sum(count for _, count in self.dropped)
 
     def describe(self) -> str:
-        """One sentence for the log."""
+        """Return one sentence for the log."""
         share = self.num_trained / max(self.num_tokens, 1)
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
@@ -91,17 +91,17 @@ def count(
     num_unwritten: int = 0,
     num_cut: int = 0,
 ) -> DatasetReport:
-    """Adds up.
+    """Return a report with the sums.
 
     Args:
-        name: Of the data set, and the split.
-        family: Whose role boundaries are used.
-        lengths: Tokens of each conversation that is used.
+        name: Name of the data set, and the split.
+        family: Chat family whose boundaries are used.
+        lengths: Tokens of each used conversation.
         num_trained: Tokens with a loss.
         num_unended: Trained turns without a terminator.
-        dropped: A reason for each conversation that is not used, or how many there are for each reason.
+        dropped: A reason for each dropped conversation, or a number for each reason.
         num_doubtful: Conversations whose mask is in doubt.
-        num_unwritten: Conversations of which the chat template leaves out reasoning.
+        num_unwritten: Conversations whose reasoning the chat template leaves out.
         num_cut: Trained turns that were cut.
     """
     reasons = Counter(dropped).most_common()
@@ -125,11 +125,11 @@ def count(
 
 
 def progress_bar(total: int, show_from: int) -> Progress:
-    """Return a progress bar that is gone when it ends; rank 0 alone shows it.
+    """Return a progress bar that disappears when it ends; only rank 0 shows it.
 
     Args:
-        total: Rows to come.
-        show_from: Fewer rows than this take less time than a progress bar takes to be read.
+        total: Number of rows.
+        show_from: Minimum number of rows for which a bar is worth showing.
     """
     return Progress(transient=True, disable=total < show_from or getattr(rank_zero_only, "rank", 0) != 0)
 
@@ -140,11 +140,11 @@ _SHOW_PROGRESS_FROM = 20_000
 
 @dataclass(frozen=True)
 class MalformedRows:
-    """What was left out.
+    """The rows that were left out.
 
     Attributes:
         count: Number of malformed rows.
-        examples: What was wrong with the first of them, at most `MAX_EXAMPLES`.
+        examples: Errors of the first of them, at most `MAX_EXAMPLES`.
     """
 
     count: int = 0
@@ -153,13 +153,13 @@ class MalformedRows:
 
 @dataclass(frozen=True, eq=False)
 class ConversationRows(Sequence[Conversation]):
-    """Conversations of one split, parsed at every access; only their places are in memory. Can be sent to workers.
+    """Conversations of one split, parsed on every access; only their places are in memory. Can be sent to workers.
 
     Attributes:
-        tables: What the rows are read from, end to end.
-        row_format: How rows become conversations.
-        places: Which rows, as positions in the tables end to end: int64 of shape [rows].
-        malformed: What was left out when the rows were checked.
+        tables: Tables of the rows, concatenated.
+        row_format: Converts rows into conversations.
+        places: Positions of the rows in the concatenated tables: int64 of shape [rows].
+        malformed: Rows that were left out when the rows were checked.
     """
 
     tables: tuple[Table, ...]
@@ -182,16 +182,16 @@ class ConversationRows(Sequence[Conversation]):
         return self.row_format.parse(table.decode(table.raw(place), where), where, table.folder)
 
     def where(self, index: int) -> str:
-        """Names the source of a row: its file and line, or its data set, split and row."""
+        """Return the name of a row's source: its file and line, or its data set, split and row."""
         table, place = self._locate(index)
         return table.where(place)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> ConversationRows:
-        """The rows at `indices`, in this order, as often as they occur in it."""
+        """Return the rows at `indices`, in that order and with repetitions."""
         return replace(self, places=self.places[np.asarray(indices, dtype=np.int64)])
 
     def repeated(self, times: int) -> ConversationRows:
-        """All rows, `times` times."""
+        """Return all rows, repeated `times` times."""
         return replace(self, places=np.tile(self.places, times))
 
     def _locate(self, index: int) -> tuple[Table, int]:
@@ -202,7 +202,7 @@ class ConversationRows(Sequence[Conversation]):
 
     @cached_property
     def _stops(self) -> NDArray[np.int64]:
-        """Where each table ends, end to end."""
+        """End of each table in the concatenation."""
         return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
 
 
@@ -214,17 +214,17 @@ def read_rows(
     on_malformed: Literal["error", "skip"] = "error",
     max_rows: int | None = None,
 ) -> ConversationRows:
-    """Checks every row once, the headers of its images included, and keeps the places of the good ones.
+    """Check every row once, including the headers of its images, and keep the places of the good ones.
 
     Args:
-        tables: Where the rows lie.
-        row_format: How rows become conversations.
-        name: Of the data set, for messages.
-        on_malformed: Whether the first malformed row is an error, or all are counted and left out with one warning.
-        max_rows: Stops after this many good rows.
+        tables: Tables with the rows.
+        row_format: Converts rows into conversations.
+        name: Name of the data set, for messages.
+        on_malformed: "error" raises for the first malformed row; "skip" counts them and gives one warning.
+        max_rows: Number of good rows after which reading stops; None reads all.
 
     Raises:
-        ValueError: No rows, a malformed row, none that is not malformed, or a name in `fields` that occurs nowhere.
+        ValueError: If there are no rows, a row is malformed, all are, or a name in `fields` occurs nowhere.
     """
     tables = tuple(tables)
     total = sum(map(len, tables))
@@ -263,7 +263,7 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
 
 
 class _Check:
-    """Parses rows, counts those that do not parse, and remembers which names of columns and keys occur."""
+    """Parses rows, counts those that do not parse, and records the names of columns and keys."""
 
     def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
         self.row_format = row_format
@@ -289,7 +289,7 @@ class _Check:
         return True
 
     def _see(self, row: Any) -> None:
-        """Takes the names that occur in the row and in its lists of messages out of those not seen."""
+        """Remove the names in the row and in its lists of messages from the unseen ones."""
         if self.unseen and isinstance(row, Mapping):
             self.unseen -= row.keys()
             for value in row.values():

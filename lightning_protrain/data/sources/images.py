@@ -18,24 +18,24 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from lightning_protrain.data.conversation import Conversation, MalformedRow, Message
 
 PLACEHOLDER = "<image>"
-# Placeholders at the edges of a text: the line breaks that separate them from it belong to the convention.
+# Placeholders at the edges of a text, with the line breaks that conventionally separate them from it.
 _AT_BEGIN = re.compile(r"(?:<image>\n?)*")
 _AT_END = re.compile(r"(?:\n?<image>)*\Z")
 
 
 def place_images(messages: list[Message], images: Sequence[Any] | None, where: str) -> list[Any]:
-    """Makes every image of the row one part `{"type": "image"}` in `messages`, and returns them in order of the parts.
+    """Make every image of the row one part `{"type": "image"}` in `messages`, and return the images in that order.
 
-    Parts may carry their image or an index into `images`; those with neither take the images in order. Text with
-    `<image>` is divided into parts, in rows with images and not in the assistant's turns, where it is plain text.
+    Parts may carry their image or an index into `images`; other parts take the images in order. In rows with images,
+    text with `<image>` is divided into parts, except in the assistant's turns.
 
     Args:
-        messages: Checked messages; changed in place.
-        images: The row's column of images; None where the row has no such column and `<image>` is plain text.
-        where: Names the row in errors.
+        messages: Checked messages, changed in place.
+        images: Image column of the row; None means that the row has no such column and `<image>` is plain text.
+        where: Name of the row, for errors.
 
     Raises:
-        MalformedRow: More images than places or the reverse, or both kinds of places.
+        MalformedRow: If the numbers of images and places differ, or both kinds of places are used.
     """
     parts = _image_parts(messages)
     spots = 0 if images is None else sum(_text(m).count(PLACEHOLDER) for m in messages if m["role"] != "assistant")
@@ -77,7 +77,7 @@ def _divide(message: Message) -> None:
 
 
 def _assign(parts: Sequence[dict[str, Any]], images: Sequence[Any], where: str) -> list[Any]:
-    """Takes the references out of the parts and returns what they refer to."""
+    """Remove the references from the parts and return the images that they refer to."""
     waiting = iter(range(len(images)))
     used: set[int] = set()
     placed = []
@@ -102,23 +102,23 @@ def _count(parts: Sequence[Any]) -> str:
     return f"{len(parts)} image part{'' if len(parts) == 1 else 's'} or placeholders"
 
 
-# What stands within the last so many bytes of a whole file, zeros behind it aside.
+# Bytes that a complete file has within its last bytes, ignoring trailing zeros.
 _ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
 _TAIL = 64
-# What Pillow raises on files that are broken, or only called images.
+# Exceptions of Pillow for files that are broken or no images.
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
 def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Image:
-    """What an image can be opened from later, in any process.
+    """Return a source from which any process can open an image later.
 
     Args:
         value: A path, a `data:` URL, bytes, a PIL image, or `{"bytes": ..., "path": ...}` as `datasets` stores images.
-        folder: Where relative paths begin.
-        where: Names the image in messages.
+        folder: Folder of relative paths.
+        where: Name of the image, for messages.
 
     Raises:
-        MalformedRow: Nothing of these, or a URL that would have to be downloaded.
+        MalformedRow: If it is none of these, or a URL that would have to be downloaded.
     """
     if isinstance(value, Mapping):
         if value and not value.keys() & {"bytes", "path", "url"}:
@@ -154,10 +154,10 @@ def _from_data_url(text: str, where: str) -> bytes:
 
 
 def check_image(source: str | bytes | Image.Image, where: str) -> None:
-    """Reads the header of an image and looks whether its end is there; its pixels only where that is in doubt.
+    """Read the header of an image and check that its end exists; read its pixels only if the end is missing.
 
     Raises:
-        MalformedRow: It does not exist, is no image, or is cut off.
+        MalformedRow: If it does not exist, is no image, or is cut off.
     """
     if isinstance(source, Image.Image):
         return
@@ -179,10 +179,10 @@ def _tail(source: str | bytes) -> bytes:
 
 
 def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]:
-    """Width and height that `open_image` will give, from the header alone.
+    """Return the width and height that `open_image` will give, from the header alone.
 
     Raises:
-        MalformedRow: It does not exist, or is no image.
+        MalformedRow: If it does not exist, or is no image.
     """
     try:
         if isinstance(source, Image.Image):
@@ -194,21 +194,21 @@ def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]
 
 
 def _turned_size(image: Image.Image) -> tuple[int, int]:
-    # To look for the EXIF data of a PNG that has none in front, Pillow would read all its pixels.
+    # For a PNG without EXIF data at its beginning, Pillow would read all pixels to find them.
     turn = 1 if image.format == "PNG" and "exif" not in image.info else image.getexif().get(ExifTags.Base.Orientation)
     width, height = image.size
     return (height, width) if turn in (5, 6, 7, 8) else (width, height)
 
 
 def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
-    """The image in RGB, turned as its EXIF data say, what is transparent on white; of an animation the first picture.
+    """Return the image in RGB, rotated by its EXIF data, on white where transparent; of an animation the first frame.
 
     Args:
         source: A path, the bytes of an image file, or a PIL image.
-        where: Names the image in messages.
+        where: Name of the image, for messages.
 
     Raises:
-        MalformedRow: It does not exist, is no image, or is broken.
+        MalformedRow: If it does not exist, is no image, or is broken.
     """
     try:
         if isinstance(source, Image.Image):
@@ -220,7 +220,7 @@ def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
 
 
 def open_images(conversation: Conversation, where: str) -> list[Image.Image]:
-    """The images of a conversation in RGB, in the order of its image parts; see `open_image`."""
+    """Return the images of a conversation in RGB, in the order of its image parts; see `open_image`."""
     images = conversation.get("images", [])
     return [open_image(image, f"{where}, image {number}") for number, image in enumerate(images)]
 
@@ -238,7 +238,7 @@ def _no_image(source: str | bytes | Image.Image, where: str, error: BaseExceptio
 def _rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and int(np.asarray(image).max()) > 255):
-        # 16 bits a pixel: a plain conversion would cut everything above 255 to white.
+        # 16 bits per pixel: a plain conversion would clip everything above 255 to white.
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -1,6 +1,6 @@
-"""Turns what a user names, data on the hub, files, folders or the standard library, into the rows of its splits.
+"""Loads the rows of a data set's splits: from the Hub, files, folders, or the standard library.
 
-`datasets` is imported where it is needed: with pandas and pyarrow it takes half a second and 80 MiB.
+`datasets` is imported only where it is needed: with pandas and pyarrow it takes half a second and 80 MiB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MIN_DOCSTRINGS = 100
-# Tests and vendored or generated trees say little about what the library does.
+# Tests, vendored and generated trees do not describe the library.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "lib-dynload", "_bundled"}
 )
@@ -43,18 +43,20 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def stdlib_conversations(
     folder: str | Path | None = None, max_characters: int = 600, max_rows: int | None = None
 ) -> list[Conversation]:
-    """One question and answer per docstring: "What does `json.dumps` do?" and the docstring's first paragraphs.
+    """Return one question and answer per docstring: "What does `json.dumps` do?" and the docstring's first paragraphs.
 
-    The sources are parsed, never imported. The order is that of the sorted paths and of the definitions within a file,
-    so equal folders give equal lists. Of equal docstrings only the first stays.
+    The sources are parsed, never imported. The order follows the sorted paths and the definitions within a file, so
+    equal folders give equal lists. Duplicate docstrings are dropped.
 
     Args:
-        folder: Where the modules lie; None takes the running interpreter's standard library.
-        max_characters: Whole paragraphs are taken until this length; a longer first paragraph is cut there, at a word.
-        max_rows: Files are read until there are so many, and at least 100; None reads all.
+        folder: Folder of the modules; None means the running interpreter's standard library.
+        max_characters: Maximum length of an answer. Whole paragraphs are taken; a longer first paragraph is cut at a
+            word.
+        max_rows: Files are read until there are this many rows, and at least 100; None reads all.
 
     Raises:
-        ValueError: The folder holds fewer than 100 docstrings, as where Python was installed without its sources.
+        ValueError: If the folder has fewer than 100 docstrings, for example if Python was installed without its
+            sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
     answers: dict[str, str] = {}
@@ -83,14 +85,14 @@ def stdlib_conversations(
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """The modules below `root`; skipped folders, the largest of all, are not even listed."""
+    """Yield the modules below `root`, without listing skipped folders, the largest of all."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _docstrings(path: Path, root: Path) -> Iterator[tuple[str, str]]:
-    """Qualified name and docstring of the module at `path` and of its functions, classes and methods."""
+    """Yield the qualified name and docstring of the module at `path` and of its functions, classes and methods."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -114,7 +116,7 @@ def _walk(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _shorten(docstring: str, max_characters: int) -> str:
-    """Whole paragraphs of the cleaned docstring up to `max_characters`, or the start of the first one."""
+    """Return whole paragraphs of the cleaned docstring up to `max_characters`, or the start of the first one."""
     text = inspect.cleandoc(docstring).strip()
     if len(text) <= max_characters:
         return text
@@ -133,17 +135,17 @@ _Tables = dict[str, list[Table]]
 
 
 class Source:
-    """A data set: its files are opened once, when that is needed, and its rows are read when they are.
+    """A data set whose files are opened once, on first use, and whose rows are read on access.
 
-    Every row is checked once; what stays in memory are places of rows, not their text.
+    Every row is checked once. Only the places of rows stay in memory, not their text.
 
     Args:
-        dataset: The data set; a path alone is one with the defaults of `DatasetSpec`, a mapping has its fields.
-        trained_roles: A row without a turn of one of them is malformed; None: no row is for that. The data set's own
-            `train_on_inputs` and `roles_to_train` come first.
+        dataset: A `DatasetSpec`, a mapping of its fields, or only its path.
+        trained_roles: Roles of which a row must have a turn, else it is malformed; None requires no turn. The data
+            set's own `train_on_inputs` and `roles_to_train` take precedence.
 
     Raises:
-        ValueError: Nothing of that name, a file that cannot be read, or malformed rows: when it is opened or read.
+        ValueError: On opening or reading, if nothing has that name, a file cannot be read, or rows are malformed.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Source:
 
     @cached_property
     def tables(self) -> _Tables:
-        """The files by split: "train", and "validation" and "test" if it brings such splits."""
+        """Files of each split: "train", and "validation" and "test" if the data set has them."""
         tables = _tables(self.spec)
         if self.spec.images_dir is None:
             return tables
@@ -163,7 +165,7 @@ class Source:
 
     @cached_property
     def splits(self) -> dict[str, ConversationRows]:
-        """The rows, by split as well."""
+        """Rows of each split."""
         spec = self.spec
         row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
         return {
@@ -180,7 +182,7 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A text that is another one where the rows are others, or are read in another way."""
+        """Text that changes if the rows change or are read in another way."""
         spec = self.spec
         tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
         options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
@@ -198,7 +200,7 @@ def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[st
     if spec.train_on_inputs:
         return None
     roles = default if spec.roles_to_train is None else spec.roles_to_train
-    # Who trains no role at all says so elsewhere, and would find every row malformed here.
+    # An empty list trains nothing; other settings handle that, and no row is malformed because of it.
     return tuple(roles) if roles else None
 
 
@@ -212,7 +214,7 @@ def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
 
 
 def _tables(spec: DatasetSpec) -> _Tables:
-    """The tables of every split that is read."""
+    """Return the tables of every split that is read."""
     if isinstance(spec.path, str) and _is_on_hub(spec.path):
         return _hub_splits(spec)
     for key in ("name", "revision"):
@@ -256,7 +258,7 @@ def _only_train(spec: DatasetSpec, tables: list[Table]) -> _Tables:
 
 
 def _named_files(path: str) -> list[Path]:
-    """The file of this path, or those that match the glob, sorted."""
+    """Return the file of this path, or the files that match the glob, sorted."""
     plain = Path(path).expanduser()
     if plain.is_file() and plain.suffix in SUFFIXES:
         return [plain]
@@ -267,12 +269,12 @@ def _named_files(path: str) -> list[Path]:
 
 
 def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
-    """A folder written by `save_to_disk`, or one of files of one kind."""
+    """Return the splits of a folder of `save_to_disk`, or of a folder with files of one kind."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
     files = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    # Beside data of another kind, .json files describe them.
+    # Next to other data files, .json files are only descriptions.
     kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{folder} has both {' and '.join(sorted(kinds))} files. Give a glob of those to read.")
@@ -301,12 +303,15 @@ def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> Ma
 
 
 def _root(path: Path) -> Path:
-    """The folder that a glob begins in."""
+    """Return the folder in which a glob begins."""
     return next(parent for parent in path.parents if not _GLOB.search(str(parent)))
 
 
 def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, list[Table]]:
-    """Files by the split that the names of file and folders below `root` say; those that say none are for training."""
+    """Return files by split, which the names of files and folders below `root` tell.
+
+    Without such names all are for training.
+    """
     splits: dict[str | None, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
@@ -330,10 +335,10 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
 
     assert isinstance(spec.path, str)
     wait_for_hub()
-    config.HF_HUB_OFFLINE = is_offline_mode()  # it has a copy from when it was imported
+    config.HF_HUB_OFFLINE = is_offline_mode()  # it made a copy when it was imported
     options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
     try:
-        # A text may be a part of a split, such as "train[:1%]", which only `datasets` can read.
+        # A text may name a part of a split, such as "train[:1%]", which only `datasets` can read.
         split = spec.split if isinstance(spec.split, str) else None
         loaded = load_dataset(spec.path, split=split, **options)
     except (DatasetsError, OSError, ValueError) as error:
@@ -344,7 +349,7 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
 
 
 def _choose(splits: Mapping[str, list[Table]], wanted: str | dict[str, str] | None, name: str) -> _Tables:
-    """The splits that are used, under our names; without `wanted` those of these names."""
+    """Return the used splits under our names; without `wanted`, those with these names."""
     if wanted is None:
         chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
         chosen |= {split: split for split in SPLITS if split in splits}

@@ -1,4 +1,4 @@
-"""Turns rows of the formats that data sets come in into `Conversation`."""
+"""Turns rows in common data set formats into `Conversation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_protrain.data.conversation import ROLES, Conversation, MalformedR
 from lightning_protrain.data.sources.images import image_source, place_images
 from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS
 
-# Customary names of roles, in lower case. A role "function_call" (ShareGPT) makes its value a call.
+# Common names of roles, in lower case. The value of a role "function_call" (ShareGPT) is parsed as a call.
 ROLE_NAMES = {
     **{name: name for name in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -28,15 +28,15 @@ _IMAGE_KEYS = ("image", "image_url", "path", "url", "bytes")
 
 
 def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
-    """Reads one message with the keys `role` and `content`; keys that are null count as absent, others are left out.
+    """Parse one message with the keys `role` and `content`; null keys count as absent, other keys are ignored.
 
     Args:
-        entry: What the row holds.
-        where: Names the message in errors.
-        roles: Names of roles beside `ROLE_NAMES`, which they overrule, to ours.
+        entry: The message in the row.
+        where: Name of the message, for errors.
+        roles: Map of role names to ours; overrides `ROLE_NAMES`.
 
     Raises:
-        MalformedRow: No such message.
+        MalformedRow: If it is no such message.
     """
     if not isinstance(entry, Mapping):
         raise MalformedRow(f"{where} is {kind_of(entry)}. Give an object with `role` and `content`.")
@@ -80,7 +80,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | list[dict[str, Any]]]:
-    """Reasoning that stands in the content, and the content: text, or parts where at least one is an image."""
+    """Return reasoning found in the content, and the content: text, or parts if at least one is an image."""
     if isinstance(content, str):
         return "", content
     if content is None and not required:
@@ -119,11 +119,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An image part, with what it refers to under "image" or "index"; `image_parts` takes these two away."""
+    """Return an image part with its reference under "image" or "index"; `place_images` removes these two."""
     given = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
     index = part.get("index")
     if given:
-        # Several only where they are the fields of one struct of `datasets`.
+        # Several keys are only allowed as the fields of one struct of `datasets`.
         if len(given) > 1 and not set(given) <= {"path", "bytes"}:
             raise MalformedRow(f"{where}: an image under each of {', '.join(given)}. Give one.")
         return {"type": "image", "image": given if set(given) <= {"path", "bytes"} else next(iter(given.values()))}
@@ -166,10 +166,10 @@ def _tool_calls(entry: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls as a list, an object, or JSON text of either, in the form of `Message.tool_calls`.
+    """Parse tool calls: a list, an object, or JSON text of either, into the form of `Message.tool_calls`.
 
     Raises:
-        MalformedRow: No call, a call without a name, or arguments that are no object.
+        MalformedRow: If there is no call, a call has no name, or arguments are no object.
     """
     calls = parse_json(calls, f"{where}: the tool calls are") if isinstance(calls, str) else calls
     calls = [calls] if isinstance(calls, Mapping) else calls
@@ -187,7 +187,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise MalformedRow(f"{where} has no name. Give `name` and `arguments`.")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
-        # Templates write arguments with `tojson`: of JSON text they would make a string in quotes.
+        # Templates write arguments with `tojson`, which would quote JSON text as a string.
         arguments = parse_json(arguments, f"{where}: the arguments are")
     if not isinstance(arguments or {}, Mapping):
         raise MalformedRow(f"{where}: the arguments are {kind_of(arguments)}. Give an object.")
@@ -198,7 +198,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """JSON text -> its value; `what` begins the error, which says that it is no JSON."""
+    """Parse JSON text; `what` begins the error message."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -206,7 +206,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """How an error names the kind of a value."""
+    """Return the kind of a value, for errors."""
     if value is None:
         return "null"
     names = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
@@ -214,15 +214,15 @@ def kind_of(value: Any) -> str:
 
 
 def check_order(messages: Sequence[Message], where: str, trained_roles: Sequence[str] | None) -> None:
-    """Refuses what no template takes: a tool's turn without a call before it; and rows with nothing to learn.
+    """Refuse a tool's turn without a call before it, and rows with nothing to train.
 
     Args:
-        messages: All of a row.
-        where: Names the row in errors.
-        trained_roles: The row must have a turn of one of them; None: of any role.
+        messages: All messages of a row.
+        where: Name of the row, for errors.
+        trained_roles: Roles of which the row must have a turn; None means any role.
 
     Raises:
-        MalformedRow: One of these.
+        MalformedRow: In these cases.
     """
     caller: Message | None = None
     for number, message in enumerate(messages):
@@ -250,24 +250,24 @@ def _check_call_id(message: Message, caller: Message, where: str) -> None:
 
 
 Format = Literal["auto", "messages", "sharegpt", "prompt_response"]
-# Customary columns; a row with exactly one of the first and one of the second is a pair.
+# Common columns; a row with exactly one of the first and one of the second is a pair.
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "completion", "output", "answer")
 CONTEXTS = ("input", "context")
-# Columns that hold a list of messages, and the keys of such messages: what they are a sign of.
+# Columns and keys of messages, with the format that they indicate.
 _LISTS = {"messages": "messages", "conversations": "sharegpt"}
 _SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the rows of a data set become conversations.
+    """Converts the rows of a data set into conversations.
 
     Attributes:
-        format: What the rows are; "auto" decides for each row by its columns and refuses those that are not clear.
-        fields: Our names of columns and of keys of messages to those in the data.
-        roles: Names of roles in the data to ours, beside the customary ones.
-        trained_roles: A row must have a turn of one of these roles; None: of any.
+        format: Format of the rows; "auto" decides for each row by its columns and refuses ambiguous ones.
+        fields: Map of our names of columns and message keys to those in the data.
+        roles: Map of role names in the data to ours, in addition to the common ones.
+        trained_roles: Roles of which a row must have a turn; None means any.
     """
 
     format: Format = "auto"
@@ -276,15 +276,15 @@ class RowFormat:
     trained_roles: tuple[str, ...] | None = ("assistant",)
 
     def parse(self, row: Any, where: str, folder: Path) -> Conversation:
-        """Reads one row.
+        """Parse one row.
 
         Args:
-            row: What the data set holds; columns that are null count as absent.
-            where: Names the row in errors.
-            folder: Where relative paths of images begin.
+            row: Row of the data set; null columns count as absent.
+            where: Name of the row, for errors.
+            folder: Folder of relative image paths.
 
         Raises:
-            MalformedRow: The row is no conversation, or not clearly one.
+            MalformedRow: If the row is no conversation, or ambiguous.
         """
         if not isinstance(row, Mapping):
             raise MalformedRow(f"{where}: the row is {kind_of(row)}. Give an object with a `messages` list.")
@@ -308,11 +308,11 @@ class RowFormat:
         return conversation
 
     def entry(self, entry: Any) -> Any:
-        """A message with its keys renamed to ours."""
+        """Return a message with its keys renamed to ours."""
         return self._renamed(entry, MESSAGE_FIELDS) if isinstance(entry, Mapping) else entry
 
     def _detect(self, row: Mapping[str, Any], where: str) -> str:
-        """The format of a row: by the columns that the user has named, else by those that are not null."""
+        """Return the format of a row: by the columns that the user has named, else by those that are not null."""
         lists = _given(row, tuple(_LISTS))
         prompts, responses = _given(row, PROMPTS), _given(row, RESPONSES)
         pair = [*prompts, *responses] if responses and (prompts or row.get("input") is not None) else []
@@ -357,7 +357,7 @@ def _given(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _style(entries: Any, column: str, where: str) -> str:
-    """Whether the messages have `role` and `content` or `from` and `value`; the column is no sign of it."""
+    """Return the format of messages by their keys (`role` and `content`, or `from` and `value`), not by the column."""
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         return _LISTS[column]
     styles = {style for entry in entries for key, style in _SIGNS.items() if entry.get(key) is not None}
@@ -367,7 +367,7 @@ def _style(entries: Any, column: str, where: str) -> str:
 
 
 def _listed(entries: Any) -> Any:
-    """Messages as a list, where an old version of `datasets` has stored an object of columns."""
+    """Return messages as a list, even if an old version of `datasets` has stored them as an object of columns."""
     if not isinstance(entries, Mapping) or not all(isinstance(column, list) for column in entries.values()):
         return entries
     lengths = {len(column) for column in entries.values()}
@@ -416,8 +416,11 @@ def _one(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str,
 
 
 def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
-    """Earlier turns, the prompt and its response; of a prompt that is a list of messages, no turn is learnt."""
-    # A column that the user has named is the one, whatever else there is.
+    """Return earlier turns, the prompt and its response.
+
+    Turns of a prompt that is a list of messages are not trained.
+    """
+    # A column that the user has named wins, whatever other columns there are.
     prompts = ("prompt",) if "prompt" in row_format.fields else PROMPTS
     responses = ("response",) if "response" in row_format.fields else RESPONSES
     if not _given(row, prompts) and isinstance(row.get("input"), str):
@@ -455,7 +458,7 @@ def _untrained(entry: Any) -> Any:
 
 
 def _history(history: Any, where: str) -> list[Any]:
-    """Earlier turns as pairs of question and answer."""
+    """Return earlier turns, which are pairs of question and answer."""
     if history is not None and not isinstance(history, list):
         raise MalformedRow(f"{where}: `history` is {kind_of(history)}. Give pairs of question and answer.")
     entries = []
@@ -467,7 +470,7 @@ def _history(history: Any, where: str) -> list[Any]:
 
 
 def _with_places(prompt: str, earlier: Sequence[Any], row: Mapping[str, Any], where: str) -> Any:
-    """A prompt that does not say where the images of its row stand has them at its begin."""
+    """Return the prompt; if it does not place the images of its row, they come first."""
     images = _images(row, where) or ()
     texts = [prompt, *(entry["content"] for entry in earlier if isinstance(entry["content"], str))]
     if not images or any("<image>" in text for text in texts):
@@ -487,7 +490,7 @@ def _add_system(messages: list[Message], system: Any, where: str) -> None:
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
-    """Schemas of the tools, from a list or JSON text, each under "function"."""
+    """Return the schemas of the tools from a list or JSON text, each under "function"."""
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}: `tools` is") if tools.strip() else None
     if not tools:
@@ -512,7 +515,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _images(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The images of a row; None where it has no column for them."""
+    """Return the images of a row, or None if it has no image column."""
     given = _given(row, ("images", "image"))
     if len(given) > 1:
         raise MalformedRow(f"{where}: columns `image` and `images`. Keep one of them, or rename it with `fields`.")

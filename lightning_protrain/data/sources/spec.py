@@ -1,4 +1,4 @@
-"""What a user says about one data set: where it lies, how it is read, which of its turns are learnt."""
+"""The user's description of one data set: its location, its format, and which turns are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-# Columns of a row, and keys of a message, that `fields` may rename.
+# Columns of a row and keys of a message that `fields` may rename.
 ROW_FIELDS = ("messages", "conversations", "prompt", "response", "input", "system", "history", "tools", "images")
 MESSAGE_FIELDS = (
     *("role", "content", "from", "value", "reasoning_content", "tool_calls", "name", "tool_call_id"),
@@ -30,34 +30,34 @@ class DatasetSpec:
     """One data set of conversations.
 
     Attributes:
-        path: "stdlib" for the docstrings of Python's standard library; a .jsonl, .json or .parquet file, a glob of such
-            files or a list of them; a folder of such files, or one written by `save_to_disk` of Hugging Face
-            `datasets`; or a name on the Hugging Face Hub.
+        path: "stdlib" for the docstrings of Python's standard library; a .jsonl, .json or .parquet file, a glob or a
+            list of such files; a folder of such files, or one written by `save_to_disk` of Hugging Face `datasets`; or
+            a name on the Hugging Face Hub.
         name: Configuration of a data set on the Hub.
-        split: Which split is trained on: a name, or a mapping of "train", "validation" and "test" to names. None takes
-            the splits of these three names.
+        split: Split for training: a name, or a mapping of "train", "validation" and "test" to names. None takes the
+            splits of these three names.
         revision: Branch, tag or commit of a data set on the Hub.
-        format: How rows are read; "auto" looks at the columns of each row and refuses those that are not clear.
-        fields: Our names to those in the data, of columns (`ROW_FIELDS`) and of keys of messages (`MESSAGE_FIELDS`).
-        roles: Names of roles in the data to ours, beside the customary ones.
-        images_dir: Where relative paths of images begin; None takes the folder of the file that names them.
-        on_malformed: Whether a row that is no conversation is an error, or left out and counted.
-        max_rows: At most this many rows of each split, the first ones; None takes all.
-        repeat: How often the training rows occur in an epoch.
-        family: This and the following: see `ChatDataModule`, whose value None takes.
-        chat_template: Of this data set alone; the tokenizer is that of all.
+        format: Format of the rows; "auto" decides for each row by its columns and refuses ambiguous ones.
+        fields: Map of our names to those in the data, of columns (`ROW_FIELDS`) and message keys (`MESSAGE_FIELDS`).
+        roles: Map of role names in the data to ours, in addition to the common ones.
+        images_dir: Folder of relative image paths; None means the folder of the file that names them.
+        on_malformed: "error" raises for a row that is no conversation; "skip" leaves it out and counts it.
+        max_rows: Maximum number of rows of each split, from the beginning; None takes all.
+        repeat: Number of repetitions of the training rows in an epoch.
+        family: See `ChatDataModule`. For this and all following fields, None means the value of the data module.
+        chat_template: Chat template of this data set; the tokenizer is common to all data sets.
         chat_template_kwargs: Further variables of the template.
-        train_on_inputs: Whether everything is learnt.
-        roles_to_train: Roles whose turns are learnt.
-        train_on_eos: Which terminators of turns are learnt.
-        train_on: All turns, or the last one only.
-        train_thinking: Whether reasoning is learnt.
+        train_on_inputs: True trains everything.
+        roles_to_train: Roles whose turns are trained.
+        train_on_eos: Terminators that are trained.
+        train_on: All turns, or only the last one.
+        train_thinking: True trains reasoning.
         role_boundaries: Markers of the turns, in place of those of the family.
-        on_untrainable: What happens with a row without a token to learn.
+        on_untrainable: Treatment of a row without a trained token.
         processor_kwargs: Passed to the processor of images.
 
     Raises:
-        ValueError: A value out of range, an unknown choice, or an unknown name in `fields`.
+        ValueError: If a value is out of range, or a choice or a name in `fields` is unknown.
     """
 
     path: str | Path | list[str] = "stdlib"
@@ -124,18 +124,18 @@ class DatasetSpec:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """`path` as a tuple."""
+        """Value of `path` as a tuple."""
         return tuple(self.path) if isinstance(self.path, list) else (str(self.path),)
 
     @property
     def label(self) -> str:
-        """How messages and tables name the data set."""
+        """Name of the data set in messages and tables."""
         shown = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
         return shown if self.name is None else f"{shown}, {self.name}"
 
     @property
     def masking(self) -> dict[str, Any]:
-        """The knobs that this data set sets itself, of what `ChatDataModule` sets for all, by name."""
+        """Settings of `ChatDataModule` that this data set overrides, by name."""
         names = [spec.name for spec in fields(self)]
         knobs = names[names.index("family") :]
         return {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
@@ -145,10 +145,10 @@ def dataset_spec(dataset: Any) -> DatasetSpec:
     """Return one data set as a `DatasetSpec`.
 
     Args:
-        dataset: A `DatasetSpec`, a mapping of its fields as a config has it, or its `path` alone.
+        dataset: A `DatasetSpec`, a mapping of its fields as in a config, or only its `path`.
 
     Raises:
-        ValueError: The mapping has a key that is no field, or a value is refused.
+        ValueError: If the mapping has an unknown key, or a value is refused.
     """
     if isinstance(dataset, DatasetSpec):
         return dataset

@@ -1,4 +1,4 @@
-"""Files and data sets as tables: rows are read one by one, from where they lie."""
+"""Files and data sets as tables whose rows are read one at a time from their source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BOM = b"\xef\xbb\xbf"
 _READ_AT_ONCE = 1000
-# From what Arrow holds and the name of the row to the value; no closure, so that it can be sent to workers.
+# Maps a stored Arrow value and the name of its row to a value. Not a closure, so that it can be sent to workers.
 _Decoder = Callable[[Any, str], Any]
 
 
@@ -30,7 +30,7 @@ class Table(ABC):
     """Rows of one source.
 
     Attributes:
-        folder: Where relative paths in the rows begin.
+        folder: Folder of relative paths in the rows.
     """
 
     folder: Path
@@ -40,19 +40,19 @@ class Table(ABC):
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Names a row in messages."""
+        """Return the name of a row, for messages."""
 
     @abstractmethod
     def raw(self, index: int) -> Any:
-        """A row as it is stored."""
+        """Return a row as it is stored."""
 
     @abstractmethod
     def raws(self) -> Iterator[Any]:
-        """All rows as they are stored, in order."""
+        """Yield all rows as they are stored, in order."""
 
     @abstractmethod
     def decode(self, raw: Any, where: str) -> Any:
-        """What is stored -> the row; raises `MalformedRow` where that cannot be done."""
+        """Decode a stored row; raise MalformedRow if that is impossible."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -66,7 +66,7 @@ class JsonLines(Table):
         path: The file, in UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError: The file is empty, in UTF-16, or holds one JSON array.
+        ValueError: If the file is empty, in UTF-16, or one JSON array.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class JsonLines(Table):
                 position += len(line)
         self._starts = np.asarray([*starts, position], dtype=np.int64)
         self._numbers = np.asarray(numbers, dtype=np.int64)
-        # A writer that was stopped leaves a last line without its end.
+        # An interrupted writer leaves a last line without a line break.
         self._open_end = not line.endswith(b"\n")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class JsonLines(Table):
         return f"{self.path}, line {self._numbers[index]}"
 
     def raw(self, index: int) -> bytes:
-        # Up to the next row: the empty lines between are white space.
+        # Up to the next row: empty lines between rows are whitespace.
         return bytes(self._mapped[self._starts[index] : self._starts[index + 1]])
 
     @cached_property
@@ -133,7 +133,7 @@ class JsonLines(Table):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; one that names a key twice would lose a value in silence."""
+    """Return a JSON object as a dict; refuse repeated keys, which would silently lose a value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [key for key, _ in pairs]
@@ -158,7 +158,7 @@ def _check_first_line(line: bytes, path: Path) -> None:
 
 
 def _checked_text(row: Any, raw: bytes | None, where: str) -> Any:
-    """Refuses half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    """Refuse half of a surrogate pair, which JSON can write but no tokenizer can read."""
     if raw is None or b"\\ud" in raw or b"\\uD" in raw:
         try:
             json.dumps(row, ensure_ascii=False).encode()
@@ -175,9 +175,9 @@ class RowList(Table):
 
     Args:
         rows: The rows.
-        name: Of the source, for messages.
-        folder: Where relative paths in the rows begin.
-        escapes: Whether the text they come from may hold halves of surrogate pairs.
+        name: Name of the source, for messages.
+        folder: Folder of relative paths in the rows.
+        escapes: True if the source text may contain halves of surrogate pairs.
     """
 
     def __init__(self, rows: list[Any], name: str, folder: Path, escapes: bool = False) -> None:
@@ -206,14 +206,14 @@ class RowList(Table):
 
 
 class ArrowTable(Table):
-    """Rows of a `datasets.Dataset`, memory-mapped as it is; images stay bytes or paths.
+    """Rows of a memory-mapped `datasets.Dataset`; images stay bytes or paths.
 
-    Columns of structs have every key that any row has: what is null in them counts as absent.
+    Struct columns have every key that occurs in any row: null values count as absent.
 
     Args:
         dataset: The data.
-        name: Of the source, for messages.
-        folder: Where relative paths in the rows begin.
+        name: Name of the source, for messages.
+        folder: Folder of relative paths in the rows.
     """
 
     def __init__(self, dataset: Dataset, name: str, folder: Path) -> None:
@@ -253,8 +253,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _json_decoder(feature: Any) -> _Decoder | None:
-    """What decodes the JSON text in a column; None where there is none in it."""
-    # By name: the feature `Json` is younger than the oldest `datasets` that is supported.
+    """Return the decoder of the JSON text in a column, or None if it has none."""
+    # By name: the oldest supported `datasets` does not have the feature `Json`.
     if type(feature).__name__ == "Json":
         return _decode_json
     if isinstance(feature, dict):
@@ -288,10 +288,10 @@ def _decode_struct(inner: dict[str, _Decoder], value: Any, where: str) -> Any:
 
 
 def open_table(path: Path) -> Table:
-    """A file as a table, by its suffix.
+    """Open a file as a table, by its suffix.
 
     Raises:
-        ValueError: The file is empty, or not what its suffix says.
+        ValueError: If the file is empty, or its content does not match its suffix.
     """
     if path.suffix == ".jsonl":
         return JsonLines(path)
@@ -314,7 +314,7 @@ def _open_parquet(path: Path) -> Table:
 
 
 def _open_json(path: Path) -> Table:
-    """A JSON array of rows; or JSON lines, which many call .json as well."""
+    """Open a JSON array of rows, or JSON lines, which are often named .json as well."""
     with path.open("rb") as lines:
         first = next((line for line in lines if line.removeprefix(_BOM).strip()), b"")
     try:
