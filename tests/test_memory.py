@@ -97,7 +97,7 @@ class StateBytes(TorchDispatchMode):
     @contextmanager
     def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Counts while inside, and what lands until it has landed."""
-        land = GradOffload._land
+        land = GradOffload.take
 
         def landed(landing: GradOffload, param: Any) -> None:
             # The gradient leaves the twin before it is copied, but not the device.
@@ -105,7 +105,7 @@ class StateBytes(TorchDispatchMode):
             land(landing, param)
             self.landing = 0
 
-        monkeypatch.setattr(GradOffload, "_land", landed)
+        monkeypatch.setattr(GradOffload, "take", landed)
         with self:
             yield
 

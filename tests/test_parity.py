@@ -143,7 +143,7 @@ def test_clipping_and_accumulation_change_the_run(reference: Reference) -> None:
 
 def _skip_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of one weight never arrive."""
-    land = GradOffload._land
+    land = GradOffload.take
 
     def lose(self: GradOffload, param: OffloadedParam) -> None:
         if param.fqn.endswith("1.down.weight"):
@@ -151,7 +151,7 @@ def _skip_landing(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             land(self, param)
 
-    monkeypatch.setattr(GradOffload, "_land", lose)
+    monkeypatch.setattr(GradOffload, "take", lose)
 
 
 def _upload_first_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,13 +192,13 @@ def _recompute_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _overwrite_instead_of_add(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch replaces the gradients of the one before."""
-    land = GradOffload._land
+    land = GradOffload.take
 
     def replace(self: GradOffload, param: OffloadedParam) -> None:
         param.host.grad = None
         land(self, param)
 
-    monkeypatch.setattr(GradOffload, "_land", replace)
+    monkeypatch.setattr(GradOffload, "take", replace)
 
 
 @pytest.mark.parametrize(

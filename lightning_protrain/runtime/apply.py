@@ -20,30 +20,29 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
-from tqdm import tqdm
 
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.device.quant_state import move_companions
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, Sharding, gathers_gradients
+from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.block import Block
-from lightning_protrain.runtime.chunk import Chunk
+from lightning_protrain.runtime.block import Block, has_forward, make_blocks
+from lightning_protrain.runtime.chunk import make_chunks
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
-from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import (
     Interception,
     Interceptions,
     ViewWatch,
     histories,
+    hook_gradients,
     hook_outputs,
     refuse_weights,
 )
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.runtime.param import OffloadedParam, ParamLocation, locations_of
 from lightning_protrain.runtime.prefetch_schedule import Capacity
-from lightning_protrain.runtime.recompute import refuse_compiled, refuse_cuda_graphs, stop_caching
+from lightning_protrain.runtime.recompute import refuse_compiled_blocks, stop_caching
+from lightning_protrain.runtime.step_context import Call, StepContext
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -107,27 +106,22 @@ def apply_plan(
     """
     refuse_meta(model)
     _refuse_applied(model)
-    _refuse_compiled(model, plan, layout, device.torch_device)
-    parameters = dict(model.named_parameters())
-    offloaded = tuple(chunk for chunk in plan.chunks if not chunk.resident)
-    _move_resident(model, plan, parameters, device)
+    refuse_compiled_blocks(model, plan, layout, device.torch_device)
+    _move_resident(model, plan, device)
     communicator = Collectives(ranks, device, reduce_dtype) if ranks is not None else None
-    sharing = ranks if plan.sharding is Sharding.SHARD else None
-    chunks = _make_chunks(offloaded, parameters, device, sharing)
-    gathered = zip(plan.chunks, gathers_gradients(layout, plan.chunks), strict=True)
-    for chunk, gathers_own in zip(chunks, [own for each, own in gathered if not each.resident], strict=True):
-        chunk.gathers_gradients = gathers_own
-    units = _make_units(model, plan, layout, offloaded, chunks)
-    units = [part for unit in units for part in (_split_root(unit, chunks) if unit.name == "" else (unit,))]
+    chunks = make_chunks(model, plan, layout, device, ranks)
+    blocks = make_blocks(model, plan, layout, chunks)
     async_step = AsyncStep(chunks, device, communicator)
-    capacity = Capacity(plan.num_chunk_buffers, plan.memory.chunk_buffers)
+    context = StepContext(blocks, chunks, device, say)
     with below_guard():  # Device parameters in low precision say the dtype of their weights.
-        swap = _make_swap(model, units, device, say, spare_host_bytes)
-        executor = Executor(chunks, units, capacity, device, async_step, say, swap, communicator)
+        swap = _make_swap(model, blocks, device, say, spare_host_bytes)
+        executor = Executor(context, Capacity.of(plan), async_step, swap, communicator)
+        for param in (param for chunk in chunks for param in chunk.params):
+            hook_gradients(param, executor)
         if device.host.locks and communicator is None:
-            executor.reserve_gradients(layout.lends_copies)
+            executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
-    each = {unit.name: Interception(unit, executor, watch, swap) for unit in units if _has_forward(unit.module)}
+    each = {block.name: Interception(block, executor, watch, swap) for block in blocks if has_forward(block.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     interceptions = Interceptions(model, each, caching)
@@ -141,7 +135,7 @@ def apply_plan(
             share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].params[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, device, chunks, executor, async_step, interceptions, watch, manual, swap)
+    return Runtime(plan, executor, async_step, interceptions, watch, manual, swap)
 
 
 class Runtime:
@@ -155,8 +149,6 @@ class Runtime:
     def __init__(
         self,
         plan: Plan,
-        device: Device,
-        chunks: list[Chunk],
         executor: Executor,
         async_step: AsyncStep,
         interceptions: Interceptions,
@@ -167,8 +159,8 @@ class Runtime:
         self.plan = plan
         self.async_step = async_step
         self._manual = manual
-        self._device = device
-        self._chunks = chunks
+        self._device = executor.context.device
+        self._chunks = executor.context.chunks
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
@@ -247,7 +239,7 @@ class Runtime:
         error that comes last is raised from those before it.
         """
         with ExitStack() as parts:  # They run from the last to the first, whatever the ones before them raise.
-            parts.callback(self._chunks.clear)
+            parts.callback(self._forget_chunks)
             if self._swap is not None:
                 parts.callback(self._swap.close)
             for chunk in self._chunks:
@@ -259,9 +251,12 @@ class Runtime:
             parts.callback(self.async_step.close)
             parts.callback(self.reset)
 
+    def _forget_chunks(self) -> None:
+        self._chunks = ()
+
     def _with_root(self, root: Block, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor
-        number = executor.begin_call(root) if torch.is_grad_enabled() else None
+        number = executor.context.begin_call(root) if torch.is_grad_enabled() else None
         received = histories((args, kwargs))
         executor.enter(root)
         try:
@@ -270,7 +265,7 @@ class Runtime:
         finally:
             executor.exit(root)
         if number is not None:
-            hook_outputs(outputs, received, root, number, executor, self._watch)
+            hook_outputs(outputs, received, Call(root, number, executor.context.num_calls), executor, self._watch)
         return outputs
 
 
@@ -294,44 +289,9 @@ def _refuse_applied(model: nn.Module) -> None:
             raise ValueError(f"A plan is applied to {name!r} already. Remove it first (end the fit that applied it).")
 
 
-def _refuse_compiled(model: nn.Module, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
-    """Neither a unit that the runtime must know nor a module around one may be compiled, nor any be of TorchScript."""
-    offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(each.startswith(f"{name}.") for each in offloaded):
-            raise ValueError(
-                f"{name!r} is a module of TorchScript, whose weights cannot be streamed. Train the module that it was "
-                'made of, and script that after fit, or give plan="resident".'
-            )
-    changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
-    units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]
-    parts = [unit.name.split(".") for unit in units]
-    around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names)))
-    for name in around:
-        refuse_compiled(model.get_submodule(name), name, around=True)
-    for unit in units:
-        refuse_compiled(model.get_submodule(unit.name), unit.name)
-        if device.type == "cuda" and not offloaded.isdisjoint(unit.parameters):
-            refuse_cuda_graphs(model.get_submodule(unit.name), unit.name)
-
-
-def _make_chunks(
-    plans: tuple[ChunkPlan, ...],
-    parameters: dict[str, nn.Parameter],
-    device: Device,
-    sharing: RankMesh | None,
-) -> list[Chunk]:
-    """The offloaded chunks, whole in memory of this rank, or shared with others."""
-    shares: Sequence[Share | None] = [None] * len(plans)
-    if sharing is not None and plans:
-        shares = share_chunks(plans, parameters, sharing, device.host)
-    pairs = tqdm([*zip(plans, shares, strict=True)], "Placing weights in host memory", delay=2, leave=False)
-    return [Chunk(plan, [parameters[fqn] for fqn in plan.parameters], device, share) for plan, share in pairs]
-
-
-def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parameter], device: Device) -> None:
-    """Brings resident parameters and all buffers to the device; objects keep their identity."""
-    target = device.torch_device
+def _move_resident(model: nn.Module, plan: Plan, device: Device) -> None:
+    """Bring resident parameters and all buffers to the device; objects keep their identity."""
+    target, parameters = device.torch_device, dict(model.named_parameters())
     for chunk in plan.chunks:
         for fqn in chunk.parameters if chunk.resident else ():
             parameter = parameters[fqn]
@@ -350,57 +310,10 @@ def _move_resident(model: nn.Module, plan: Plan, parameters: dict[str, nn.Parame
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(target))
 
 
-def _make_units(
-    model: nn.Module, plan: Plan, layout: ModelLayout, offloaded: tuple[ChunkPlan, ...], chunks: list[Chunk]
-) -> list[Block]:
-    """The units that the runtime must know: those with offloaded chunks, and blocks that are not simply kept.
-
-    If one block swaps, then all blocks: its copies take the time of its neighbours.
-    """
-    swaps = any(block.swap_bytes for block in plan.blocks)
-    params = {id(param.host): param for chunk in chunks for param in chunk.params}
-    sites = locations_of(model, layout, params)
-    units = []
-    for info in layout.units:
-        needed = tuple(
-            index for index, chunk in enumerate(offloaded) if not set(info.parameters).isdisjoint(chunk.parameters)
-        )
-        block = plan.block(info.name) if info.is_block else BlockPlan(info.name, BlockPolicy.KEEP)
-        module = model.get_submodule(info.name)
-        if needed or block.policy is not BlockPolicy.KEEP or (swaps and info.is_block):
-            reads = type(module).forward is not nn.Embedding.forward
-            own = tuple(sites.get(info.name, ()))
-            units.append(Block(info.name, module, needed, own, block.policy, reads, block.swap_bytes))
-    return units
-
-
 def _make_swap(
-    model: nn.Module, units: list[Block], device: Device, say: Callable[[str], None], spare_bytes: int
+    model: nn.Module, blocks: Sequence[Block], device: Device, say: Callable[[str], None], spare_bytes: int
 ) -> ActivationSwap | None:
-    if not any(unit.swap_bytes for unit in units):
+    if not any(block.swap_bytes for block in blocks):
         return None
-    device_params = [param.device_param for unit in units for _, param in unit.sites]
+    device_params = [param.device_param for block in blocks for _, param in block.sites]
     return ActivationSwap(device, [*model.parameters(), *model.buffers(), *device_params], say, spare_bytes)
-
-
-def _split_root(root: Block, chunks: list[Chunk]) -> list[Block]:
-    """The root as several units, one for each outermost callable child; what is registered outside of them stays."""
-    paths = {id(module): path for path, module in root.module.named_modules()}
-    groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
-    for site, param in root.sites:
-        parts = paths[id(site.module)].split(".")
-        prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-        owner = next((path for path in prefixes if path and _has_forward(root.module.get_submodule(path))), "")
-        groups.setdefault(owner, []).append((site, param))
-    units = []
-    for path, sites in groups.items():
-        used = {param for _, param in sites}
-        needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].params))
-        module = root.module.get_submodule(path)
-        reads = type(module).forward is not nn.Embedding.forward
-        units.append(Block(path, module, needed, tuple(sites), root.policy, reads))
-    return units
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.low_precision import ParamUses
-from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
+from lightning_protrain.runtime.param import OffloadedParam, ParamLocation, locations_of
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 
 
 class BlockOrder:
-    """Units in the order of their forwards, then in that of their backwards.
+    """Blocks in the order of their forwards, then in that of their backwards.
 
     Args:
-        forward: The units whose forwards run.
-        backward: The units whose backwards follow.
+        forward: The blocks whose forwards run.
+        backward: The blocks whose backwards follow.
 
     Attributes:
         timeline: When each chunk is needed, forward and backward.
@@ -30,19 +32,19 @@ class BlockOrder:
     def __init__(self, forward: Sequence[Block], backward: Sequence[Block]) -> None:
         self.forward = list(forward)
         self.backward = list(backward)
-        needs = [unit.chunks for unit in forward]
-        self.timeline = Timeline(needs + [unit.chunks if unit.backward_reads else () for unit in backward])
+        needs = [block.chunks for block in forward]
+        self.timeline = Timeline(needs + [block.chunks if block.backward_reads else () for block in backward])
         self._positions: dict[Block, list[int]] = {}
-        for position, unit in enumerate(forward):
-            self._positions.setdefault(unit, []).append(position)
+        for position, block in enumerate(forward):
+            self._positions.setdefault(block, []).append(position)
 
     def is_of(self, forward: Sequence[Block], backward: Sequence[Block]) -> bool:
-        """Whether these are its units."""
+        """Return whether these are its blocks."""
         return self.forward == forward and self.backward == backward
 
-    def behind(self, unit: Block, position: int) -> int:
-        """The position behind the next forward of `unit` from `position` on; `position` itself if there is none."""
-        positions = self._positions.get(unit, ())
+    def behind(self, block: Block, position: int) -> int:
+        """Return the position behind the next forward of `block` from `position` on; `position` if there is none."""
+        positions = self._positions.get(block, ())
         found = bisect_left(positions, position)
         return positions[found] + 1 if found < len(positions) else position
 
@@ -52,7 +54,7 @@ _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 @dataclass(eq=False)
 class Block:
-    """A module whose chunks come and go together, see [Note: Unit].
+    """A module whose chunks come and go together.
 
     Attributes:
         name: Fully qualified name.
@@ -141,3 +143,50 @@ class Block:
         """Backward has summed gradients of the uses before, or begins to compute the same again."""
         for uses in self._uses:
             uses.number = 0
+
+
+def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Sequence[Chunk]) -> list[Block]:
+    """Find the blocks that the runtime must know: those with offloaded chunks, or with an activation policy.
+
+    If one block swaps, all blocks are among them: its copies overlap with what its neighbours compute.
+    """
+    swaps = any(block.swap_bytes for block in plan.blocks)
+    params = {id(param.host): param for chunk in chunks for param in chunk.params}
+    sites = locations_of(model, layout, params)
+    blocks: list[Block] = []
+    for info in layout.units:
+        needed = tuple(
+            index for index, chunk in enumerate(chunks) if not set(info.parameters).isdisjoint(chunk.plan.parameters)
+        )
+        planned = plan.block(info.name) if info.is_block else BlockPlan(info.name, BlockPolicy.KEEP)
+        module = model.get_submodule(info.name)
+        if needed or planned.policy is not BlockPolicy.KEEP or (swaps and info.is_block):
+            reads = type(module).forward is not nn.Embedding.forward
+            own = tuple(sites.get(info.name, ()))
+            block = Block(info.name, module, needed, own, planned.policy, reads, planned.swap_bytes)
+            blocks += _split_root(block, chunks) if block.name == "" else [block]
+    return blocks
+
+
+def _split_root(root: Block, chunks: Sequence[Chunk]) -> list[Block]:
+    """Split the root into blocks, one for each outermost callable child; see [Note: Root]."""
+    paths = {id(module): path for path, module in root.module.named_modules()}
+    groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
+    for site, param in root.sites:
+        parts = paths[id(site.module)].split(".")
+        prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        owner = next((path for path in prefixes if path and has_forward(root.module.get_submodule(path))), "")
+        groups.setdefault(owner, []).append((site, param))
+    blocks = []
+    for path, sites in groups.items():
+        used = {param for _, param in sites}
+        needed = tuple(index for index in root.chunks if not used.isdisjoint(chunks[index].params))
+        module = root.module.get_submodule(path)
+        reads = type(module).forward is not nn.Embedding.forward
+        blocks.append(Block(path, module, needed, tuple(sites), root.policy, reads))
+    return blocks
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called."""
+    return type(module).forward is not nn.Module.forward

@@ -34,13 +34,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import Job
 from lightning_protrain.device.quant_state import attach_companions, packed_nbytes, place_companions
-from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
+from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.comm.shared_memory import Share
+from lightning_protrain.runtime.comm.collectives import RankMesh
+from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.low_precision import DeviceParam, ParamUses, low_precision_class
 from lightning_protrain.runtime.param import (
     OffloadedParam,
@@ -68,8 +71,6 @@ class Chunk:
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Where it is fetched to.
         share: What this rank holds of it; None: all.
-
-    Attributes:
         gathers_gradients: Whether its gradients leave in one copy, see [Note: Small gradients].
     """
 
@@ -79,12 +80,13 @@ class Chunk:
         parameters: Sequence[nn.Parameter],
         device: Device,
         share: Share | None = None,
+        gathers_gradients: bool = False,
     ) -> None:
         self.plan = plan
         self._share = share
         self.state = ChunkState.HOST
         self.prefetched = False
-        self.gathers_gradients = False
+        self.gathers_gradients = gathers_gradients
         self._reads_stepped = False
         self._device = device
         self._fence: Any = None
@@ -328,3 +330,29 @@ class Chunk:
         with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
             self._adopt(param)
         param.seen_version = -1  # Other values, although the version says nothing of it.
+
+
+def make_chunks(
+    model: nn.Module, plan: Plan, layout: ModelLayout, device: Device, ranks: RankMesh | None
+) -> list[Chunk]:
+    """Copy the weights of offloaded chunks into host memory of their own, or into memory that the ranks share.
+
+    Args:
+        model: Its parameters are pointed there.
+        plan: Says which chunks are offloaded, and whether ranks share one copy.
+        layout: What the model is made of.
+        device: Where chunks are fetched to.
+        ranks: Who trains together; None: a single rank.
+    """
+    parameters = dict(model.named_parameters())
+    gathering = gathers_gradients(layout, plan.chunks)
+    offloaded = [(chunk, gathers) for chunk, gathers in zip(plan.chunks, gathering, strict=True) if not chunk.resident]
+    plans = tuple(chunk for chunk, _ in offloaded)
+    shares: Sequence[Share | None] = [None] * len(plans)
+    if ranks is not None and plan.sharding is Sharding.SHARD and plans:
+        shares = share_chunks(plans, parameters, ranks, device.host)
+    pairs = tqdm([*zip(offloaded, shares, strict=True)], "Placing weights in host memory", delay=2, leave=False)
+    return [
+        Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device, share, gathers)
+        for (chunk, gathers), share in pairs
+    ]

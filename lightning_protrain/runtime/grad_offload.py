@@ -40,7 +40,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -50,7 +50,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import HostMemory, Job
 from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
 from lightning_protrain.runtime.access_guard import below_guard
@@ -60,6 +59,8 @@ from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.low_precision import is_given_up
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.step_context import StepContext
 
 
 class DownloadBudget:
@@ -203,41 +204,27 @@ class GradOffload:
     """Moves gradients from device parameters to host parameters, see [Note: Gradient offload].
 
     Args:
-        chunks: The chunks whose gradients land.
-        device: Where they come from.
-        begin: Called before the first gradient of a backward, so that its end is noticed.
+        context: Where the step is.
+        residency: Releases chunks whose gradients are sent to other ranks.
         async_step: Takes gradients of whole chunks over.
-        is_past: Whether no call that reads the chunk is awaited any more.
-        num_uses: In how many places calls of units have used a parameter in the present step.
-        pending_bytes: The most bytes of sums that may wait for their copies; None: two units of the most.
         communicator: Averages gradients over ranks first; None: there is one rank.
-        is_behind: Whether no call that reads the chunk is left in this backward, the present one included.
-        leave: Called with a chunk before its gradients are sent: what this rank still needs it for has ended.
-
-    Attributes:
-        reduction: Averages them, see [Note: Reduction].
+        pending_bytes: Most bytes of sums that may wait for their copies; None: those of the two largest units.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
-        device: Device,
-        begin: Callable[[], None],
+        context: StepContext,
+        residency: Residency,
         async_step: AsyncStep,
-        is_past: Callable[[int], bool],
-        num_uses: Callable[[OffloadedParam], int],
-        pending_bytes: int | None = None,
         communicator: Collectives | None = None,
-        is_behind: Callable[[int], bool] = lambda index: True,
-        leave: Callable[[int], None] = lambda index: None,
+        pending_bytes: int | None = None,
     ) -> None:
-        self.reduction = GradReducer(chunks, communicator, device, self._receive, is_behind) if communicator else None
+        chunks, device = context.chunks, context.device
+        self._reduction = GradReducer(context, communicator) if communicator is not None else None
+        self._context = context
+        self._residency = residency
         self._device = device
-        self._begin = begin
         self._async_step = async_step
-        self._is_past = is_past
-        self._num_uses = num_uses
-        self._leave = leave
         # However small chunks are: the worker has something to do while the device recomputes a block.
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
@@ -250,7 +237,7 @@ class GradOffload:
         )
         self._in_flight = DownloadBudget(list(chain.from_iterable(sizes)))
         device.hold_bytes = self._in_flight.hold_bytes
-        self._chunks = tuple(chunks)
+        self._chunks = chunks
         # Where gradients stay, and where those wait that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
         self._waits = [
@@ -276,8 +263,6 @@ class GradOffload:
         self._latest: dict[int, object] = {}
         self._landed: set[OffloadedParam] = set()
         self._aside: dict[OffloadedParam, Tensor | None] = {}
-        for param in self._places:
-            self._attach(param)
 
     def reserve(self, lends: bool) -> None:
         """Make host memory for gradients now: to page-lock it in the first backward would hold that up for seconds.
@@ -292,11 +277,64 @@ class GradOffload:
         ]
         self._device.host.reserve(tqdm(kept, "Page-locking memory for gradients", delay=2, leave=False, unit="chunk"))
 
+    def begin_averages(self) -> None:
+        """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
+        if self._reduction is not None:
+            self._reduction.begin()
+
+    def take(self, param: OffloadedParam) -> None:
+        """Take the gradient that autograd has accumulated into a device parameter.
+
+        Raises:
+            RuntimeError: The parameter is used outside of its block in a way that has no exact sum.
+        """
+        device_param, host = param.device_param, param.host
+        with below_guard():  # Without it each costs a look at the class of the device parameter.
+            grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
+            device_param.grad = None
+        if grad is None or not trained:
+            # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
+            return
+        if param in self._aside and self._context.num_uses(param) > 1:
+            raise _refusal(param, "it is also used by several calls of its block")
+        index, _ = self._places[param]
+        self._landed.add(param)
+        reduction = self._reduction
+        if reduction is not None and reduction.runs:
+            with below_guard():
+                reduction.add(index, param, grad)
+                kept_back = {self._places[each][0] for each in self._aside}
+                while (ready := reduction.next_complete(kept_back)) is not None:
+                    self._residency.leave(ready)
+                    reduction.send(ready)
+                    self._receive_all(reduction.arrived(but=1))
+        else:
+            if reduction is not None:
+                reduction.refuse_mixing(param)
+            if index in self._gathered and not hooked and not grad.is_sparse:
+                self._keep(index, param, grad)
+            else:
+                self._receive(param, grad, param.host)
+
+    def before_direct_gradient(self, param: OffloadedParam) -> None:
+        """Prepare for a gradient that autograd accumulates into the host parameter, see [Note: Direct use].
+
+        Raises:
+            RuntimeError: The sum of both gradients could not be made in autograd's order.
+        """
+        if param in self._landed:
+            raise _refusal(param, "that use comes before its block's forward (after it, it would be exact)")
+        if param.mirrored or param.host._post_accumulate_grad_hooks:
+            raise _refusal(param, "it has hooks, which would see a part of its gradient")
+        if param not in self._aside:
+            self._aside[param] = param.host.grad
+            param.host.grad = None
+
     def finish(self) -> None:
         """Ends all landings: afterwards every host gradient is whole."""
         with below_guard():  # Weights that ranks share are watched already when averages of their gradients land.
-            if self.reduction is not None:
-                self._finish_reduction(self.reduction)
+            if self._reduction is not None:
+                self._finish_reduction(self._reduction)
             self._finish_copies()
         self._in_flight.end()
         self._async_step.end_backward()
@@ -312,8 +350,8 @@ class GradOffload:
         """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
         self._in_flight.forget()
         self._kept.clear()
-        if self.reduction is not None:
-            self.reduction.forget()
+        if self._reduction is not None:
+            self._reduction.forget()
         self._land_fences()
         for item in self._sums:
             self._device.land(item.fence)
@@ -336,46 +374,12 @@ class GradOffload:
                     reduction.add(self._places[param][0], param, older, on_host=True)
             self._aside.clear()
             for index in range(len(self._chunks)):
-                self._leave(index)
-        reduction.finish()
+                self._residency.leave(index)
+        self._receive_all(reduction.finish())
 
-    def _attach(self, param: OffloadedParam) -> None:
-        if param.device_param.is_floating_point() or param.device_param.is_complex():
-            trained = param.host.requires_grad
-            param.host.requires_grad_(True)
-            param.device_param.requires_grad_(True)
-            param.hooks.append(param.device_param.register_post_accumulate_grad_hook(lambda _: self._land(param)))
-            direct = param.host.register_hook(lambda _: self._use_directly(param))
-            param.own_hook = direct.id
-            param.hooks.append(direct)
-            param.host.requires_grad_(trained)
-            param.device_param.requires_grad_(trained)
-
-    def _land(self, param: OffloadedParam) -> None:
-        self._begin()
-        device_param, host = param.device_param, param.host
-        with below_guard():  # Without it each costs a look at the class of the device parameter.
-            grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
-            device_param.grad = None
-        if grad is None or not trained:
-            # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
-            return
-        if param in self._aside and self._num_uses(param) > 1:
-            raise _refusal(param, "it is also used by several calls of its block")
-        index, _ = self._places[param]
-        self._landed.add(param)
-        reduction = self.reduction
-        if reduction is not None and reduction.runs:
-            with below_guard():
-                reduction.add(index, param, grad)
-                reduction.advance(self._keeps_back)
-        else:
-            if reduction is not None:
-                reduction.refuse_mixing(param)
-            if index in self._gathered and not hooked and not grad.is_sparse:
-                self._keep(index, param, grad)
-            else:
-                self._receive(param, grad, param.host)
+    def _receive_all(self, averages: Iterable[tuple[OffloadedParam, Tensor]]) -> None:
+        for param, average in averages:
+            self._receive(param, average)
 
     def _keep(self, index: int, param: OffloadedParam, grad: Tensor) -> None:
         """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
@@ -491,7 +495,7 @@ class GradOffload:
         have left a block for all of the chunk when averages land.
         """
         stays = self._stays[index]
-        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
+        averages = self._reduction is not None and self._reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
 
     def _stay(self, index: int, fence: object) -> None:
@@ -504,12 +508,12 @@ class GradOffload:
         params = self._chunks[index].params
         missing = self._missing.get(index)
         if missing is None:
-            owned = self.reduction is not None and self.reduction.runs  # Averages come to their owners only.
+            owned = self._reduction is not None and self._reduction.runs  # Averages come to their owners only.
             with below_guard():
                 trained = [other for other in params if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
         missing.discard(param)
-        if missing or not self._is_past(index) or self._has_direct_use(index):
+        if missing or not self._context.has_read(index) or self._has_direct_use(index):
             return
         wanted = self._async_step.wants(index)
         sums = [item for item in self._sums if item.index == index]
@@ -533,13 +537,6 @@ class GradOffload:
             self._async_step.landed(index, land)
         else:
             self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
-
-    def _keeps_back(self, index: int) -> bool:
-        """Whether gradients that are complete but for direct uses are not sent yet; if they are, the chunk is left."""
-        if self._has_direct_use(index):
-            return True
-        self._leave(index)
-        return False
 
     def _has_direct_use(self, index: int) -> bool:
         return bool(self._aside) and any(param in self._aside for param in self._chunks[index].params)
@@ -566,17 +563,6 @@ class GradOffload:
             host.grad = item.part + host.grad
         else:
             host.grad.add_(item.part)
-
-    def _use_directly(self, param: OffloadedParam) -> None:
-        """Runs before autograd accumulates into the host parameter itself, see [Note: Direct use]."""
-        self._begin()
-        if param in self._landed:
-            raise _refusal(param, "that use comes before its block's forward (after it, it would be exact)")
-        if param.mirrored or param.host._post_accumulate_grad_hooks:
-            raise _refusal(param, "it has hooks, which would see a part of its gradient")
-        if param not in self._aside:
-            self._aside[param] = param.host.grad
-            param.host.grad = None
 
     def _call_user_hooks(self, param: OffloadedParam) -> None:
         self._finish_copies()

@@ -1,7 +1,7 @@
 """Where the runtime meets the model: the one file that attaches to modules, with one handle that takes it all off.
 
 [Note: Interception]
-A unit's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user
+A block's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user
 in place. Compared with a pair of forward hooks it closes over exceptions and early stops: whatever happens inside, the
 host parameters are registered again.
 """
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block
-from lightning_protrain.runtime.executor import Executor, in_backward
+from lightning_protrain.runtime.executor import Executor
+from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
+from lightning_protrain.runtime.step_context import Call, in_backward
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -31,35 +33,35 @@ class Interception:
     """Stands as `module.forward` while a plan is applied, see [Note: Interception].
 
     Args:
-        unit: The unit whose forward it is.
-        executor: Brings the unit's chunks.
-        watch: Takes outputs that are views, with the unit's name.
+        block: The block whose forward it is.
+        executor: Brings the block's chunks.
+        watch: Takes outputs that are views, with the block's name.
         swap: Swaps activations; None where no block of the plan does.
     """
 
-    def __init__(self, unit: Block, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
-        self.unit = unit
+    def __init__(self, block: Block, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
+        self.block = block
         self._executor = executor
         self._watch = watch
         self._swap = swap
-        self._had_own = unit.module.__dict__.get("forward")
-        self._forward: Callable[..., Any] = unit.module.forward
+        self._had_own = block.module.__dict__.get("forward")
+        self._forward: Callable[..., Any] = block.module.forward
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() or not torch.is_grad_enabled():
             return self._compute(*args, **kwargs)
-        unit, executor = self.unit, self._executor
-        number = executor.begin_call(unit)
+        block, executor = self.block, self._executor
+        number = executor.context.begin_call(block)
         received = histories((args, kwargs))
         with self._swapping(number):
-            if unit.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE):
-                selective = unit.policy is BlockPolicy.SELECTIVE
-                outputs = checkpoint(self._compute, args, kwargs, unit.module, unit.name, selective)
+            if block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE):
+                selective = block.policy is BlockPolicy.SELECTIVE
+                outputs = checkpoint(self._compute, args, kwargs, block.module, block.name, selective)
             else:
                 outputs = self._compute(*args, **kwargs)
-        if (unit.chunks or self._swap is not None) and unit.backward_reads:
-            hook_outputs(outputs, received, unit, number, executor, self._watch)
+        if (block.chunks or self._swap is not None) and block.backward_reads:
+            hook_outputs(outputs, received, Call(block, number, executor.context.num_calls), executor, self._watch)
         return outputs
 
     @contextmanager
@@ -68,12 +70,12 @@ class Interception:
 
         Within `torch.utils.checkpoint` gradients are off, or saved tensors are packed by hooks of its own.
         """
-        unit = self.unit
-        if unit.recomputes_itself is not None or in_backward() or not torch.is_grad_enabled():
+        block = self.block
+        if block.recomputes_itself is not None or in_backward() or not torch.is_grad_enabled():
             yield
             return
-        unit.recomputes_itself = False
-        if any(map(_is_compiled, unit.module.modules())):  # A graph recomputes by itself, and sees hooks come and go.
+        block.recomputes_itself = False
+        if any(map(_is_compiled, block.module.modules())):  # A graph recomputes by itself, and sees hooks come and go.
             yield
             return
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -81,9 +83,9 @@ class Interception:
         def look(*_: Any) -> None:
             inside = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if inside != around or not torch.is_grad_enabled():
-                unit.recomputes_itself = True
+                block.recomputes_itself = True
 
-        handles = [module.register_forward_pre_hook(look) for module in {site.module for site, _ in unit.sites}]
+        handles = [module.register_forward_pre_hook(look) for module in {site.module for site, _ in block.sites}]
         try:
             yield
         finally:
@@ -92,33 +94,33 @@ class Interception:
 
     def put_on(self) -> None:
         """Replace the forward of the module."""
-        self.unit.module.__dict__["forward"] = self
+        self.block.module.__dict__["forward"] = self
 
     def take_off(self) -> None:
         """Give the module its forward back."""
         if self._had_own is None:
-            self.unit.module.__dict__.pop("forward", None)
+            self.block.module.__dict__.pop("forward", None)
         else:
-            self.unit.module.__dict__["forward"] = self._had_own
+            self.block.module.__dict__["forward"] = self._had_own
 
     def _swapping(self, number: int) -> AbstractContextManager[None]:
         if self._swap is None:
             return nullcontext()
-        return self._swap.call(self.unit.name, self.unit.module, number, self.unit.swap_bytes)
+        return self._swap.call(self.block.name, self.block.module, number, self.block.swap_bytes)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        self._executor.enter(self.unit)
+        self._executor.enter(self.block)
         try:
             with self._looking_for_checkpoints():
                 outputs = self._forward(*args, **kwargs)
-            refuse_weights(outputs, self.unit)
+            refuse_weights(outputs, self.block)
             return outputs
         finally:
-            self._executor.exit(self.unit)
+            self._executor.exit(self.block)
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
-            f"The model cannot be pickled while its plan is applied ({self.unit.name!r} is streamed). Save its "
+            f"The model cannot be pickled while its plan is applied ({self.block.name!r} is streamed). Save its "
             "`state_dict()`, or use `trainer.save_checkpoint`."
         )
 
@@ -131,7 +133,7 @@ class Interceptions:
 
     Args:
         model: The model that the plan is applied to.
-        each: Its interceptions by the names of their units.
+        each: Its interceptions by the names of their blocks.
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
     """
 
@@ -170,7 +172,7 @@ class Interceptions:
             module.__dict__.pop("__deepcopy__", None)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        if (running := next((each.unit.name for each in self._each if each.unit.depth), None)) is not None:
+        if (running := next((each.block.name for each in self._each if each.block.depth), None)) is not None:
             raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
         self._take_off()
         try:
@@ -191,20 +193,20 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def refuse_weights(outputs: Any, unit: Block) -> None:
+def refuse_weights(outputs: Any, block: Block) -> None:
     """Refuses outputs that lie in memory which is freed when the call has ended.
 
     Raises:
-        ValueError: An output is one of the unit's weights or a view of one.
+        ValueError: An output is one of the block's weights or a view of one.
     """
-    if not unit.params:
+    if not block.params:
         return
     with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
-        storages = {param.device_param.untyped_storage()._cdata for param in unit.params}
+        storages = {param.device_param.untyped_storage()._cdata for param in block.params}
         for tensor in find_tensors(outputs):
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
                 raise ValueError(
-                    f"{unit.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be "
+                    f"{block.name!r} returns one of its weights, or a view of it, and is streamed: the memory may be "
                     "freed before it is read. Return `weight.clone()`, or make its chunk resident "
                     "(`num_persistent_chunks`)."
                 )
@@ -215,26 +217,45 @@ def histories(inputs: Any) -> dict[int, Any]:
     return {id(tensor): tensor.grad_fn for tensor in find_tensors(inputs)}
 
 
-def hook_outputs(
-    outputs: Any, received: dict[int, Any], unit: Block, number: int, executor: Executor, watch: ViewWatch
-) -> None:
-    """Asks autograd to announce the gradient of any output that a call has made, see [Note: Calls].
+def hook_outputs(outputs: Any, received: dict[int, Any], call: Call, executor: Executor, watch: ViewWatch) -> None:
+    """Ask autograd to announce the gradient of any output that a call has made, see [Note: Calls].
 
-    `received` is what `histories` said of its inputs before: one that is handed through is no output of this call.
+    Args:
+        outputs: What the call returned; tensors in it are found.
+        received: What `histories` said of its inputs before; an input that is handed through is no output of this call.
+        call: The call, which has just ended.
+        executor: Takes the announcement.
+        watch: Takes outputs that are views.
     """
     awaited = False
     for tensor in find_tensors(outputs):
         if tensor.grad_fn is not None and tensor.grad_fn is not received.get(id(tensor)):
-            tensor.register_hook(functools.partial(_announce, executor, unit, number, executor.num_calls))
+            tensor.register_hook(functools.partial(_announce, executor, call))
             if tensor._is_view():
-                watch.add(tensor, unit.name)
+                watch.add(tensor, call.block.name)
             awaited = True
     if awaited:
-        executor.await_gradient(unit, number)
+        executor.context.await_gradient(call)
 
 
-def _announce(executor: Executor, unit: Block, number: int, end: int, gradient: Tensor) -> None:
-    executor.before_backward(unit, number, end)
+def _announce(executor: Executor, call: Call, gradient: Tensor) -> None:
+    executor.before_backward(call)
+
+
+def hook_gradients(param: OffloadedParam, executor: Executor) -> None:
+    """Have autograd give the gradients of an offloaded parameter to the executor; no hook if it cannot have one."""
+    host, device_param = param.host, param.device_param
+    if not (device_param.is_floating_point() or device_param.is_complex()):
+        return
+    trained = host.requires_grad
+    host.requires_grad_(True)
+    device_param.requires_grad_(True)
+    param.hooks.append(device_param.register_post_accumulate_grad_hook(lambda _: executor.take_gradient(param)))
+    direct = host.register_hook(lambda _: executor.before_direct_gradient(param))
+    param.own_hook = direct.id
+    param.hooks.append(direct)
+    host.requires_grad_(trained)
+    device_param.requires_grad_(trained)
 
 
 class ViewWatch:
@@ -248,7 +269,7 @@ class ViewWatch:
         self._seen: list[tuple[weakref.ref[Tensor], int, str]] = []
 
     def add(self, tensor: Tensor, name: str) -> None:
-        """Watches an output of the unit called `name`."""
+        """Watches an output of the block called `name`."""
         self._seen.append((weakref.ref(tensor), tensor._version, name))
 
     def check(self) -> None:

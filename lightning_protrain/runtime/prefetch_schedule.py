@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from lightning_protrain.planner.plan import Plan
+
 NEVER = 1 << 60
 # Position, what is live, what is pinned.
 Choice = tuple[int, frozenset[int], frozenset[int]]
@@ -68,6 +70,11 @@ class Capacity:
 
     chunks: int
     nbytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Capacity:
+        """Return the capacity that a plan has room for."""
+        return cls(plan.num_chunk_buffers, plan.memory.chunk_buffers)
 
     def holds(self, live: Set[int], sizes: Mapping[int, int]) -> bool:
         """Whether the chunks `live` fit."""

@@ -37,6 +37,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_protrain.device.op_kinds import is_product
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.profiler.records import ModelLayout
 
 
 class KeptOutputs:
@@ -396,3 +398,28 @@ def stop_caching(model: nn.Module) -> list[Any]:
     for config in caching:
         config.use_cache = False
     return caching
+
+
+def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
+    """Refuse compiled modules where a plan has work to do: blocks that it streams or recomputes, modules around them.
+
+    Raises:
+        ValueError: One of them is compiled, or a module of TorchScript.
+    """
+    offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(each.startswith(f"{name}.") for each in offloaded):
+            raise ValueError(
+                f"{name!r} is a module of TorchScript, whose weights cannot be streamed. Train the module that it was "
+                'made of, and script that after fit, or give plan="resident".'
+            )
+    changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
+    units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]
+    parts = [unit.name.split(".") for unit in units]
+    around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names)))
+    for name in around:
+        refuse_compiled(model.get_submodule(name), name, around=True)
+    for unit in units:
+        refuse_compiled(model.get_submodule(unit.name), unit.name)
+        if device.type == "cuda" and not offloaded.isdisjoint(unit.parameters):
+            refuse_cuda_graphs(model.get_submodule(unit.name), unit.name)

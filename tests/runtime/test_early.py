@@ -23,7 +23,7 @@ StepFunction = Callable[[nn.Module, Tensor, int], Tensor]
 
 
 def without_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WarmupPrefetch, "begin", lambda self, timeline, training: None)
+    patch.setattr(WarmupPrefetch, "begin", lambda self, training: None)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def run(step: StepFunction, make: Any, overlap: Overlap) -> tuple[dict[str, Tens
     with applied(model, make, device) as state, device:
         found = train(model, state, overlap, step)
         state.runtime.async_step.finish_all()
-        return found, state.runtime._executor._early._allowed[True]
+        return found, state.runtime._executor._warmup._allowed[True]
 
 
 @each_writer

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.grad_offload import DownloadBudget, GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.prefetch_schedule import Capacity
+from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.step_context import StepContext
 from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
@@ -98,15 +102,25 @@ def test_sparse_and_dense_gradients_of_one_weight(first_sparse: bool) -> None:
 def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> list[int]:
     """Counts, whenever a gradient lands, how many twins have one."""
     seen: list[int] = []
-    land = GradOffload._land
+    take = GradOffload.take
 
-    def counted(landing: GradOffload, param: Any) -> None:
+    def counted(grads: GradOffload, param: Any) -> None:
         seen.append(sum(other.device_param.grad is not None for chunk in state.chunks for other in chunk.params))
-        land(landing, param)
+        take(grads, param)
         assert param.device_param.grad is None
 
-    monkeypatch.setattr(GradOffload, "_land", counted)
+    monkeypatch.setattr(GradOffload, "take", counted)
     return seen
+
+
+def offload_of(chunk: Chunk, device: CPUDevice, pending_bytes: int | None = None) -> GradOffload:
+    """Takes the gradients of one chunk without an executor."""
+    context, async_step = StepContext((), [chunk], device, print), AsyncStep([chunk], device)
+    residency = Residency(context, Capacity(1, chunk.nbytes), async_step)
+    grads = GradOffload(context, residency, async_step, pending_bytes=pending_bytes)
+    for param in chunk.params:
+        param.device_param.register_post_accumulate_grad_hook(lambda _, param=param: grads.take(param))
+    return grads
 
 
 @each_plan
@@ -131,11 +145,9 @@ def test_downloads_are_counted_to_the_byte() -> None:
 def test_gradients_lie_on_the_host_like_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     chunk, device = chunk_of(parameter)
-    landing = GradOffload(
-        [chunk], device, lambda: None, AsyncStep([chunk], device), lambda index: True, lambda param: 1
-    )
+    grads = offload_of(chunk, device)
     live(chunk).params[0].device_param.square().sum().backward()
-    landing.finish()
+    grads.finish()
     assert parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, 2 * parameter)
     assert chunk.params[0].device_param.grad is None
@@ -293,8 +305,7 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
-    updates = AsyncStep([chunk], device)
-    landing = GradOffload([chunk], device, lambda: None, updates, lambda index: True, lambda param: 1, limit)
+    landing = offload_of(chunk, device, limit)
     params = live(chunk).params
     for factor in (1.0, 2.0, 3.0):
         sum((factor * param.device_param).sum() for param in params).backward()
@@ -350,7 +361,7 @@ def test_jobs_end_before_their_memory_is_used_again_after_an_exception() -> None
         loss = state.step(step, model, batches()[1], 1)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        landing = state.runtime._executor._landing
+        landing = state.runtime._executor.grads
         assert landing._jobs
         state.runtime.reset()
         assert not landing._jobs

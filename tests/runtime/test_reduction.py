@@ -50,7 +50,8 @@ class Rank:
             for param, owner in by_param.items():
                 param.owned = owner in (None, self.communicator.ranks.local_rank)
             chunks.append(SimpleNamespace(params=params, owner=by_param.__getitem__, machine=lambda param: None))
-        self.reduction = GradReducer(chunks, self.communicator, CPU, self._receive, self.past.__contains__)  # type: ignore[arg-type]
+        self.context = SimpleNamespace(chunks=chunks, device=CPU, has_left=self.past.__contains__)
+        self.reduction = GradReducer(self.context, self.communicator)  # type: ignore[arg-type]
 
     def _slot(self, index: int, at: int, shape: tuple[int, ...]) -> OffloadedParam:
         host = nn.Parameter(torch.zeros(shape))
@@ -79,8 +80,19 @@ class Rank:
             self.reduction.add(place[0], self.params[place], gradients[place].clone())
             left.remove(place)
             self.past.update({place[0]} - {other[0] for other in left})
-            self.reduction.advance(lambda index: False)
-        self.reduction.finish()
+            self.send_complete()
+        self.finish()
+
+    def send_complete(self, *kept_back: int) -> None:
+        """Sends what is complete but for chunks that are kept back, as `GradOffload.take` does."""
+        while (index := self.reduction.next_complete(kept_back)) is not None:
+            self.reduction.send(index)
+            for param, average in self.reduction.arrived(but=1):
+                self._receive(param, average)
+
+    def finish(self) -> None:
+        for param, average in self.reduction.finish():
+            self._receive(param, average)
 
 
 def gradient(rank: int, micro: int, place: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
@@ -247,15 +259,15 @@ def test_a_chunk_is_sent_when_nothing_may_add_to_it() -> None:
     rank = one_rank(Case([[(2,)], [(2,)]]))
     rank.reduction.begin()
     rank.reduction.add(1, rank.params[1, 0], torch.ones(2))
-    rank.reduction.advance(lambda index: False)
+    rank.send_complete()
     assert rank.communicator.sizes == []  # Backward is still within the calls that read it.
     rank.past.add(1)
-    rank.reduction.advance(lambda index: True)
+    rank.send_complete(0, 1)
     assert rank.communicator.sizes == []  # A direct use may add to it.
     rank.past.add(0)
-    rank.reduction.advance(lambda index: index == 0)
+    rank.send_complete(0)
     assert len(rank.communicator.sizes) == 1
-    rank.reduction.finish()
+    rank.finish()
     assert len(rank.communicator.sizes) == 2
     assert not rank.reduction.runs
 
@@ -272,13 +284,13 @@ def test_what_was_frozen_with_a_gradient_keeps_it() -> None:
 
 def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_been_sent() -> None:
     rank = one_rank(Case([[(2,), (3,)]]))
-    rank.reduction._device = device = Copies()
+    rank.context.device = device = Copies()
     for param in rank.params.values():
         param.host.grad = torch.full_like(param.host, 3.0)
     rank.reduction.begin()
     rank.reduction.add(0, rank.params[0, 1], torch.ones(3))
     assert device.log == ["upload", "upload", "wait"]
-    rank.reduction.finish()
+    rank.finish()
     assert device.log[:3] == ["upload", "upload", "wait"]
     assert device.log[-2:] == ["land", "land"]
     assert "land" not in device.log[:-2]
@@ -299,13 +311,13 @@ def test_what_comes_to_the_host_after_its_chunk_has_begun_counts(older: bool, us
     host.grad = torch.full((2,), 5.0)
     if used:
         rank.reduction.add(0, rank.params[0, 1], torch.ones(2))
-    rank.reduction.finish()
+    rank.finish()
     assert torch.equal(host.grad, torch.full((2,), 5.0 + 3.0 * older + used))
 
 
 def test_after_an_exception_no_upload_reads_what_the_host_has() -> None:
     rank = one_rank(Case([[(2,)]]))
-    rank.reduction._device = device = Copies()
+    rank.context.device = device = Copies()
     rank.params[0, 0].host.grad = torch.ones(2)
     rank.reduction.begin()
     rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
@@ -341,7 +353,7 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
     rank.past.add(0)
     rank.reduction.begin()
     rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
-    rank.reduction.advance(lambda index: False)
+    rank.send_complete()
     with pytest.raises(RuntimeError, match=r"'chunk0.weight0' came after its chunk had been averaged"):
         rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
 
@@ -352,9 +364,9 @@ def test_after_an_exception_nothing_is_under_way() -> None:
     rank.reduction.begin()
     for index in (1, 0):
         rank.reduction.add(index, rank.params[index, 0], torch.full((2,), 7.0))
-        rank.reduction.advance(lambda index: False)
+        rank.send_complete()
     rank.reduction.forget()
-    rank.reduction.finish()
+    rank.finish()
     assert len(rank.communicator.sizes) == 1
     rank.backward({(0, 0): torch.ones(2)}, [(0, 0)], averages=True)
     assert torch.equal(rank.params[0, 0].host.grad, torch.ones(2))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ SHAPES = [(2,), (3, 2), (1,)]
 def accumulate(order: tuple[int, ...]) -> SimulatedDevice:
     """A backward with averages on top of older gradients; those of the one chunk come in this order."""
     rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
-    rank.reduction._device = device
+    rank.context.device = device
     for param in rank.params.values():
         param.host.grad = torch.full_like(param.host, 3.0)
         device.note_host(param.host.grad)
@@ -32,7 +32,7 @@ def accumulate(order: tuple[int, ...]) -> SimulatedDevice:
         for place, gradient in gradients.items():
             device.set_place(gradient, "device")
             rank.reduction.add(0, rank.params[place], gradient)
-        rank.reduction.finish()
+        rank.finish()
     for place, param in rank.params.items():
         assert torch.equal(param.host.grad, torch.full(SHAPES[place[1]], 3.0 + (place[1] in order)))  # type: ignore[arg-type]
     return device
@@ -66,7 +66,7 @@ def test_sending_what_is_not_there_yet_is_found(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("older", [False, True])
 def test_what_comes_to_the_host_behind_another_is_added_on_the_device(older: bool) -> None:
     rank, device = Rank(Case([SHAPES]), Network(1), 0), SimulatedDevice()
-    rank.reduction._device = device
+    rank.context.device = device
     (param, *_), gradient = rank.params.values(), torch.ones(SHAPES[0])
     found = [torch.full(SHAPES[0], value) for value in (3.0, 5.0)]
     for each in found:
@@ -77,7 +77,7 @@ def test_what_comes_to_the_host_behind_another_is_added_on_the_device(older: boo
         param.host.grad = found[0] if older else None
         rank.reduction.add(0, param, gradient)
         param.host.grad = found[1]
-        rank.reduction.finish()
+        rank.finish()
     assert torch.equal(param.host.grad, torch.full(SHAPES[0], 6.0 + 3.0 * older))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.chunk import ChunkState
 from lightning_protrain.runtime.executor import Executor
-from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 from lightning_protrain.runtime.residency import Residency
 from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, mean_square, train
@@ -22,7 +21,7 @@ HOOKS: tuple[tuple[type, str], ...] = (
     (Executor, "enter"),
     (Executor, "exit"),
     (Executor, "before_backward"),
-    (GradOffload, "_land"),
+    (Executor, "take_gradient"),
 )
 
 
@@ -105,9 +104,10 @@ def visits(monkeypatch: pytest.MonkeyPatch, num_blocks: int, step: Callable[...,
     most: dict[str, int] = {}
     with monkeypatch.context() as patch, applied(Net([Block() for _ in range(num_blocks)]), PLANS["kept"]) as state:
         executor = state.runtime._executor
-        for owner in (executor, executor._residency, executor._landing):
+        for owner in (executor._residency, executor.grads):
             patch.setattr(owner, "_chunks", Counted(owner._chunks))
-        patch.setattr(executor, "units", Counted(executor.units))
+        for name in ("chunks", "blocks"):
+            patch.setattr(executor.context, name, Counted(getattr(executor.context, name)))
         upcoming, next_use = Timeline.upcoming, Timeline.next_use
 
         def counted_upcoming(timeline: Timeline, position: int) -> Iterator[tuple[int, int]]:
@@ -162,7 +162,7 @@ def test_choices_are_forgotten_before_they_pile_up(monkeypatch: pytest.MonkeyPat
     model = _seeded()
     with applied(model, PLANS["kept"]) as state:
         found = train(model, mean_square, state)
-        assert all(len(order.timeline.choices) <= 1 for order in state.runtime._executor._orders.values())
+        assert all(len(order.timeline.choices) <= 1 for order in state.runtime._executor.context._orders.values())
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 

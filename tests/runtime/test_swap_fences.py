@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.runtime import swap
+from lightning_protrain.runtime.step_context import StepContext
 from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, mean_square
 from tests.runtime.swapped import PLANS, SLAB, engine_of, plans
@@ -138,8 +139,7 @@ def test_copies_are_hidden_by_the_blocks_between() -> None:
         device, model, batch = SimulatedDevice(rates), Net([Block() for _ in range(4)]), torch.randn(512, WIDTH)
         with device, applied(model, PLANS["swapped"], device) as state, pytest.MonkeyPatch.context() as patch:
             if not ahead:
-                patch.setattr(state.runtime._executor, "_backward_next", {})
-                patch.setattr("lightning_protrain.runtime.executor.pairwise", lambda numbers: ())
+                patch.setattr(StepContext, "call_after", lambda context, call: None)
             state.step(mean_square, model, batch, 0).backward()
             of_chunks = device._up.busy + device._down.busy
             exposed[ahead] = max(device.exposed - of_chunks, 0) / device._in.busy

@@ -94,7 +94,7 @@ def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     owner, name, replacement, overlap, options = BUGS[bug]
     if bug == "a forward before its step":
         # What comes ahead of its use waits for the step anyway.
-        monkeypatch.setattr(WarmupPrefetch, "begin", lambda self, timeline, training: None)
+        monkeypatch.setattr(WarmupPrefetch, "begin", lambda self, training: None)
     run(Net, PLANS["offload"], overlap, **options)
     monkeypatch.setattr(owner, name, replacement)
     with pytest.raises((RaceError, KeyError) if bug == "clipping before the norms" else RaceError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -97,11 +97,11 @@ def waits_for_the_first(self: Collectives, work: Any, flat: Tensor, owner: int |
     END(self, first, flat, owner)
 
 
-def receives_first(self: GradReducer) -> None:
+def receives_first(self: GradReducer) -> Iterator[Any]:
     bucket = self._sent[0]
     for region in bucket.regions:
-        self._land_region(bucket, region)
-    LAND(self)
+        yield from self._land_region(bucket, region)
+    yield from LAND(self)
 
 
 def writes_what_is_sent(self: GradReducer, index: int) -> None:
@@ -119,7 +119,7 @@ def reads_what_is_sent(self: GradReducer, index: int) -> None:
 def frees_what_is_sent(self: GradReducer, index: int) -> None:
     SEND(self, index)
     for region in self._sent[-1].regions:
-        self._device.resize(region.sent.untyped_storage(), 0)
+        self._context.device.resize(region.sent.untyped_storage(), 0)
 
 
 def adds_before_it_is_there(self: reduce._Bucket, param: Any, gradient: Tensor) -> None:

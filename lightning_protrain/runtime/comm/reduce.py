@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_protrain.device.device import Device
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.step_context import StepContext
 
 
 class _Region:
@@ -139,26 +140,16 @@ class GradReducer:
     """Averages the gradients of offloaded chunks, see [Note: Reduction].
 
     Args:
-        chunks: The offloaded chunks, in execution order.
+        context: Where the step is.
         communicator: Sends.
-        device: Where gradients are averaged.
-        receive: Takes the average of a gradient, on the device.
-        is_past: Whether no call that reads the chunk is left in this backward, the present one included.
+
+    Attributes:
+        runs: Whether the present backward ends with averages.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        communicator: Collectives,
-        device: Device,
-        receive: Callable[[OffloadedParam, Tensor], None],
-        is_past: Callable[[int], bool],
-    ) -> None:
-        self._chunks = tuple(chunks)
+    def __init__(self, context: StepContext, communicator: Collectives) -> None:
+        self._context = context
         self._communicator = communicator
-        self._device = device
-        self._receive = receive
-        self._is_past = is_past
         self._queue: deque[int] = deque()
         self._filling: dict[int, _Bucket] = {}
         self._sent: deque[_Bucket] = deque()
@@ -170,7 +161,9 @@ class GradReducer:
         """The backward that follows ends with averages, on every rank."""
         self.runs = True
         trained = [
-            index for index, chunk in enumerate(self._chunks) if any(_takes_gradient(param) for param in chunk.params)
+            index
+            for index, chunk in enumerate(self._context.chunks)
+            if any(_takes_gradient(param) for param in chunk.params)
         ]
         self._queue = deque(reversed(trained))
 
@@ -215,25 +208,35 @@ class GradReducer:
                 'set sharding="replicate".'
             )
 
-    def advance(self, waits: Callable[[int], bool]) -> None:
-        """Sends what is complete.
+    def next_complete(self, kept_back: Container[int]) -> int | None:
+        """Return the next chunk to send, if backward adds no more to its gradients; None: it does, or none is left.
 
         Args:
-            waits: Whether something else may still add to gradients of a chunk.
+            kept_back: Chunks to which something else may still add.
         """
-        while self._queue and self._is_past(self._queue[0]) and not waits(self._queue[0]):
-            self._send(self._queue.popleft())
-            while len(self._sent) > 1:
-                self._land()
+        if not self._queue or not self._context.has_left(self._queue[0]) or self._queue[0] in kept_back:
+            return None
+        return self._queue[0]
 
-    def finish(self) -> None:
-        """After the backward: every average has been received. Does nothing if there was none to be made."""
+    def send(self, index: int) -> None:
+        """Send the first chunk of the queue."""
+        assert self._queue.popleft() == index
+        self._send(index)
+
+    def arrived(self, but: int = 0) -> Iterator[tuple[OffloadedParam, Tensor]]:
+        """Yield averages on the device, each with its parameter, of all chunks that were sent but the last `but`.
+
+        The caller puts each average into `host.grad` before it asks for the next one.
+        """
+        while len(self._sent) > but:
+            yield from self._land()
+
+    def finish(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
+        """After the backward: send all chunks that are left, and yield all averages, as `arrived` does."""
         while self._queue:
-            self._send(self._queue.popleft())
-            while len(self._sent) > 1:
-                self._land()
-        while self._sent:
-            self._land()
+            self.send(self._queue[0])
+            yield from self.arrived(but=1)
+        yield from self.arrived()
         self.runs = False
 
     def forget(self) -> None:
@@ -248,7 +251,7 @@ class GradReducer:
     def _bucket(self, index: int) -> _Bucket:
         bucket = self._filling.get(index)
         if bucket is None:
-            bucket = self._filling[index] = self._new_bucket(self._chunks[index])
+            bucket = self._filling[index] = self._new_bucket(self._context.chunks[index])
         return bucket
 
     def _new_bucket(self, chunk: Chunk) -> _Bucket:
@@ -256,8 +259,8 @@ class GradReducer:
         for param in chunk.params:
             if _takes_gradient(param):
                 owners.setdefault(chunk.owner(param), []).append(param)
-        regions = [_Region(owner, params, self._device) for owner, params in owners.items()]
-        bucket = _Bucket(regions, self._device)
+        regions = [_Region(owner, params, self._context.device) for owner, params in owners.items()]
+        bucket = _Bucket(regions, self._context.device)
         for param in reversed(chunk.params):  # Gradients come in about that order, and each waits for its own upload.
             if _takes_gradient(param):
                 self._take_older(bucket, param)
@@ -284,7 +287,7 @@ class GradReducer:
             region.work = self._communicator.begin(region.sent, region.owner)
         self._sent.append(bucket)
 
-    def _land(self) -> None:
+    def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
         bucket = self._sent.popleft()
         bucket.let_go()
         for region in bucket.regions:
@@ -293,13 +296,13 @@ class GradReducer:
             if region.owner is None or region.params[0].owned:
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)
-                self._land_region(bucket, region)
+                yield from self._land_region(bucket, region)
 
-    def _land_region(self, bucket: _Bucket, region: _Region) -> None:
+    def _land_region(self, bucket: _Bucket, region: _Region) -> Iterator[tuple[OffloadedParam, Tensor]]:
         flags = region.flags() if any(param not in bucket.filled for param in region.params) else []
         for at, param in enumerate(region.params):
             if param in bucket.filled or flags[at]:
-                self._receive(param, region.view(param))
+                yield param, region.view(param)
                 if region.owner is not None and param.host.grad is not None:
                     self._averages[param] = weakref.ref(param.host.grad)
 

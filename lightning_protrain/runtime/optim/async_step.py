@@ -133,14 +133,12 @@ class AsyncStep:
 
     Attributes:
         partially_stepped: Why the weights belong to no step, see [Note: Partial steps]; None as long as they do.
-        when_touched: Called when somebody has looked at a weight whose step was pending.
         copies: Trusts copies that steps have made.
         publishing: Tells other ranks of steps, see [Note: Publishing].
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Collectives | None = None) -> None:
         self.partially_stepped: str | None = None
-        self.when_touched: list[Callable[[], None]] = []
         self._chunks = tuple(chunks)
         self._device = device
         self._guard = AccessGuard(self._touched)
@@ -422,8 +420,6 @@ class AsyncStep:
         self.publishing.before_wait()
         self.finish_all()
         self.copies.touched(hosts)
-        for function in self.when_touched:
-            function()
 
     def _note_failure(self, error: BaseException, update: ChunkStep) -> None:
         if self._step_sync is not None and error is self._step_sync.failure:
