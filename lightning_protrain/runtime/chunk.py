@@ -171,7 +171,7 @@ class Chunk:
     def note_step(self) -> None:
         """The pending step has ended: an upload that came after it has read what is there before anybody looks."""
         if self._reads_stepped:
-            with self._looking():
+            with below_guard():
                 for param in self.params:
                     # A copy that the step has not made is an old one, if somebody has touched the weight.
                     param.read_version = -1 if param.is_stale else param.version

@@ -51,7 +51,7 @@ def test_what_is_live_and_in_use_is_known(monkeypatch: pytest.MonkeyPatch, case:
 
         def check(owner: Any, name: str, *given: Any) -> None:
             assert residency.live == live(state)
-            running = {unit for unit in state.runtime._executor.units if unit.depth}
+            running = {unit for unit in state.runtime._executor.context.blocks if unit.depth}
             assert set(residency.running) == running
             assert {index for unit in running for index in unit.chunks} <= residency.pinned() <= residency.live
             checked.append(name)

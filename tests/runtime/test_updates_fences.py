@@ -18,11 +18,11 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.access_guard import AccessGuard
-from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.residency import WarmupPrefetch
+from lightning_protrain.runtime.step_context import StepContext
 from tests.plans import STATE_BYTES, place
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
@@ -133,7 +133,7 @@ def test_a_chunk_that_is_read_again_is_not_stepped_early(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     expected = train(twice())
     assert differences(expected, run(twice, PLANS["kept"], Overlap.BACKWARD)) == []
-    monkeypatch.setattr(Executor, "_is_past", lambda self, index: True)
+    monkeypatch.setattr(StepContext, "has_read", lambda self, index: True)
     with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
         run(twice, PLANS["kept"], Overlap.BACKWARD)
 
